@@ -16,7 +16,7 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.frame import AbsentError, Bench, Case, Target, Timed, main
+from benchmarks.frame import Bench, Case, Target, Timed, main, started_server
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.idempotence import Outbox, OutboxSender, transactional, upgrade_tables
@@ -115,29 +115,25 @@ def server_of_records(bench: Bench, *, has_engine: bool = False) -> Iterator[Gua
     from sqlalchemy import create_engine
 
     from librmq.idempotence._server_stores import SqlDedupStore
-    from tests.idempotence.servers import STARTERS, Absent
 
     statements = DedupStatements("rmq_dedup", "postgresql")
     claim, finish = (rendered(statement, "pyformat")[0] for statement in (statements.claim, statements.finish))
-    try:
-        with (
-            STARTERS["postgresql"]() as server,
-            SqlDedupStore(create_engine(server.url) if has_engine else server.url) as store,
-            closing(_connect(psycopg, server.port, autocommit=True)) as connection,
-        ):
-            store.create()
-            cursor = connection.cursor()
+    with (
+        started_server("PostgreSQL") as server,
+        SqlDedupStore(create_engine(server.url) if has_engine else server.url) as store,
+        closing(_connect(psycopg, server.port, autocommit=True)) as connection,
+    ):
+        store.create()
+        cursor = connection.cursor()
 
-            def both(key: str) -> None:
-                parameters = _parameters(key)
-                cursor.execute(claim, parameters[0])
-                cursor.fetchall()
-                cursor.execute(finish, parameters[1])
+        def both(key: str) -> None:
+            parameters = _parameters(key)
+            cursor.execute(claim, parameters[0])
+            cursor.fetchall()
+            cursor.execute(finish, parameters[1])
 
-            yield Guarded(store, both, bench.count(ON_SERVERS))
-            store.engine.dispose()
-    except Absent:
-        raise AbsentError("a PostgreSQL server") from None
+        yield Guarded(store, both, bench.count(ON_SERVERS))
+        store.engine.dispose()
 
 
 def _connect(psycopg: Any, port: int, *, autocommit: bool = False) -> Any:
@@ -149,18 +145,14 @@ def redis(bench: Bench) -> Iterator[Guarded]:
     from redis import Redis
 
     from librmq.idempotence._server_stores import RedisDedupStore
-    from tests.idempotence.servers import STARTERS, Absent
 
-    try:
-        with STARTERS["redis"]() as server, closing(Redis.from_url(server.url)) as connection:
+    with started_server("Redis") as server, closing(Redis.from_url(server.url)) as connection:
 
-            def both(key: str) -> None:
-                connection.set("bare:" + key, OWNER, nx=True, px=600_000)
-                connection.set("bare:" + key, "consumed", px=600_000)
+        def both(key: str) -> None:
+            connection.set("bare:" + key, OWNER, nx=True, px=600_000)
+            connection.set("bare:" + key, "consumed", px=600_000)
 
-            yield Guarded(RedisDedupStore(connection), both, bench.count(ON_SERVERS))
-    except Absent:
-        raise AbsentError("a Redis server") from None
+        yield Guarded(RedisDedupStore(connection), both, bench.count(ON_SERVERS))
 
 
 @dataclass(frozen=True)
@@ -236,16 +228,11 @@ def postgresql(bench: Bench) -> Iterator[Consumed]:
     """Yield a connection of psycopg to a PostgreSQL on this machine."""
     import psycopg
 
-    from tests.idempotence.servers import STARTERS, Absent
-
-    try:
-        with (
-            STARTERS["postgresql"]() as server,
-            closing(_connect(psycopg, server.port)) as connection,
-        ):
-            yield _consumed(connection, bench.count(ON_SERVERS), "%s")
-    except Absent:
-        raise AbsentError("a PostgreSQL server") from None
+    with (
+        started_server("PostgreSQL") as server,
+        closing(_connect(psycopg, server.port)) as connection,
+    ):
+        yield _consumed(connection, bench.count(ON_SERVERS), "%s")
 
 
 @dataclass(frozen=True)
@@ -311,18 +298,13 @@ def outbox_on_postgresql(bench: Bench) -> Iterator[Rows]:
     import psycopg
     from sqlalchemy import create_engine
 
-    from tests.idempotence.servers import STARTERS, Absent
-
-    try:
-        with (
-            STARTERS["postgresql"]() as server,
-            closing(_connect(psycopg, server.port, autocommit=True)) as connection,
-        ):
-            engine = create_engine(server.url)
-            yield Rows(engine, connection, bench.count(ON_SERVERS))
-            engine.dispose()
-    except Absent:
-        raise AbsentError("a PostgreSQL server") from None
+    with (
+        started_server("PostgreSQL") as server,
+        closing(_connect(psycopg, server.port, autocommit=True)) as connection,
+    ):
+        engine = create_engine(server.url)
+        yield Rows(engine, connection, bench.count(ON_SERVERS))
+        engine.dispose()
 
 
 CASES: Final = [

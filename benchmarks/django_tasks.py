@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from benchmarks.frame import AbsentError, Bench, Case, Target, last_line, main
+from benchmarks.frame import Bench, Case, Target, last_line, main, started_server
 
 COUNTS: Final = {"librmq": 3_000}
 """Tasks of a run; the databases get 500."""
@@ -67,13 +67,8 @@ def work(backend: str, database: str, store: str, count: str) -> float:
 
 def postgresql(bench: Bench) -> Iterator[tuple[Bench, str]]:
     """Yield the scale and the address of a PostgreSQL on this machine."""
-    from tests.idempotence.servers import STARTERS, Absent
-
-    try:
-        with STARTERS["postgresql"]() as server:
-            yield bench, server.url
-    except Absent:
-        raise AbsentError("a PostgreSQL server") from None
+    with started_server("PostgreSQL") as server:
+        yield bench, server.url
 
 
 def _run(backend: str, both: Bench | tuple[Bench, str], folder: Path) -> float:

@@ -60,6 +60,18 @@ class AbsentError(Exception):
     """Raised by a setup when a program that it needs is not installed."""
 
 
+@contextmanager
+def started_server(kind: str) -> Iterator[Any]:
+    """Start a PostgreSQL or a Redis on this machine, which ends with the block."""
+    from tests.idempotence.servers import STARTERS, Absent
+
+    try:
+        with STARTERS[kind.lower()]() as server:
+            yield server
+    except Absent:
+        raise AbsentError(f"a {kind} server") from None
+
+
 @dataclass(frozen=True)
 class Bench:
     """Scale and folder of the measurement."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.frame import CHECKOUT, AbsentError, Bench, Case, Part, Target, main
+from benchmarks.frame import CHECKOUT, Bench, Case, Part, Target, main, started_server
 
 BODY: Final = "x" * 128
 COUNTS: Final = {"SQLAlchemy": 30, "filesystem": 600}
@@ -84,13 +84,8 @@ def rates(address: Callable[[Path], str], processes: int, count: int, bench: Ben
 
 def redis_server(bench: Bench) -> Iterator[tuple[Bench, str]]:
     """Yield the scale and the address of a Redis on this machine."""
-    from tests.idempotence.servers import STARTERS, Absent
-
-    try:
-        with STARTERS["redis"]() as server:
-            yield bench, server.url
-    except Absent:
-        raise AbsentError("a Redis server") from None
+    with started_server("Redis") as server:
+        yield bench, server.url
 
 
 ADDRESSES: Final[dict[str, Callable[[Path], str]]] = {
