@@ -269,15 +269,8 @@ class Registrations:
                 dead_timestamp_ms = 0 if old.dead else old.dead_timestamp_ms
                 self._set_registration(replace(old, client_version=client_version, dead_timestamp_ms=dead_timestamp_ms))
                 return True
-            try:
-                filter_ = self._compile(expression, expression_type)
-            except FilterSyntaxError as error:
-                _log.warning(
-                    "refused the filter of group %(group)s on topic %(topic)s: %(error)s",
-                    group=group,
-                    topic=topic,
-                    error=error,
-                )
+            filter_ = self._compile(topic, group, expression, expression_type)
+            if filter_ is None:
                 if old is not None:
                     self._retain(lambda registration: registration is not old)
                 return False
@@ -339,10 +332,20 @@ class Registrations:
                 self.bloom.add(bitmap, registration.bloom.positions)
         return bytes(bitmap)
 
-    def _compile(self, expression: str, expression_type: str) -> Compiled:
-        if expression_type != SQL92:
-            raise FilterSyntaxError(expression, 0, f"expected a filter of type SQL92, found {expression_type!r}")
-        return compiled(expression, self.dialect)
+    def _compile(self, topic: str, group: str, expression: str, expression_type: str) -> Compiled | None:
+        """Return the filter of a group, None after a warning if it does not compile."""
+        try:
+            if expression_type != SQL92:
+                raise FilterSyntaxError(expression, 0, f"expected a filter of type SQL92, found {expression_type!r}")
+            return compiled(expression, self.dialect)
+        except FilterSyntaxError as error:
+            _log.warning(
+                "the filter of group %(group)s on topic %(topic)s does not compile: %(error)s",
+                group=group,
+                topic=topic,
+                error=error,
+            )
+            return None
 
     # --- consumerFilter.json
 
@@ -411,16 +414,6 @@ class Registrations:
         expression, expression_type = (data.get(name) for name in ("expression", "expressionType"))
         if not isinstance(expression, str) or not isinstance(expression_type, str):
             raise ConfigError(f"consumerFilter.json: {what}: expected strings as expression and expressionType")
-        try:
-            filter_ = self._compile(expression, expression_type)
-        except FilterSyntaxError as error:
-            _log.warning(
-                "filter of group %(group)s on topic %(topic)s does not compile: %(error)s",
-                group=group,
-                topic=topic,
-                error=error,
-            )
-            filter_ = None
         return Registration(
             topic=topic,
             group=group,
@@ -430,7 +423,7 @@ class Registrations:
             dead_timestamp_ms=_int(data, "deadTime", what),
             client_version=_int(data, "clientVersion", what),
             bloom=bloom,
-            filter=filter_,
+            filter=self._compile(topic, group, expression, expression_type),
         )
 
 
