@@ -595,10 +595,11 @@ class Broker(StoreRoute, Endpoint):
         """Save all progress, of each part even if another part fails."""
         is_replica = self._config.replica_of is not None
         with self.runner.lock, ExitStack() as saves:
+            if not is_replica:
+                saves.callback(self._receives.saved.save_all)  # last, when no thread writes its file any more
             saves.callback(self._context.saving.save_all, self._life.why_dead)
             if not is_replica:
                 saves.callback(self._transactions.save)
-                saves.callback(self._receives.saved.save_all)
                 self._deliveries.save()
         if not is_replica:
             self._deliveries.write_passed()

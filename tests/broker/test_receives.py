@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from librmq import (
     Broker,
+    BrokerConfig,
     BrokerError,
     ClientStateError,
     ConfigError,
@@ -28,8 +30,10 @@ from librmq import (
     StoreConfig,
     StoreError,
 )
+from librmq.broker._offsets import TableWriter
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines, HeldRequests
+from librmq.files import DiskFiles
 from librmq.message.ids import IN_ORDER, Receipt
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
@@ -356,6 +360,43 @@ def test_flights_survive_a_restart_in_a_file_of_their_own(tmp_path: Path) -> Non
     assert broker.call(Acknowledge("g", "t", (b.receipt,))) == (False,)
     broker.close()
     assert not verify(tmp_path / "b").damage
+
+
+def test_the_close_waits_for_a_save_of_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    overlaps: list[str] = []
+
+    class Held(DiskFiles):
+        """Files that hold the first write of what is in flight."""
+
+        def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+            if "receives.json" in path:
+                if begun.is_set() and not may_end.is_set():
+                    overlaps.append(path)
+                    may_end.set()
+                begun.set()
+                may_end.wait()
+            super().write(path, data)
+
+    end_writing = TableWriter.end_writing
+
+    def end(writer: TableWriter, why: str) -> None:
+        may_end.set()
+        end_writing(writer, why)
+
+    monkeypatch.setattr(TableWriter, "end_writing", end)
+    with (
+        Broker.open(tmp_path, BrokerConfig(save_offsets_every_s=0.01), files=Held()) as broker,
+        Producer(broker, "p") as producer,
+        SimpleConsumer(broker, "g") as consumer,
+    ):
+        consumer.subscribe("T")
+        producer.send("T", b"1")
+        producer.send("T", b"2")
+        consumer.receive(1)
+        assert begun.wait(20)
+        consumer.receive(1)
+    assert not overlaps
 
 
 @pytest.mark.parametrize("is_acknowledged_first", [True, False])
