@@ -45,12 +45,17 @@ _LONG_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def message_line(
-    raw: bytes, levels: DelayLevels, physical_offset: int | None = None, form: BodyForm | None = None
+    raw: bytes,
+    levels: DelayLevels,
+    physical_offset: int | None = None,
+    form: BodyForm | None = None,
+    *,
+    is_sound: bool = True,
 ) -> str:
     """Return the row of a record as JSON. ``physical_offset`` is its place, if that is not the one in the record.
 
     With ``form`` the row ends with the ``body`` in that form, and has no Base64. ``levels`` give the delivery time of a
-    delayed message.
+    delayed message. ``is_sound`` is what the caller, or the walk that gave the record, found of the body's checksum.
     """
     # Commands print millions of records: a row that is text from the start takes half the time of a dict's.
     (
@@ -59,7 +64,6 @@ def message_line(
     ) = record.HEADERS[raw[record.SYS_FLAG_AT + 3] & record.HOSTS_V6].unpack_from(raw)  # fmt: skip
     body_at, body_end, topic_at, topic_end, properties_at, end = record.frame(raw, 0, len(raw))
     body, topic = raw[body_at:body_end], raw[topic_at:topic_end]
-    is_sound = not body or record.body_checksum(body) == checksum
     if sys_flag & (record.COMPRESSED | record.INNER_BATCH):
         bodies = _unusual_bodies(StoredMessage(raw), is_shown=form is not None)
     else:

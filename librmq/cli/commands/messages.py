@@ -65,8 +65,9 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
             if raw is None:
                 output.row(blank_row(physical_offset, size))
                 continue
-            output.line(message_line(raw, levels, physical_offset))
-            if arguments.all and not StoredMessage(raw).crc_ok:
+            is_sound = not arguments.all or StoredMessage(raw).crc_ok  # otherwise the walk has compared it
+            output.line(message_line(raw, levels, physical_offset, is_sound=is_sound))
+            if not is_sound:
                 path = sequence.path_at(physical_offset)
                 damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
@@ -185,8 +186,9 @@ def _print_checked(
     form: BodyForm | None = None,
 ) -> None:
     """Print a message; one whose body does not match its checksum makes the answer a short one."""
-    output.line(message_line(message.raw, levels, form=form))
-    if not message.crc_ok:
+    is_sound = message.crc_ok
+    output.line(message_line(message.raw, levels, form=form, is_sound=is_sound))
+    if not is_sound:
         why = "its body does not match its checksum (crc_ok is false)"
         report_record(arguments, message.physical_offset, why)
 
