@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
     from librmq.files import Damage
     from librmq.store import Gap, MessageStore, Snapshot, Verdict
+    from librmq.store.engine.store_parts import QueueState
 
 
 Row = dict[str, Any]
@@ -230,7 +231,7 @@ def blank_row(physical_offset: int, size: int) -> Row:
 # ---------------------------------------------------------------------------------------------------- queues
 
 
-def queue_row(topic: str, queue_id: int, queue: ConsumeQueue) -> Row:
+def queue_row(topic: str, queue_id: int, queue: ConsumeQueue | QueueState) -> Row:
     """Return the row of a queue with its offsets."""
     return {
         "topic": topic,
@@ -275,7 +276,7 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
 
 def store_row(store: MessageStore, phase: str) -> Row:
     """Return the row of a store with its offsets and times."""
-    queues = sorted(store.queues.items())
+    queues = sorted(store.queues.states().items())  # opens none of them
     return {
         "type": "store",
         "phase": phase,

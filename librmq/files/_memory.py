@@ -354,6 +354,13 @@ class OverlayFiles(MemoryFiles):
             entries |= {entry.name: entry for entry in super().list(path)}
         return [entries[name] for name in sorted(entries)]
 
+    def names(self, path: str) -> tuple[str, ...]:
+        with self._guard:
+            names = {entry.name for entry in super().list(path)}
+            if self._in_base(path):
+                names.update(name for name in self._base.names(path) if self._in_base(os.path.join(path, name)))
+        return tuple(sorted(names))
+
     def status(self, path: str) -> FileStatus | None:
         with self._guard:
             status = super().status(path)

@@ -321,11 +321,8 @@ def is_linked(files: Files, path: str) -> bool:
 def read_sole_file(files: Files, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
     """Return name and content, as of `Files.read_used`, of a folder's only file, with fewer calls than `list` needs.
 
-    None if there are others, if it is not a regular file of this size, if `Files.read_used` could not read it, and for
-    files in memory.
+    None if there are others, if it is not a regular file of this size, or if `Files.read_used` could not read it.
     """
-    if not files.is_shared:
-        return None
     with suppress(StoreIOError, CorruptionError):  # the usual calls raise it with its reason
         names = files.names(folder)
         if len(names) == 1 and (used := files.read_used(os.path.join(folder, names[0]), limit, size)) is not None:

@@ -62,12 +62,15 @@ def test_everything_is_seen_and_nothing_changed(folder: Path) -> None:
         "a": b"aXYa", "b": b"new", "d": b"dddd", "f": None, "f/e": b"eee", "f/empty": b"", "f/g": None,
         "h": None, "h/d": b"dddd", "h/i": None,
     }  # fmt: skip
+    assert [files.names(f"{root}{below}") for below in ("", "/f", "/f/g", "/h")] == [
+        ("a", "b", "d", "f", "h"), ("e", "empty", "g"), (), ("d", "i"),
+    ]  # fmt: skip
     files.delete(f"{root}/f")
     assert not is_folder(files, f"{root}/f/g")
     assert files.list(f"{root}/f") == []
     files.make_folder(f"{root}/f")
     files.write(f"{root}/f/c", b"again")
-    assert [entry.name for entry in files.list(f"{root}/f")] == ["c"]
+    assert files.names(f"{root}/f") == tuple(entry.name for entry in files.list(f"{root}/f")) == ("c",)
     assert from_disk(folder) == before
 
 

@@ -398,20 +398,24 @@ def test_each_of_many_queues_is_opened_once_after_a_kill(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
-def test_small_queues_are_not_mapped_after_a_kill(tmp_path: Path) -> None:
-    """Only a queue that has something wrong is mapped. All are served as before."""
+@pytest.mark.parametrize(("is_killed", "thorough"), [(True, False), (True, True), (False, True)])
+def test_small_queues_are_not_mapped(tmp_path: Path, is_killed: bool, thorough: bool) -> None:
+    """After a kill, and in a check of the whole log, only a queue that has something wrong is mapped.
+
+    All are served as before.
+    """
     store = MessageStore.open(tmp_path, SMALL)
     for number in range(300):
         store.append(Message("TopicA", b"body", tags=f"t{number % 3}"), number % 100)
     store.flush()
-    store.abandon()
+    (MessageStore.abandon if is_killed else MessageStore.close)(store)
     damaged = tmp_path / "consumequeue" / "TopicA" / "7" / f"{0:020d}"
     with open(damaged, "r+b") as file:
         file.seek(25)
         file.write(b"\7")
     files = FailingFiles(DiskFiles())
     files.is_shared = True  # so that one flush covers all of its disk
-    with MessageStore.open(tmp_path, SMALL, files=files) as store:
+    with MessageStore.open(tmp_path, SMALL, files=files, thorough=thorough) as store:
         assert files.calls["open"] < 50
         assert [damage.file for damage in store.recovered if "consumequeue" in damage.file] == [str(damaged)]
         assert [store.queues["TopicA", number].max_offset for number in range(100)] == [3] * 100

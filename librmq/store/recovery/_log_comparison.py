@@ -89,6 +89,10 @@ class UncleanQueues:
         content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
         self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
 
+    def has_listed(self, name: QueueName) -> bool:
+        """Return whether the queue's files are listed, and it was neither opened nor left unopened since."""
+        return name in self._listed
+
     def has_begin_and_end(self, name: QueueName) -> bool:
         """Return whether a queue that is not opened yet has its first file, and room for more entries in its last."""
         folder, start, content = self._listed.get(name, ("", None, None))

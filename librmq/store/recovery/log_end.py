@@ -549,7 +549,7 @@ class Recovery:
             has_ext=self._has_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
-            unclean=None if self._clean else self._unclean,
+            unclean=None if self._clean and not self._mode.is_thorough else self._unclean,
             is_thorough=self._mode.is_thorough,
             bodies_from=self._bodies_from,
         )

@@ -66,20 +66,23 @@ _QUEUE_DIGITS: Final = 20  # digits of a file's name
 _INDEX_DIGITS: Final = 17
 
 
-def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Damage]:
+def clear_leftovers(
+    path: str, files: Files, *, queues: bool = True, is_whole: Callable[[QueueName], bool] = lambda _: False
+) -> list[Damage]:
     """Delete files that a crash left incomplete; their content can be rebuilt.
 
     In the log these are files of length zero at its end; in queues (unless ``queues`` is false) and units files of
     length zero and those beside a missing one; in the index a file of length zero and those after it, which continue
-    it.
+    it. A queue that ``is_whole`` has none.
     """
     log = os.path.join(path, directory.COMMITLOG)
     leftovers = _empty_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True) if queues else (True,):
         for topic, queue_id in directory.list_queues(path, files, ext=ext):
-            folder = directory.queue_folder(path, topic, queue_id, ext=ext)
-            leftovers += _beside_missing(folder, files, 0 if ext else log_begin)
+            if ext or not is_whole((topic, queue_id)):
+                folder = directory.queue_folder(path, topic, queue_id, ext=ext)
+                leftovers += _beside_missing(folder, files, 0 if ext else log_begin)
     folder = os.path.join(path, directory.INDEX)
     leftovers += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
     checkpoint = os.path.join(path, directory.CHECKPOINT)
@@ -202,12 +205,15 @@ class _Opening:
         self._mark = mark
         self._clean = clean = not has_abort(files, path)
         self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
-        # After a kill the check opens all queues one by one, if their folders hold only allowed names.
-        one_by_one = mode is not None and (mode.is_of_copy or not thorough)
-        self._at_check = one_by_one and not clean and not config.enable_consumequeue_ext
+        # After a kill, or to check the whole log, the check opens all queues one by one, if their folders hold only
+        # allowed names. A queue that agrees with the log stays unopened.
+        self._at_check = writable and (thorough or not clean) and not config.enable_consumequeue_ext
+        self._pool = MappingPool(config.mapped_files)
+        self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
         self.cuts = []
         if mode not in (None, RecoveryMode.LIVING, RecoveryMode.CLOSED_COPY) and (thorough or not clean):
-            self.cuts = clear_leftovers(path, files, queues=not self._at_check)
+            is_whole = self._is_listed if self._at_check else lambda _: False
+            self.cuts = clear_leftovers(path, files, queues=thorough or not self._at_check, is_whole=is_whole)
         self._why_whole = ""
         if self.cuts and mark is not None:
             self._mark, self._why_whole = None, f"{self.cuts[0].file} is {self.cuts[0].what}"
@@ -224,8 +230,6 @@ class _Opening:
         self._bodies_from: int | None = None
         self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
         self._part_files = PartFiles(path, config, files)
-        self._pool = MappingPool(config.mapped_files)
-        self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
         self._recovery: Recovery | None = None
         self._is_recovering = False
 
@@ -353,15 +357,25 @@ class _Opening:
     def open_queues(self, log: CommitLog, names: Sequence[QueueName]) -> QueueTable:
         """Open the queues, or prepare that each is opened at its first use."""
         if self._at_check:
+            queues = QueueTable(self._open_listed, dict.fromkeys(names))
             for name in names:
-                self._list_queue(name, log.begin)
-            return QueueTable(self._open_listed, dict.fromkeys(names))
+                if not self._unclean.has_listed(name):
+                    self._list_queue(name, log.begin)
+                    if not self._unclean.has_listed(name):  # opened now, it is repaired or refused before any change
+                        queues[name] = self.open_queue(*name)
+            return queues
         if self._trusted is not None:
             return QueueTable(self.open_queue, self._trusted.queues)
         queues = QueueTable(self.open_queue, {})
         for name in names:
             queues[name] = self.open_queue(*name)
         return queues
+
+    def _is_listed(self, name: QueueName) -> bool:
+        """List the files of a queue, and return whether they can be opened."""
+        with suppress(CorruptionError):
+            self._unclean.list_files(name)
+        return self._unclean.has_listed(name)
 
     def _list_queue(self, name: QueueName, log_begin: int) -> None:
         """List the files of a queue after a kill, and delete those beside a missing one."""
