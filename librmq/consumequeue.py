@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, Self
 
@@ -363,6 +363,22 @@ class ConsumeQueue(Closing):
             self._put_entry(first, entries[written:end])
             written = end
 
+    @property
+    def _is_new(self) -> bool:
+        """Whether it has no file and no extension, so that `_begin_together` can make it."""
+        return not self._files.starts and self.ext is None
+
+    @staticmethod
+    def _begin_together(entries_of: Sequence[tuple[ConsumeQueue, bytes]]) -> None:
+        """Make new queues of one topic with their first entries, from queue offset 0 on, which fit into one file.
+
+        Raises:
+            StoreIOError: There is no space; the queues stay new.
+        """
+        MappedFileQueue.create_together([(queue._files, entries) for queue, entries in entries_of])
+        for queue, entries in entries_of:
+            queue._note_end(0, entries)
+
     def has_room(self, count: int) -> bool:
         """Return whether ``count`` more entries fit into allocated blocks of the current file."""
         return (self.max_offset + count) * ENTRY_SIZE <= self._sure
@@ -371,6 +387,9 @@ class ConsumeQueue(Closing):
         """Write entries that are known to fit, and show them to readers."""
         start = self._tail
         self._files.write(start, queue_offset * ENTRY_SIZE - start, entries)
+        self._note_end(queue_offset, entries)
+
+    def _note_end(self, queue_offset: int, entries: bytes) -> None:
         physical_offset, size = PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE
@@ -542,7 +561,7 @@ class ConsumeQueue(Closing):
         """Note that everything has reached the device by other means than `flush`."""
         if self.ext is not None:
             self.ext.note_flushed()
-        self._files.note_flushed()
+        self._files.take_marks()
 
     def keep_descriptors(self) -> None:
         """Keep a descriptor open with each mapping until `unmap_all`, which is faster for a short use."""

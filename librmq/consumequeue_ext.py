@@ -299,7 +299,7 @@ class ConsumeQueueExt(Closing):
 
     def note_flushed(self) -> None:
         """Note that everything is on the device, flushed by another call than `flush`."""
-        self._files.note_flushed()
+        self._files.take_marks()
 
     def close(self) -> None:
         """Flush, and refuse later calls; a repetition does nothing."""

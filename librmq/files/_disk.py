@@ -258,8 +258,7 @@ class DiskFiles:
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with SystemCall("create", path), self._place(path) as place:
-            if not _create_unnamed(path, place, size):
-                _create_renamed(path, place, size)
+            _create(path, place, size)
             try:
                 # It is opened by its name, because tools call a nameless file deleted.
                 descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
@@ -278,14 +277,14 @@ class DiskFiles:
                 source = times_of and os.path.join(times_of, name)
                 if above.folder is None:
                     self.make_folder(os.path.dirname(path))
-                    _make(_Place(path, None), path, size, data, source)
+                    _create(path, _Place(path, None), size, data, source)
                     continue
                 own = os.path.dirname(name)
                 os.mkdir(own, dir_fd=above.folder)
                 descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=above.folder)
                 try:
                     give_to_owner(descriptor, "", above.folder)
-                    _make(_Place(os.path.basename(name), descriptor), path, size, data, source)
+                    _create(path, _Place(os.path.basename(name), descriptor), size, data, source)
                 finally:
                     os.close(descriptor)
 
@@ -576,11 +575,17 @@ def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:
         done += os.pwrite(descriptor, memoryview(data)[done:], at + done)
 
 
-def _create_unnamed(path: str, place: _Place, size: int) -> bool:
-    """Create a file that gets its name after its length, so that no kill leaves one of another length.
+def _create(path: str, place: _Place, size: int, data: bytes | bytearray = b"", times_of: str | None = None) -> None:
+    """Create a file of that length, with its first bytes, and with the times of another if that is still there.
 
-    A broker would not load that. Return False if the system can't do it.
+    No kill leaves one of another length, which a broker would not load, unless the system can do it in no other way.
     """
+    if not _create_unnamed(path, place, size, data, times_of):
+        _create_renamed(path, place, size, data, times_of)
+
+
+def _create_unnamed(path: str, place: _Place, size: int, data: bytes | bytearray, times_of: str | None) -> bool:
+    """Create a file that gets its name after its content; return False if the system can't do it."""
     if not hasattr(os, "O_TMPFILE"):
         return False
     folder = os.path.dirname(place.name) or os.curdir
@@ -589,7 +594,7 @@ def _create_unnamed(path: str, place: _Place, size: int) -> bool:
             descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644, dir_fd=place.folder)
         try:
             give_to_owner(descriptor, folder, place.folder)
-            _set_length(descriptor, path, size)
+            _fill(descriptor, path, size, data, times_of)
             with SystemCall("create", path):
                 # Python follows the link only if it gets a folder too, which an absolute path does not use.
                 os.link(
@@ -608,7 +613,7 @@ def _create_unnamed(path: str, place: _Place, size: int) -> bool:
     return True
 
 
-def _create_renamed(path: str, place: _Place, size: int) -> None:
+def _create_renamed(path: str, place: _Place, size: int, data: bytes | bytearray, times_of: str | None) -> None:
     """Create a file in the folder above, and rename it when it has its length; where that can't be, in its place."""
     temporary = _temporary_path(path)
     try:
@@ -617,7 +622,7 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             with suppress(FileNotFoundError):
                 os.unlink(temporary)  # a kill can have left it
-            _make(_Place(temporary, None), path, size)
+            _make(_Place(temporary, None), path, size, data, times_of)
             try:
                 os.rename(temporary, place.name, dst_dir_fd=place.folder)
             except BaseException:
@@ -626,29 +631,34 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
     except StoreIOError as error:
         if error.errno not in _NOT_RENAMED:
             raise
-        _make(place, path, size)
+        _make(place, path, size, data, times_of)
 
 
-def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"", times_of: str | None = None) -> None:
-    """Make a file of that length, with its first bytes, and with the times of another if that is still there."""
+def _make(place: _Place, path: str, size: int, data: bytes | bytearray, times_of: str | None) -> None:
     with SystemCall("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
     try:
         with SystemCall("create", path):
             give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
-        _set_length(descriptor, path, size)
-        if data:
-            with SystemCall("write", path):
-                _write_at(descriptor, 0, data)
-        if times_of is not None:
-            with SystemCall("set the time of", path), suppress(FileNotFoundError):
-                times = os.stat(times_of)
-                os.utime(descriptor if os.utime in os.supports_fd else path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        _fill(descriptor, path, size, data, times_of)
     except BaseException:
         os.unlink(place.name, dir_fd=place.folder)
         raise
     finally:
         os.close(descriptor)
+
+
+def _fill(descriptor: int, path: str, size: int, data: bytes | bytearray, times_of: str | None) -> None:
+    """Set the length, the first bytes and the times of a new file."""
+    with SystemCall("set the length of", path):
+        os.ftruncate(descriptor, size)
+    if data:
+        with SystemCall("write", path):
+            _write_at(descriptor, 0, data)
+    if times_of is not None:
+        with SystemCall("set the time of", path), suppress(FileNotFoundError):
+            times = os.stat(times_of)
+            os.utime(descriptor if os.utime in os.supports_fd else path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def _make_folders(path: str) -> None:
@@ -660,11 +670,6 @@ def _make_folders(path: str) -> None:
             make_owned_folder(path)
         if not os.path.isdir(path):
             os.mkdir(path)  # this raises what is there instead
-
-
-def _set_length(descriptor: int, path: str, size: int) -> None:
-    with SystemCall("set the length of", path):
-        os.ftruncate(descriptor, size)
 
 
 def _temporary_path(path: str) -> str:
@@ -691,6 +696,8 @@ def _new_file(place: _Place) -> BinaryIO:
 
 class _TemporaryFiles(DiskFiles):
     """Files that are deleted again, so that no call waits for the device: they outlive the process, not the machine."""
+
+    is_temporary = True
 
     def flush_folder(self, path: str) -> None:
         pass

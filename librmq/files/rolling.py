@@ -17,7 +17,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -316,6 +316,32 @@ class MappedFileQueue:
         self._pool.mapped(self, start)
         return file
 
+    @staticmethod
+    def create_together(made: Sequence[tuple[MappedFileQueue, bytes]]) -> None:
+        """Make the first file of each of several sequences below one folder, with its first bytes; none is mapped.
+
+        That takes a third of the time of `create`. None of the sequences has a folder. After an error they have no
+        file, and `create` replaces one that is there.
+        """
+        first = made[0][0]
+        files, above = first._files, os.path.dirname(first.folder)
+        changed = {above, *folders_to_name(files, above)}
+        try:
+            files.make_files(
+                above,
+                [(os.path.join(os.path.basename(queue.folder), file_name(0)), data) for queue, data in made],
+                first.file_size,
+            )
+        finally:  # as in `create`
+            exist = {folder for folder in changed if is_folder(files, folder)}
+            with first._guard:
+                first._changed_folders |= exist
+        for queue, _ in made:
+            queue._dirty.add(0)
+            with queue._guard:
+                queue._changed_folders.add(queue.folder)
+                queue.starts = [0]
+
     def _create_file(self, path: str) -> File:
         try:
             return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
@@ -430,7 +456,7 @@ class MappedFileQueue:
                     if self._durable or start in self.mapped:
                         self._files.flush(self.file(start))
                     else:
-                        self._files.flush(self._files.open(self.path(start), writable=True))
+                        self._files.flush(self._files.open(self.path(start), writable=True, keep_descriptor=True))
             except BaseException as error:
                 if start in self.starts:
                     self._dirty.add(start)
@@ -446,11 +472,24 @@ class MappedFileQueue:
         if not is_marked:
             self._files.flush(self.file(start), begin - start, end - start)
 
-    def note_flushed(self) -> None:
-        """Note that everything has reached the device by other means than `flush`."""
-        self._dirty.clear()
+    @property
+    def has_new_names(self) -> bool:
+        """Whether the next flush includes names in folders."""
+        return bool(self._changed_folders)
+
+    def take_marks(self) -> tuple[set[int], set[str]]:
+        """Return what is marked for the next flush, which the caller makes by other means; it is marked no more."""
+        starts = set(self._dirty)
+        self._dirty -= starts
         with self._guard:
-            self._changed_folders.clear()
+            folders, self._changed_folders = self._changed_folders, set()
+        return starts, folders
+
+    def put_marks_back(self, starts: set[int], folders: set[str]) -> None:
+        """Mark again what `take_marks` has returned."""
+        self._dirty |= starts
+        with self._guard:
+            self._changed_folders |= folders
 
     def _flush_folders(self) -> None:
         with self._guard:

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Event, get_ident
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
 from librmq.files import Damage, FileLock, Files, TemporaryFolder
-from librmq.files.interface import make_folders
+from librmq.files.interface import flush_all, make_folders
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
@@ -159,8 +160,9 @@ class Writer(StoreHandle):
         parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
         marks = MarkWriter(self.path, self.files, self.config, parts)
         self.durability = Durability(
-            parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
-        )
+            parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse,
+            partial(flush_all, self.files, self.path), marks,
+        )  # fmt: skip
         self.retention = Retention(
             RetainedStore(
                 path=self.path,

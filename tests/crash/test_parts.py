@@ -153,6 +153,39 @@ def test_many_queues(count: int) -> None:
     assert_settled(files)
 
 
+@pytest.mark.parametrize("device", ["flushes", "can't", "fails"])
+def test_many_new_queues(device: str) -> None:
+    """They are made together, and flushed with the whole device where that is possible."""
+    files = on_a_disk()
+    queues = [ConsumeQueue.open(f"/s/q/T/{queue_id}", 100, files=files) for queue_id in range(80)]
+    begin_together = ConsumeQueue._begin_together  # noqa: SLF001 (the dispatcher's)
+    begin_together([(queue, ENTRY.pack(10, 10, 0) * 2) for queue in queues])
+    unflushed = set(queues)
+
+    def flush_device() -> bool:
+        if device == "fails":
+            raise StoreIOError("flush", "/s", OSError())
+        queues[0].append(2, 20, 10, 0)  # as another thread does meanwhile
+        if device == "flushes":
+            for queue in queues:
+                files.flush(files.open(f"{queue.folder}/{0:020d}"))
+                files.flush_folder(queue.folder)
+            for folder in ("/s/q/T", "/s/q", "/s"):
+                files.flush_folder(folder)
+        return device == "flushes"
+
+    if device == "fails":
+        with pytest.raises(StoreIOError):
+            flush_all(unflushed, flush_device)
+        assert unflushed == set(queues)
+        device = "can't"
+    flush_all(unflushed, flush_device)
+    assert unflushed == set()
+    assert [queue.max_offset for queue in queues] == [3, *[2] * 79]
+    queues[0].flush()
+    assert_settled(files)
+
+
 # ------------------------------------------------------------------------------------------------------ the index
 
 

@@ -33,9 +33,11 @@ from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
 from tests.budget import examples
+from tests.file_seams import FailingFiles
 from tests.interrupting import at_each_call
 
 BATCH = Dispatcher.BATCH
+QUEUES = 40
 ROOT = "/store"
 
 
@@ -66,6 +68,29 @@ def test_reading_a_queue_writes_entries_and_no_keys(store: MessageStore) -> None
     assert indexed(store) == 0
     assert len(store.find_by_key("T", "k7")) == 1
     assert indexed(store) == 60
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_many_new_queues_are_made_together(fails: bool) -> None:
+    """Where that fails, they are made one by one, with the same content."""
+    files = FailingFiles(MemoryFiles())
+    with MessageStore.open(ROOT, StoreConfig.tiny(), files=files, background=False) as store:
+        store.append(Message("T", b"x"), QUEUES)  # makes a file of the log
+        store.flush()
+        before = files.calls["create"]
+        if fails:
+            files.fail("make_files")
+        for number in range(3 * QUEUES):
+            store.append(Message("T", b"x"), number % QUEUES)
+        assert len(store.queues) == QUEUES + 1
+        assert files.calls["make_files"] == 1
+        assert files.calls["create"] - before == (QUEUES if fails else 0)
+        for queue_id in range(QUEUES):
+            store.append(Message("T", b"y"), queue_id)
+            bodies = [message.body for message in store.read("T", queue_id, 0).messages]
+            assert bodies == [b"x", b"x", b"x", b"y"]
+        store.flush()
+        assert store.verify().sound
 
 
 def test_a_batch_is_dispatched_in_three_parts(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,33 +38,49 @@ from librmq.store.engine.store_parts import AppendLock, Parts
 _T = TypeVar("_T")
 
 _MANY: Final = 16
+_MANY_NEW: Final = 64
 _AT_A_TIME: Final = 8
 _WORTH_PARTS: Final = 64
 """Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
 
 
-def flush_all(queues: set[ConsumeQueue]) -> None:
+def flush_all(queues: set[ConsumeQueue], flush_device: Callable[[], bool] = lambda: False) -> None:
     """Flush all of ``queues`` by folder, several at once if they are many, because the device accepts them together.
 
-    Flushed ones are removed from ``queues``. The error of the first failure is raised.
+    Many queues with new files are flushed by ``flush_device()``, because each of them by itself would take a commit of
+    the file system; it returns False if it can't. Flushed ones are removed from ``queues``. The error of the first
+    failure is raised.
     """
+    new = [queue for queue in queues if queue.ext is None and queue._files.has_new_names]
+    if len(new) >= _MANY_NEW:
+        # Taken before the flush, so that the marks of later changes stay.
+        marks = [(queue._files, queue._files.take_marks()) for queue in new]
+        is_flushed = False
+        try:
+            is_flushed = flush_device()
+        finally:
+            for files, marked in marks:
+                if not is_flushed:
+                    files.put_marks_back(*marked)
+        if is_flushed:
+            queues.difference_update(new)
 
-    def flush(queue: ConsumeQueue) -> None:
-        queue.flush()
-        queues.discard(queue)
+    remaining = iter(sorted(queues, key=lambda queue: queue.folder))  # threads share it: each call gives the next one
 
-    ordered = sorted(queues, key=lambda queue: queue.folder)
-    if len(ordered) >= _MANY:
+    def flush() -> None:
+        for queue in remaining:
+            queue.flush()
+            queues.discard(queue)
+
+    if len(queues) >= _MANY:
         futures: list[Future[None]] = []
         with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-            # The interpreter starts no thread while it calls exit handlers; the loop below flushes the rest.
+            # The interpreter starts no thread while it calls exit handlers; the call below flushes the rest.
             with suppress(RuntimeError):
-                futures.extend(pool.submit(flush, queue) for queue in ordered)
+                futures.extend(pool.submit(flush) for _ in range(_AT_A_TIME))
             for future in futures:
                 future.result()
-        ordered = ordered[len(futures) :]
-    for queue in ordered:
-        flush(queue)
+    flush()
 
 
 class GroupCommit:
@@ -209,19 +225,22 @@ class Durability:
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
+        flush_device: Callable[[], bool],
         marks: MarkWriter,
     ) -> None:
         """Take the functions to call, and the writer of marks.
 
         ``advance(least)`` takes ``lock`` and does one of three parts of writing due entries and keys, if they are of at
         least so many records; ``catch_up()`` does all of it under ``lock``; ``check_lock()`` raises if another process
-        has taken over the store; ``on_failure()`` is called once, when a flush of the log has failed.
+        has taken over the store; ``on_failure()`` is called once, when a flush of the log has failed;
+        ``flush_device()`` flushes the whole file system, and returns False if it can't.
         """
         self._parts = parts
         self._lock = lock
         self._advance = advance
         self._catch_up = catch_up
         self._check_lock = check_lock
+        self._flush_device = flush_device
         self._marks = marks
         self.commit: GroupCommit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
@@ -255,7 +274,7 @@ class Durability:
                 mark = self._marks.due_state()
             try:
                 self.commit.reach(end)
-                flush_all(queues)
+                flush_all(queues, self._flush_device)
                 index.flush()
                 # After a failed flush the kernel can report the pages that it has not written as flushed, so no later
                 # flush may count.

@@ -8,9 +8,11 @@ of a queue or of the index has them written first. A crash loses nothing, becaus
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.errors import StoreIOError
 from librmq.message.properties import decode_properties, split_keys
 from librmq.runtime import critical
 from librmq.runtime import lazy_numpy as np
@@ -22,6 +24,8 @@ from librmq.store.format._keyindex import KeyIndex
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_MANY_NEW: Final = 16
+"""Number of new queues from which on they are made together."""
 _FEW: Final = 16
 """Number of records below which a loop is faster than arrays."""
 
@@ -128,6 +132,9 @@ class Dispatcher(DispatchState):
         After an error such as a full disk, or a signal that raised, the next call continues there: a queue counts its
         entries.
         """
+        if len(self.lanes) >= _MANY_NEW:
+            with critical:
+                self._begin_queues()
         for lane in self.lanes:
             queue, first = lane.queue, max(lane.pending_from, lane.queue.max_offset)
             entries = lane.pending[first - lane.pending_from :]
@@ -140,6 +147,19 @@ class Dispatcher(DispatchState):
                         queue.append_many(first, b"".join(entries))
             lane.pending = []
         self.lanes.clear()
+
+    def _begin_queues(self) -> None:
+        """Write the entries of new queues by topic, if they are many."""
+        new: dict[str, list[tuple[ConsumeQueue, bytes]]] = {}
+        for lane in self.lanes:
+            queue, size = lane.queue, len(lane.pending) * ENTRY.size
+            if queue._is_new and not lane.pending_from and size <= queue.file_size:
+                new.setdefault(lane.topic, []).append((queue, b"".join(lane.pending)))
+        if sum(map(len, new.values())) >= _MANY_NEW:
+            with suppress(StoreIOError):  # made one by one, the queue that has no room raises it
+                for queues in new.values():
+                    self.unflushed.update(queue for queue, _ in queues)
+                    ConsumeQueue._begin_together(queues)
 
     def rewind(self, physical_offset: int, lanes: Iterable[Lane]) -> None:
         """Drop the collected entries and keys of records from ``physical_offset`` on; ``lanes`` are all lanes."""
