@@ -204,7 +204,6 @@ class Administration:
             self._offsets.saving.save()
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
-        """Return the message at a physical offset."""
         try:
             return self._store.message_at(request.physical_offset)
         except CorruptionError:
@@ -312,7 +311,6 @@ class Progress:
         return len(self._unknown) < _MOST_UNKNOWN
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
-        """Return the groups of a topic."""
         groups: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
         for group in self._clients.consumers.values():
             if request.topic in group.subscriptions:
@@ -332,7 +330,6 @@ class Progress:
         return self._store.queue_range(request.topic, request.queue_id)[0]
 
     def describe_queues(self, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
-        """Return the bounds of a topic's queues."""
         return {
             MessageQueue(request.topic, self._broker_name, queue_id): QueueBounds(
                 begin, end, max(self.stored_ms(request.topic, queue_id, end - 1), 0)

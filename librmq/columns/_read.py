@@ -126,7 +126,6 @@ class Malformed:
         return self._batches([self._in_log(place, why) for place, why in bad], [{}] * len(bad))
 
     def log_left_out(self) -> None:
-        """Log what was left out."""
         if self._left_out:
             _log.warning(
                 "%(path)s: damaged places left out of a read: %(count)d, the first: %(error)s",

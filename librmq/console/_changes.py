@@ -31,8 +31,6 @@ _LETTERS: Final = 1_000
 
 @dataclass
 class Change:
-    """A change that is about to be made."""
-
     title: str
     command: str
     """The command that does the same."""

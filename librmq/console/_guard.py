@@ -65,7 +65,6 @@ class Guard:
         self._key = secrets.token_bytes(32)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return

@@ -263,11 +263,9 @@ class ProgressReader(DataSourceReader):
             directory.check_kind(path, DiskFiles())
 
     def partitions(self) -> list[InputPartition]:
-        """Return a partition for each store."""
         return [InputPartition(path) for path in self._options.paths]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a store."""
         import pyarrow as pa
 
         columns = [*zip(*self._rows(partition.value), strict=True)] or [()] * len(_TYPES)

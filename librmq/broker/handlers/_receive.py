@@ -142,7 +142,6 @@ class ReceiveHandler:
         return ReceiveResponse(tuple(received), is_held=not received)
 
     def cancel_receive(self, request: CancelReceive) -> None:
-        """Remove a held receive."""
         self._held.remove_receive(request.notify)
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:

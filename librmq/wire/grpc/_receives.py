@@ -88,7 +88,6 @@ class Polls:
         return poll
 
     def wake_all(self) -> None:
-        """Wake all receives that wait."""
         with self._lock:
             for poll in self._open:
                 poll.arrived.set()
@@ -448,7 +447,6 @@ class Receives:
 
     @answers("ChangeInvisibleDurationResponse")
     def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Change the time at which a message becomes visible again."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
@@ -459,7 +457,6 @@ class Receives:
 
     @answers("ForwardMessageToDeadLetterQueueResponse")
     def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Move a message to the dead letters."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         endpoint.call(ForwardToDeadLetters(group, topic, request.receipt_handle))

@@ -143,7 +143,6 @@ class Service:
 
     @answers("NotifyClientTerminationResponse")
     def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Remove a client that ends."""
         client_id = client_id_of(context)
         was_known = self.sessions.remove_client(client_id, has_said_so=True)
         self.receives.client_gone(client_id)

@@ -117,7 +117,6 @@ class Channel:
         return next(iter(self.client_ids), None)
 
     def begin_tls(self, context: ssl.SSLContext) -> None:
-        """Let the client begin TLS."""
         self.is_tls = True
         self.stream.begin_tls(context)
 
@@ -346,7 +345,6 @@ class ClientChannel:
         return f"{self.channel.peer[0]}:{self.channel.peer[1]}"
 
     def call(self, request: Request[R], /) -> R:
-        """Send a request to the client."""
         match request:
             case ConsumersChanged(group, max_reconsume_times):
                 header: object = ConsumerGroupHeader(group, max_reconsume_times)

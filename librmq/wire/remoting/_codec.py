@@ -667,7 +667,6 @@ def heartbeat_frame(request: Heartbeat) -> Frame:
 
 
 def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
-    """Return the frame of a send, a batch or a reply."""
     if isinstance(request, SendBatch):
         items = [
             BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
@@ -721,7 +720,6 @@ class MessageFrame(Frame):
         return self._fields
 
     def json_header(self) -> bytes:
-        """Return the header as JSON."""
         if self._fields is not None or self.flag:
             return Frame.json_header(self)
         send = self._send
@@ -947,7 +945,6 @@ def receive_frame(request: Receive, hold: int) -> Frame:
 
 
 def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> Receive:
-    """Return the request of a client."""
     return Receive(
         header.client_id,
         header.consumer_group,

@@ -432,8 +432,6 @@ class TopicOfClusterHeader:
 
 @value
 class RouteOfTopicHeader:
-    """A topic whose route a client requests."""
-
     topic: str
     accept_standard_json_only: bool = False
 
@@ -685,8 +683,6 @@ class NotifiedHeader:
 
 @value
 class PopAckHeader:
-    """An acknowledgement of one message."""
-
     consumer_group: str
     topic: str
     queue_id: int

@@ -167,7 +167,6 @@ def _retry_of(group: str, topic: str, stored_topic: str) -> str:
 
 
 def ack_frame(group: str, topic: str, receipt: Receipt) -> Frame:
-    """Return the frame that acknowledges a message."""
     real_topic = receipt.stored_topic(group, topic)
     header = PopAckHeader(group, real_topic, receipt.queue_id, receipt.extra_info, receipt.queue_offset)
     return frame_of(RequestCode.ACK_MESSAGE, header)
