@@ -184,6 +184,7 @@ def test_an_op_has_the_form_of_5_only_in_its_store(desk: Desk, files_of_5: tuple
     assert later.check() == []
 
 
+@pytest.mark.slow
 def test_of_many_open_halves_each_can_be_committed(desk: Desk) -> None:
     halves = [desk.prepare(number) for number in range(1200)]
     for half in halves:

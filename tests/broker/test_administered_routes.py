@@ -98,7 +98,11 @@ def of_one(folder: Path) -> Iterator[AdministeredRoute]:
 
 PLACES = [in_process, temporary, as_peer, as_owner, by_coroutine, to_owner, over_tcp, in_cluster, of_one]
 Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
-everywhere = pytest.mark.parametrize("place", PLACES)
+NEAR = (temporary, as_owner, to_owner, of_one)
+"""Places whose calls run the code of another one: only how they are opened differs."""
+everywhere = pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.slow] * (place in NEAR)) for place in PLACES]
+)
 
 
 OWNER: Final = """

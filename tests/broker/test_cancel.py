@@ -398,6 +398,7 @@ def test_old_cancellations_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(json.loads(files.read("/b/librmq/cancelled.json"))["messages"]) <= 6
 
 
+@pytest.mark.slow
 def test_of_many_cancellations_each_writes_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the process is killed, each id stays cancelled, with what was sent with it last."""
     monkeypatch.setattr(waiting, "_FEW", 2)

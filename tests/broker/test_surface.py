@@ -40,6 +40,7 @@ from librmq.testing import Kit
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from tests.broker.parties import send
+from tests.budget import many
 
 
 def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
@@ -53,6 +54,7 @@ def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any
     return consumer
 
 
+@many
 @pytest.mark.parametrize(
     "use",
     [
@@ -103,6 +105,7 @@ def test_a_wrong_way_to_open_is_reported() -> None:
 untyped: Any = librmq  # a type checker would report these wrong uses
 
 
+@many
 @pytest.mark.parametrize(
     ("use", "expected"),
     [

@@ -131,6 +131,7 @@ def test_damage_before_the_walk_of_a_closed_store_is_not_met(shell: Shell, own: 
     assert (row["broker"], row["log_end"]) == ("loses", 0)
 
 
+@many
 @pytest.mark.parametrize(
     ("name", "backup", "verdict"),
     [
@@ -159,6 +160,7 @@ def test_tables_and_their_backups(
     assert reason["next"]
 
 
+@many
 @pytest.mark.parametrize(
     ("place", "length", "verdict"),
     [
@@ -230,6 +232,7 @@ def test_the_store_of_a_killed_broker(shell: Shell) -> None:
     assert (row["broker"], row["librmq"], row["log_end"], row["cut_bytes"]) == ("repairs", "repairs", 87985, 550)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False])
 def test_large_logs_are_judged_without_a_trial(shell: Shell, closed: bool) -> None:
     path = shell.folder / "large"
@@ -266,6 +269,7 @@ def test_the_verdict_about_librmq_is_what_an_opening_does(shell: Shell, sound: P
     assert opened != "refuses" or any(reason["opener"] == "librmq" for reason in reasons)
 
 
+@many
 @pytest.mark.parametrize(
     "table", ["topics.json", "consumerOffset.json", "subscriptionGroup.json", "delayOffset.json", "consumerFilter.json"]
 )

@@ -56,6 +56,7 @@ def test_a_dry_run_prints_the_same_and_changes_no_byte(shell: Shell, words: tupl
     assert shell("verify", "store").status == 0
 
 
+@many
 @pytest.mark.parametrize("words", CHANGES, ids=lambda words: "-".join(words[:2]))
 def test_a_change_is_saved_before_it_is_printed(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
@@ -108,6 +109,7 @@ def test_a_topic_is_made_for_a_type_of_messages(shell: Shell) -> None:
         assert broker.topics()["orders"].message_type == "FIFO"
 
 
+@many
 @pytest.mark.parametrize(
     ("words", "said"),
     [

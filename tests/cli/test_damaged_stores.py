@@ -12,7 +12,7 @@ import pytest
 from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns import reader
 from librmq.store import Wholeness
-from tests.budget import some
+from tests.budget import many, some
 from tests.cli.stand import Shell
 from tests.stores import START_MS
 
@@ -428,6 +428,7 @@ def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slo
         assert "the checkpoint covers records up to" in answer.said
 
 
+@many
 @pytest.mark.parametrize("command", ["count", "lag", "stats", "show", "dump"])
 def test_a_log_file_of_length_zero_is_as_none(shell: Shell, slow_orders: Path, command: str) -> None:
     lose_last_file(slow_orders, "missing")
@@ -554,6 +555,7 @@ def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command
     assert f"the log begins at {12 * 4096}, but {first} {2 * 4096}: copy the missing begin" in answer.said
 
 
+@pytest.mark.slow
 def test_every_check_judges_the_begin_alike(shell: Shell, long: Path) -> None:
     path = without_notes(long, shell.folder / "long")
     remove_first_files(path, 1)

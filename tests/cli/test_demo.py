@@ -60,6 +60,7 @@ def test_what_code_printed_before_an_error_is_shown() -> None:
     assert shown.getvalue().endswith("  → before\n")
 
 
+@pytest.mark.slow
 def test_kills_in_the_middle_of_sends_lose_nothing(tmp_path: Path) -> None:
     shown = io.StringIO()
     assert prove_by_kills(Screen(shown), str(tmp_path), 7, sends=300, kills=2)

@@ -150,6 +150,7 @@ def test_a_bad_first_row_does_not_claim_an_import(shell: Shell) -> None:
     assert shell("show", "new").rows == []
 
 
+@many
 @pytest.mark.parametrize(
     "row",
     [

@@ -125,6 +125,7 @@ REFUSED = {
 }
 
 
+@many
 @pytest.mark.parametrize("operation", REFUSED.values(), ids=REFUSED.keys())
 def test_a_refusal_changes_nothing_and_the_run_continues(load: Load, operation: Row) -> None:
     answers = load(PUT, operation, PUT)

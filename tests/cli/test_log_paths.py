@@ -21,6 +21,7 @@ from librmq import (
 from librmq.columns import reader
 from librmq.errors import NotAStoreError
 from librmq.store import snapshot, verify
+from tests.budget import many
 from tests.cli.stand import Shell
 
 SIZE = 4096
@@ -62,6 +63,7 @@ def answers(shell: Shell, path: Path, *more: str) -> list[tuple[int, str]]:
     return given
 
 
+@many
 @pytest.mark.parametrize(("here", "of"), [(0, 2), (1, 2), (0, 6), (5, 6), (2, 3)])
 def test_paths_in_the_store_are_read_together(shell: Shell, whole: Path, here: int, of: int) -> None:
     path = spread(whole, shell.folder / "s", here=here, of=of, into=shell.folder / "s" / "log-b")

@@ -16,6 +16,7 @@ import pytest
 
 from librmq.columns import reader
 from librmq.store.format.broker_tables import BrokerTables
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.rocksdb_stores import FORMS, write_tables
 from tests.stores_of_5 import state_of
@@ -99,6 +100,7 @@ def test_reading_commands_print_the_same_as_for_files(moved: tuple[Shell, list[A
     assert state_of(shell.folder / "store") == before
 
 
+@many
 def test_a_copy_has_the_progress(moved: tuple[Shell, list[Any]]) -> None:
     shell, _ = moved
     lag = [(row["group"], row["topic"], row["queue_id"], row["lag"]) for row in shell("lag", "store").rows]
@@ -151,6 +153,7 @@ def test_of_several_databases_the_one_that_changed_last_counts(tmp_path: Path) -
         assert BrokerTables.open(str(tmp_path)).consumer_offset("t", "g", 0) == at
 
 
+@many
 def test_a_damaged_database_leaves_progress_unknown(moved: tuple[Shell, list[Any]]) -> None:
     shell, _ = moved
     config = shell.folder / "store" / "config"
@@ -163,6 +166,7 @@ def test_a_damaged_database_leaves_progress_unknown(moved: tuple[Shell, list[Any
     assert "can't be read" in said
 
 
+@many
 def test_without_the_extra_the_note_names_it(moved: tuple[Shell, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     shell, _ = moved
     monkeypatch.setitem(sys.modules, "rocksdict", None)
@@ -172,6 +176,7 @@ def test_without_the_extra_the_note_names_it(moved: tuple[Shell, list[Any]], mon
         assert "pip install 'librmq[rocksdb]'" in out + said, command
 
 
+@many
 @pytest.mark.parametrize("form", FORMS)
 def test_columns_read_the_same_as_for_files(shell: Shell, form: str) -> None:
     """Also those of an unclean exit: what is in files is short of nothing because the tables are elsewhere."""

@@ -86,6 +86,7 @@ def application(shell: Shell) -> Iterator[Sharing]:
         sharing.end()
 
 
+@pytest.mark.slow
 def test_topics_change_in_the_process(shell: Shell, application: Sharing) -> None:
     for words, queues in (
         (("create", "live", "bills", "--queues", "3", "--dry-run"), []),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, Message, StoreConfig
+from tests.budget import many
 from tests.cli.stand import Shell
 
 SIZE = 64 << 20
@@ -68,6 +69,7 @@ READS = [
 ]  # fmt: skip
 
 
+@many
 @pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
 @pytest.mark.parametrize("words", READS)
 def test_a_read_fills_no_holes(sparse: Path, shell: Shell, words: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files._disk import DiskFiles
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.cli.test_rocksdb_tables import tables_of
 from tests.pop_store import PopStore
@@ -76,6 +77,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@many
 @pytest.mark.parametrize(
     "words",
     [
@@ -120,6 +122,7 @@ def test_what_pop_holds_is_fetched_too(shell: Shell, command: str) -> None:
     assert [row.get("in_flight") or row["kind"] for row in there.rows] in ([2], ["pop", "pop"])
 
 
+@many
 @pytest.mark.parametrize("words", ["lag STORE", "groups STORE", "topics STORE", "queues STORE", "queue STORE A 0"])
 def test_what_queues_show_needs_little_of_the_log(
     shell: Shell, large: Path, fetched: dict[str, int], words: str
@@ -215,6 +218,7 @@ def test_a_store_in_s3(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
         assert shell("show", "s3://bucket/store", "--key", "key14").out == shell("show", "store", "--key", "key14").out
 
 
+@many
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_store_of_5_behind_a_url(shell: Shell, kind: str) -> None:
     commands = [["topics", "STORE"], ["lag", "STORE"], ["show", "STORE", "--topic", "OrderTopic"]]

@@ -24,6 +24,7 @@ from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import moved_keys
+from tests.budget import many
 
 MESSAGE = Message("T", b"")
 A = [MessageQueue("T", "a", number) for number in range(3)]
@@ -101,6 +102,7 @@ def test_a_room_narrows_the_choice_if_it_has_queues() -> None:
 KEYS = [f"order-{number}" for number in range(5000)]
 
 
+@many
 @pytest.mark.parametrize("virtual_nodes", [50, 100, 400])
 @pytest.mark.parametrize("before", [1, 3, 8])
 def test_ring_moves_only_keys_of_the_new_queue(virtual_nodes: int, before: int) -> None:

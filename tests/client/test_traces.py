@@ -33,6 +33,7 @@ from librmq.errors import ConfigError, MessageIllegalError
 from librmq.message.traces import Trace, TraceReader
 from librmq.testing import Kit, check_history
 from librmq.wire.remoting import RemotingServer
+from tests.budget import many
 from tests.cli.stand import Shell
 
 START_MS: Final = 1_700_000_000_000
@@ -157,6 +158,7 @@ async def fails_later(message: DeliveredMessage) -> None:
     raise ValueError("x")
 
 
+@many
 @pytest.mark.parametrize(
     ("listener", "options", "outcome"),
     [

@@ -480,6 +480,7 @@ class _CountedFiles(DiskFiles):
         super().write(path, data)
 
 
+@pytest.mark.slow
 def test_tables_of_a_folder_are_copied_only_if_their_content_changes(tmp_path: Path) -> None:
     """A broker of 4.9 rewrites its tables every few seconds, so a new time alone copies nothing."""
     master = Broker.open(tmp_path / "m", store_config=StoreConfig.tiny(), runner=ManualRunner())

@@ -126,6 +126,7 @@ with Kit() as kit:
 """
 
 
+@pytest.mark.slow
 def test_a_session_of_django_decides_who_sees(tmp_path: Path) -> None:
     """In a process of its own, because a process has the settings of Django once."""
     (text,) = re.findall(r"```python title=\"shop/staff.py\"\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)

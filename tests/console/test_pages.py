@@ -532,6 +532,7 @@ def test_progress_of_many_groups_is_read_again_once_it_has_changed(
     assert made == ["file", "file"]
 
 
+@pytest.mark.slow
 def test_many_groups_are_added_up_as_the_command_does(tmp_path: Path, shell: Shell) -> None:
     """Their progress is read as columns, by which the groups, the lag and the story of a message go."""
     with Broker.open(tmp_path / "store", runner=ManualRunner()) as broker:
@@ -730,6 +731,7 @@ def test_a_delivered_message_does_not_wait_until_the_progress_is_saved(broker: B
             assert "Nothing waits" in asked.page("/waiting")
 
 
+@pytest.mark.slow
 def test_much_progress_is_shown_as_it_was_last_saved(
     broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

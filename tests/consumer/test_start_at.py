@@ -35,7 +35,7 @@ from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._codec import FORMS
 from librmq.wire.remoting._frames import Frame, answer_to
 from tests.broker.parties import beat
-from tests.budget import examples, some
+from tests.budget import examples, many, some
 from tests.cluster.replica_link import ReplicaLink
 from tests.file_seams import CrashImages, RecordingFiles
 
@@ -78,6 +78,7 @@ def read(broker: Any, kind: str = "pull", **settings: Any) -> str:
     return b"".join(bodies).decode()
 
 
+@many
 @pytest.mark.parametrize("kind", ["push", "pull", "assign"])
 @pytest.mark.parametrize(
     ("start_at", "expected"),

@@ -97,6 +97,7 @@ def is_killed_at(path: Path, number: int, *, has_nameless: bool) -> bool:
     return status != 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files without a name")
 @pytest.mark.parametrize("has_nameless", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_file_is_there_before_it_has_its_length(tmp_path: Path, has_nameless: bool) -> None:

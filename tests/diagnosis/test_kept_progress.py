@@ -239,6 +239,7 @@ def test_a_damaged_snapshot_of_the_wheel(timers: Path, shell: Shell) -> None:
     assert set(found(timers)) == {f"stale-wheel {snapshot.name}"}
 
 
+@pytest.mark.slow
 def test_librmq_continues_with_snapshots(timers: Path, shell: Shell) -> None:
     before = (timers / "timerwheel").read_bytes()
     (timers / "timerwheel").write_bytes(older_wheel(timers, 1))
@@ -256,6 +257,7 @@ def test_librmq_continues_with_snapshots(timers: Path, shell: Shell) -> None:
         assert len(list(broker.messages("orders"))) == 5
 
 
+@pytest.mark.slow
 def test_only_snapshots_of_the_wheel_are_left(timers: Path, shell: Shell) -> None:
     (timers / "timerwheel").rename(timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}")
     slots = slots_of(shell, timers)
@@ -293,6 +295,7 @@ def test_moves_that_a_broker_recorded(path: Path, shell: Shell) -> None:
     assert (row["queue_offset"], row["before"], row["at_ms"]) == (0, 12, START_MS + 5000)
 
 
+@pytest.mark.slow
 def test_a_brokers_store_has_no_such_findings(tmp_path: Path) -> None:
     unpack(COMPACT / "stores" / "rocketmq-5.3.3.tar.xz", tmp_path)
     assert not any(kind.startswith(("stale", "timers-beyond", "progress")) for kind in found(tmp_path / "store"))

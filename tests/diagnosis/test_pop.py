@@ -20,7 +20,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.record import COMPRESSED
 from librmq.message.topics import group_of_retries
 from librmq.store import MessageStore
-from tests.budget import some
+from tests.budget import many, some
 from tests.pop_store import REVIVE_TOPIC, PopStore, places
 from tests.stores import START_MS
 from tests.stores_of_5 import KINDS, add_database, keep_queues_elsewhere
@@ -118,6 +118,7 @@ NAME: dict[str, Any] = {"t": "orders", "c": "G", "q": 0, "so": 0, "pt": START_MS
 POINT = NAME | {"it": 60_000, "n": 2, "d": [0, 1]}
 
 
+@many
 @pytest.mark.parametrize(
     ("tag", "body", "what"),
     [

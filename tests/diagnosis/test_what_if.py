@@ -19,7 +19,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.testing import Kit
 from tests.broker.parties import send
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.stores import START_MS
 
 TOPIC = "T"
@@ -182,6 +182,7 @@ def test_the_estimate_is_within_15_percent_of_simulations(seed: int) -> None:
     assert mean == pytest.approx(expected.drain_s, rel=0.15)
 
 
+@many
 @pytest.mark.parametrize(
     "wanted",
     [

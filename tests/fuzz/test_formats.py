@@ -41,6 +41,7 @@ def test_each_target_has_beginnings_and_nothing_else_is_kept() -> None:
     assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < 200_000
 
 
+@many
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_corpus_does_no_harm(target: str) -> None:
     for data in seeds(target):

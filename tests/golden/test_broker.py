@@ -21,6 +21,7 @@ from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
+from tests.budget import many
 from tests.conftest import StoreCopy
 from tests.reference import Row, folders, jsonl, rows, store_folders
 
@@ -31,6 +32,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {path.name: java_json.loads(path.read_bytes()) for path in (folder / "config").glob("*.json")}
 
 
+@many
 @pytest.mark.parametrize("folder", [*CLIENT_FOLDERS, *store_folders()])
 def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: StoreCopy) -> None:
     copy = store_copy(folder)
@@ -66,6 +68,7 @@ def test_a_real_brokers_folder_is_opened_and_kept(folder: Path, store_copy: Stor
         assert after["consumerFilter.json"]["filterDataByTopic"].keys() <= expected.keys()
 
 
+@many
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)
 def test_a_real_brokers_folder_is_sound(folder: Path, store_copy: StoreCopy) -> None:
     """Its settings are not known: some of these brokers had other delay levels."""
@@ -128,6 +131,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
     return None if "ORIGIN_MESSAGE_ID" in source["properties"] else stored.offset_id
 
 
+@many
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)
 def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
     rows = jsonl(folder / "messages.jsonl")
@@ -198,6 +202,7 @@ def check_delivery(broker: Broker, runner: ManualRunner, waiting: StoredMessage)
     assert due_ms <= delivered.store_timestamp_ms < due_ms + 100
 
 
+@many
 @pytest.mark.parametrize("folder", CLIENT_FOLDERS)
 def test_a_new_broker_has_the_tables_of_a_real_one(folder: Path) -> None:
     real = read_config(folder / "store")

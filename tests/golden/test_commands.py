@@ -12,7 +12,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
 from librmq.files._disk import DiskFiles
 from librmq.store.format.directory import infer_config
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.conftest import Run, StoreCopy
 from tests.golden.deviations import DEVIATIONS, answer_deviation, entry_deviations
 from tests.golden.recorded import contents, left_sound
@@ -224,6 +224,7 @@ def test_ask(folder: Path, settled: Path, commands: Commands) -> None:
         assert answer_deviation(folder, row, answer, names) in DEVIATIONS
 
 
+@pytest.mark.slow
 @stores
 def test_reading_changes_nothing(folder: Path, store_copy: StoreCopy, commands: Commands) -> None:
     store = store_copy(folder)
@@ -318,6 +319,7 @@ def test_settings_may_be_given_as_the_config_row(
     assert commands.rows("queues", settled, "--config", file) == queue_rows(folder)
 
 
+@many
 @stores
 @pytest.mark.parametrize("command", ["dump", "queues", "verify", "recover", "load"])
 def test_settings_that_disagree_with_the_files_are_bad_input(

@@ -46,6 +46,7 @@ def test_offsets_of_a_broadcasting_client() -> None:
 # Config files of real brokers can be read, and stay unchanged.
 
 
+@many
 @pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-")])
 def test_real_files_are_read_and_kept(folder: Path, store_copy: StoreCopy) -> None:
     config = store_copy(folder) / "config"

@@ -13,6 +13,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.java.lang import index_key_hash
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile, geometry
+from tests.budget import many
 from tests.golden.recorded import left_sound
 from tests.reference import existing, folders, jsonl, rows, store_folders
 from tests.stores import ROOT, in_memory
@@ -107,6 +108,7 @@ def test_replayed_bytes(folder: Path, append: Append) -> None:
     )
 
 
+@many
 @every_way
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_replayed_bytes_of_real_brokers(folder: Path, append: Append) -> None:

@@ -233,6 +233,7 @@ def copied(folder: Path, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @timers
 def test_a_recorded_store_is_continued(folder: Path, tmp_path: Path) -> None:
     path = copied(folder, tmp_path / "store")

@@ -17,6 +17,7 @@ from librmq.clock import ManualClock
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence import LocalTransactions
 from librmq.idempotence._connections import Link
+from tests.budget import many
 from tests.idempotence.conftest import DATABASES, DRIVERS, Database
 
 KINDS = ("driver", "session", "connection")
@@ -108,6 +109,7 @@ CALLS = {
 }
 
 
+@many
 @pytest.mark.parametrize("base", DATABASES)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("call", CALLS)

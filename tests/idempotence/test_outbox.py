@@ -434,6 +434,7 @@ def test_a_clock_that_is_ahead_holds_nothing_back(post: Post) -> None:
     assert post.rows(0) == 0
 
 
+@pytest.mark.slow
 def test_a_backlog_costs_the_same_for_each_row(tmp_path: Path) -> None:
     """Steps of SQLite's virtual machine for a row of a backlog of one key, which must not grow with the backlog."""
     steps: list[float] = []

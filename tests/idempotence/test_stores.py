@@ -721,6 +721,7 @@ def test_a_conflict_is_no_outage(place: Callable[[str], Place], isolation: str, 
         assert [sum(claim is Claim.NEW for claim in those) for those in zip(*claims, strict=True)] == [1] * 20
 
 
+@pytest.mark.slow
 def test_a_time_limit_of_statements_is_no_outage(place: Callable[[str], Place], key: str) -> None:
     """While another transaction holds the record, a message is delivered again later, not consumed without a claim."""
     seen: list[object] = []

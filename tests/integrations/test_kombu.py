@@ -34,6 +34,7 @@ import librmq
 import librmq.integrations.kombu
 from librmq.integrations._kombu_bindings import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
+from tests.budget import many
 from tests.programs import Fork, run_program
 
 Connect = Callable[..., Any]
@@ -139,6 +140,7 @@ def test_reject(connect: Connect, requeue: bool) -> None:
         assert is_empty(connection, queue)
 
 
+@many
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout"])
 def test_another_connection_routes_by_the_bindings(connect: Connect, kind: str) -> None:
     exchange = kombu.Exchange("news", type=kind)
@@ -370,6 +372,7 @@ def test_tasks_that_may_not_run_keep_no_others_back(share: Connect, monkeypatch:
     assert [message.payload for message in done] == [3, 4, 5, 6, 7]
 
 
+@many
 @pytest.mark.parametrize("ends", ["closes", "is busy", "goes on"])
 def test_a_hub_keeps_no_acknowledgement_back(connect: Connect, ends: str) -> None:
     """It goes with the next receive; without one it is there after a moment."""

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, SHARES, Bug
@@ -18,9 +19,8 @@ from tests.mutation.trusted import BUGS as TRUSTED
 from tests.programs import environment
 from tests.reference import CHECKOUT
 
-QUICK = "late-commit"
 
-
+@many
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_keeps_all_promises(name: str) -> None:
     assert anomalies_of(name) == []
@@ -32,10 +32,11 @@ def test_a_planted_bug_has_its_place(bug: Bug) -> None:
         compile(edit.source(), edit.file, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(bug, id=bug.name, marks=[pytest.mark.slow] * (bug.name != QUICK))
+        pytest.param(bug, id=bug.name)
         for bug in BUGS
         if bug.program != SHARES  # minutes of real time each: `python -m tests.mutation.planted NAME`
     ],

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -28,9 +29,10 @@ from _pytest.mark import ParameterSet
 import librmq
 from librmq import MessageStore
 from librmq.cli import main
+from tests.cli.stand import unpack_store
 from tests.log_levels import reset_levels
 from tests.programs import POSIX
-from tests.reference import CHECKOUT, COMPACT, unpack_compact
+from tests.reference import CHECKOUT
 
 DOCS = CHECKOUT / "docs"
 DOCUMENTS = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -103,17 +105,20 @@ def shows(shown: str, real: str) -> bool:
     return re.fullmatch(pattern, plain(real), re.DOTALL) is not None
 
 
+@pytest.fixture(scope="module")
+def project_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_store(tmp_path_factory.mktemp("project"))
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, project_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in a new folder with a broker's store in ``store``, and with the ``librmq`` under test as a command.
 
     As in a reader's shell, programs of the folder import each other, and pytest has its own settings.
     """
     assert librmq.__file__ is not None
-    unpack_compact(COMPACT, tmp_path / "data")
     work = tmp_path / "work"
-    work.mkdir()
-    (tmp_path / "data" / "store-basic" / "store").rename(work / "store")
+    shutil.copytree(project_store, work / "store")
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, script in (

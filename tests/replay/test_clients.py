@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.budget import many
 from tests.reference import folders
 from tests.replay.compare import differences
 from tests.replay.deviations import DEVIATIONS, Difference
@@ -14,6 +15,7 @@ from tests.replay.driver import play
 from tests.replay.reading import Recording
 
 
+@many
 @pytest.mark.parametrize("folder", folders("clients-"))
 def test_a_recorded_run_is_repeated(folder: Path) -> None:
     recording = Recording(folder)

@@ -31,12 +31,13 @@ def test_half_a_day_of_everything(number: int) -> None:
     World(f"quick {number}").run(**HALF_A_DAY)
 
 
-@many
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(2))
 def test_half_a_day_over_a_share(number: int) -> None:
     World(f"share {number}", over_share=True).run(**HALF_A_DAY)
 
 
+@many
 @pytest.mark.parametrize("name", ["store-basic", "store-crash"])
 def test_half_a_day_in_the_store_of_a_broker(name: str, store_copy: StoreCopy) -> None:
     config = rows(existing(name), "config")[0]
@@ -76,6 +77,7 @@ def run_shares(seed: str, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @POSIX
 def test_a_share_changes_hands() -> None:
     run_shares("quick", "--steps", "2")
@@ -94,6 +96,7 @@ def test_shares_change_hands(slow_budget: SlowBudget) -> None:
 LINUX = pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 
 
+@pytest.mark.slow
 @LINUX
 def test_writers_die_and_others_go_on(tmp_path: Path) -> None:
     from tests.simulation.writers import WritersWorld

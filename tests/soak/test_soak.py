@@ -104,6 +104,7 @@ def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(broker, "call", call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "anomaly"), [(forgets, "lost"), (hurries, "early"), (commits, "aborted")])
 def test_a_broken_broker_is_found(
     broker: Broker, how: Callable[..., Any], anomaly: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -256,6 +256,7 @@ def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
     assert "abort" in contents(memory)
 
 
+@many
 @pytest.mark.parametrize("broker_ran", [False, True])
 @pytest.mark.parametrize("openings", [0, 1, 2])
 @pytest.mark.parametrize("messages", [0, 1])

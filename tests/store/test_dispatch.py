@@ -32,7 +32,7 @@ from librmq.store.engine.derivation import Derivation, derived_block, key_block
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
-from tests.budget import examples
+from tests.budget import examples, many
 from tests.file_seams import FailingFiles
 from tests.interrupting import at_each_call
 
@@ -150,6 +150,7 @@ def test_a_full_disk_in_either_part_loses_nothing(
     assert store.verify().sound
 
 
+@many
 @pytest.mark.parametrize("part", ["a queue", "the index", "a file of the index"])
 @pytest.mark.parametrize("ends", ["append", "read", "find"])
 def test_a_batch_that_finds_a_full_disk_is_stored(monkeypatch: pytest.MonkeyPatch, part: str, ends: str) -> None:

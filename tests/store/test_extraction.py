@@ -24,6 +24,7 @@ from librmq.message.topics import SystemTopic
 from librmq.protocol import TransactionState
 from librmq.store import extract, rescue, verify
 from librmq.store.format.broker_tables import BrokerTables
+from tests.budget import many
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,7 @@ def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@many
 @pytest.mark.parametrize("step", [1, 3])
 def test_many_records_are_copied_like_single_ones(long_log: Path, tmp_path: Path, step: int) -> None:
     places = [message.physical_offset for message in messages(long_log)][::step]
@@ -189,6 +191,7 @@ def test_many_records_are_copied_like_single_ones(long_log: Path, tmp_path: Path
     assert not verify(tmp_path / "together").damage
 
 
+@pytest.mark.slow
 def test_many_records_are_rescued_from_around_damage(long_log: Path, tmp_path: Path) -> None:
     shutil.copytree(long_log, tmp_path / "damaged")
     before = messages(long_log)

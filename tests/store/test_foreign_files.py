@@ -354,6 +354,7 @@ def test_a_folder_or_file_in_place_of_the_other(folder: Path, place: str) -> Non
     assert path.exists()
 
 
+@many
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
 @pytest.mark.parametrize(

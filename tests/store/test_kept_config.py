@@ -127,6 +127,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@many
 @pytest.mark.parametrize(
     "given",
     [

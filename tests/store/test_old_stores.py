@@ -19,6 +19,7 @@ from librmq.idempotence import SqliteDedupStore
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
+from tests.budget import many
 from tests.reference import COMPACT, unpack
 from tests.stores import derived, from_disk
 from tests.stores_of_5 import KINDS, keep_queues_elsewhere, state_of
@@ -105,6 +106,7 @@ def of_a_later_version(path: Path, name: str) -> None:
     file.with_name(f"{name}.json.bak").unlink(missing_ok=True)
 
 
+@many
 @pytest.mark.parametrize("name", ["closed", "flushed", "receives", "retention"])
 def test_a_file_of_a_later_version_counts_as_missing(name: str, old: Unpack) -> None:
     path = old("librmq-0.1.0")

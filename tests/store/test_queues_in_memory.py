@@ -108,6 +108,7 @@ def test_batches_and_light_queues_are_counted_from_the_log(tmp_path: Path) -> No
     assert "records of light queues: 2 of 2 light queues" in notes
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(drawn=operations, file_size=st.sampled_from([2048, 1 << 16]))
 def test_batches_and_light_queues_are_as_the_model_says(

@@ -158,6 +158,7 @@ def test_a_queue_that_begins_above_0(parts: Parts) -> None:
     parts.settled()
 
 
+@many
 @pytest.mark.parametrize("wrong", [0, 3, 99, 1 << 60, -1, 7])
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int) -> None:

@@ -92,6 +92,7 @@ def lines() -> Iterator[int]:
     return iter(range(0, 1 << 20, STEP if run.quick else STEP // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finder", ["peer", "owner"])
 def test_a_peer_dies_at_each_line_of_an_append(tmp_path: Path, finder: str) -> None:
     shared = Shared(tmp_path)

@@ -177,6 +177,7 @@ def test_a_pipe_in_config_is_skipped(tmp_path: Path) -> None:
         DiskFiles().read(str(tmp_path / "store" / "config" / "pipe"))
 
 
+@many
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize("names", [("0" * 20, f"{80:020}"), ("0" * 20, f"{160:020}"), (f"{80:020}", f"{320:020}")])
 @pytest.mark.parametrize("size", [80, 160, 320])

@@ -13,6 +13,7 @@ from librmq import Message, StoreConfig
 from librmq.diagnosis._pop import pop_holds
 from librmq.store import MessageStore, restore, snapshot, verify
 from librmq.store.format.broker_tables import BrokerTables
+from tests.budget import many
 from tests.reference import existing, unpack
 from tests.rocksdb_stores import FORMS, pop_row, write_database, write_queues, write_tables
 from tests.stores_of_5 import KINDS, keep_queues_elsewhere, state_of
@@ -82,6 +83,7 @@ def test_a_compacted_topic(tmp_path: Path) -> None:
     assert any("orders is compacted" in note for note in verify(target).notes)
 
 
+@many
 @pytest.mark.parametrize("form", FORMS)
 def test_databases_are_copied_as_a_whole(tmp_path: Path, form: str) -> None:
     path, target = tmp_path / "store", tmp_path / "copy"

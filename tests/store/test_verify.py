@@ -359,6 +359,7 @@ def test_a_flipped_bit_that_gives_a_record_an_entry_is_found(flag: int, has_all:
     assert verify(ROOT, SMALL, files).sound
 
 
+@many
 @LISTS_DESCRIPTORS
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 def test_no_file_stays_open(tmp_path: Path, config: StoreConfig) -> None:

@@ -141,6 +141,7 @@ def test_a_cut_link_keeps_each_site_at_its_own() -> None:
     assert (report.refused, report.lost, report.sends_across) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_drill_is_the_same_in_each_run() -> None:
     first, second = (run_drill(two_active_routed(), brokers_fail, rate=0.2) for _ in range(2))
     assert (first.timeline(), first.minutes) == (second.timeline(), second.minutes)

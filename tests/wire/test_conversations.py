@@ -25,6 +25,7 @@ from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._bodies import messages_of
 from librmq.wire.remoting._frames import Frame, FrameReader, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
+from tests.budget import many
 from tests.wire.conversations import Exchange, Side, exchanges, form, frame_bytes, rows
 
 _WAIT_S: Final = 10
@@ -395,6 +396,7 @@ def differences(theirs: Side, ours: Frame) -> list[str]:
     return found
 
 
+@many
 @pytest.mark.filterwarnings("ignore::librmq.filter.FilterWarning")
 @pytest.mark.parametrize("recording", PLAYED)
 def test_answers_are_those_of_a_broker(recording: str) -> None:

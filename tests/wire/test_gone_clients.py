@@ -333,6 +333,7 @@ def test_the_calls_of_one_address_are_a_choice(broker: Broker) -> None:
                 other.send(message("t"))
 
 
+@pytest.mark.slow
 def test_one_client_leaves_calls_for_others(server: GrpcServer) -> None:
     """A connection that holds calls without ever sending a request is refused more; another one is answered."""
     options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own

@@ -122,6 +122,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
         assert serving.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_streams_of_nonsense_do_not_hold_up_the_end(serving: subprocess.Popen[str], tmp_path: Path) -> None:
     """A signal ends it, with a sound store."""
     address = ready(serving)

@@ -35,6 +35,7 @@ from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.format.documents import RETENTION, read_retention, write_retention
+from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
 
@@ -325,6 +326,7 @@ def test_what_binds_accepted_messages_holds_for_the_next_opener(tmp_path: Path) 
         assert broker.store.config.max_message_size == 48 << 10, "it was not named"
 
 
+@many
 @pytest.mark.parametrize("place", ["open", "share", "store", "command"])
 @pytest.mark.parametrize("copying", ["files", "snapshot"])
 def test_a_copy_deletes_nothing_until_retention_is_named_again(
@@ -470,6 +472,7 @@ def test_a_command_names_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "librmq" / "settings.json").exists()
 
 
+@many
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [

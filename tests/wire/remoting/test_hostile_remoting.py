@@ -24,6 +24,7 @@ from librmq.wire.remoting import _server as server_module
 from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, ClientOfGroupHeader
 from librmq.wire.remoting._headers import RequestCode as Code
+from tests.budget import many
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 
@@ -313,6 +314,7 @@ def test_no_name_of_a_request_spoils_a_table(
     assert not [line for line in caplog.records if line.exc_info]
 
 
+@many
 @pytest.mark.parametrize("name", ["consumeType", "messageModel", "consumeFromWhere"])
 @pytest.mark.parametrize("odd", [None, [], {}, 7, "X"])
 def test_odd_kinds_in_a_heartbeat_mean_the_default(client: RawClient, broker: Broker, name: str, odd: object) -> None:

@@ -362,6 +362,7 @@ def test_an_error_of_one_usual_send_takes_no_answer_from_others(
     assert [message.body for message in broker.store] == [b"first", *bodies]
 
 
+@pytest.mark.slow
 def test_long_headers_are_not_kept() -> None:
     """A client sends large ones that all differ; its connection stays open."""
     with served() as (_, producing, channel):
