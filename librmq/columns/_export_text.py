@@ -55,39 +55,60 @@ def write_text(path: str, steps: Batches, schema: pa.Schema, form: str) -> int:
 
 _ESCAPES: Final = {code: json.dumps(chr(code))[1:-1] for code in (ord("\\"), ord('"'), *range(0x20))}
 """What JSON escapes in a text, the backslash first."""
+_PLAIN_IN_JSON: Final = bytes(range(0x100)).translate(None, bytes(_ESCAPES))
+_PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b'",\\')
+"""What needs neither quotes nor a look in CSV, except at the begin of a cell."""
+_FIRST: Final = np.frombuffer(b"'=+-@", np.uint8)
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _joined: Final = pc.binary_join_element_wise
 
 
 def _json_lines(batch: pa.RecordBatch) -> pa.StringArray:
-    """Return rows as lines of JSON, made by columns: an object for each row would take several times as long."""
-    members = [_members(name, values) for name, values in zip(batch.schema.names, batch.columns, strict=True)]
-    return _joined("{", _joined(*members, ","), "}\n", "")
+    """Return rows as lines of JSON, made by columns: an object for each row would take several times as long.
+
+    The name of bytes that are not UTF-8 is ``…_b64``.
+    """
+    parts, before = list[Any](), "{"
+    for name, values in zip(batch.schema.names, batch.columns, strict=True):
+        if _is_bytes(name):
+            try:
+                values = values.cast(pa.string())
+            except pa.ArrowInvalid:
+                parts += [before, strings([_encode(_plain({name: value}))[1:-1] for value in values.to_pylist()])]
+                before = ","
+                continue
+        begin, texts, end = _json_texts(values)
+        if values.null_count:
+            begin, texts, end = "", pc.coalesce(_joined(begin, texts, end, ""), "null"), ""
+        parts += [f'{before}"{name}":{begin}', texts]
+        before = f"{end},"
+    # One call joins all: each one copies its result once more.
+    return _joined(*parts, before[:-1] + "}\n", "")
 
 
-def _members(name: str, values: pa.Array) -> pa.StringArray:
-    """Return name and value of each row; the name of bytes that are not UTF-8 is ``…_b64``."""
-    if _is_bytes(name):
-        try:
-            values = values.cast(pa.string())
-        except pa.ArrowInvalid:
-            return strings([_encode(_plain({name: value}))[1:-1] for value in values.to_pylist()])
-    return _joined(f'"{name}":', _json_values(values), "", null_handling="replace", null_replacement="null")
-
-
-def _json_values(values: pa.Array, between: str = ",", after_name: str = ":") -> pa.StringArray:
+def _json_texts(values: pa.Array, between: str = ",", after_name: str = ":") -> tuple[str, pa.StringArray, str]:
+    """Return values as JSON, without what all of them begin and end with, which stands beside them."""
     if pa.types.is_map(values.type):
-        pairs = _joined(_json_values(values.keys), _json_values(values.items), after_name)
-        objects = _joined("{", pc.binary_join(pa.ListArray.from_arrays(values.offsets, pairs), between), "}", "")
-        return objects if not values.null_count else pc.if_else(values.is_valid(), objects, None)
+        pairs = _joined('"', _escaped(values.keys), f'"{after_name}"', _escaped(values.items), '"', "")
+        objects = pc.binary_join(pa.ListArray.from_arrays(values.offsets, pairs), between)
+        return "{", objects if not values.null_count else pc.if_else(values.is_valid(), objects, None), "}"
     if not pa.types.is_string(values.type):
-        return values.cast(pa.string())
-    data = np.frombuffer(values.buffers()[2] or b"", np.uint8)
-    used = np.bincount(data[(data < 0x20) | (data == ord('"')) | (data == ord("\\"))], minlength=0x80)
+        return "", values.cast(pa.string()), ""
+    return '"', _escaped(values), '"'
+
+
+def _escaped(texts: pa.StringArray) -> pa.StringArray:
+    used = _unusual(texts, _PLAIN_IN_JSON)
     for code, escape in _ESCAPES.items():
-        if used[code]:
-            values = pc.replace_substring(values, chr(code), escape)
-    return _joined('"', values, '"', "")
+        if code in used:
+            texts = pc.replace_substring(texts, chr(code), escape)
+    return texts
+
+
+def _unusual(texts: pa.StringArray, plain: bytes) -> bytes:
+    """Return the bytes of texts that are not ``plain``, mostly none, and perhaps others of their buffer."""
+    data = texts.buffers()[2]
+    return b"" if data is None else data.to_pybytes().translate(None, plain)
 
 
 _UNSAFE: Final = f"[{UNSAFE}]".replace("\ud800-\udfff", "")
@@ -97,6 +118,12 @@ _CAREFUL: Final = r"^'*[=+\-@]|\\u[0-9a-f]{4}"
 def _matches(texts: pa.StringArray, pattern: str) -> npt.NDArray[np.bool_]:
     matches: npt.NDArray[np.bool_] = integers(pc.match_substring_regex(texts, pattern).fill_null(False)) != 0
     return matches
+
+
+def _begins_carefully(texts: pa.StringArray) -> bool:
+    """Return whether a text may begin as a formula, or as one that is guarded."""
+    offsets, data = offsets_and_bytes(texts)
+    return bool(np.isin(data[offsets[:-1][np.diff(offsets) > 0]], _FIRST).any())
 
 
 class _CsvLines:
@@ -114,22 +141,24 @@ class _CsvLines:
 
     def lines(self, batch: pa.RecordBatch) -> pa.StringArray:
         """Return the lines of rows; those with a cell that is no plain text are made one by one."""
-        cells, unusual = list[pa.Array](), np.full(len(batch), len(self._columns) == 1)
+        cells, unusual = list[Any](), np.full(len(batch), len(self._columns) == 1)
         for name, values in zip(batch.schema.names, batch.columns, strict=True):
             is_map = pa.types.is_map(values.type)
             try:
-                texts = _json_values(values, ", ", ": ") if is_map else values.cast(pa.string())
+                texts = values.cast(pa.string()) if not is_map else _joined(*_json_texts(values, ", ", ": "), "")
             except pa.ArrowInvalid:  # bytes that are not UTF-8
                 return strings([self._line(row) for row in batch.to_pylist()])
             if not pa.types.is_integer(values.type):
-                unusual |= _matches(texts, _UNSAFE if is_map else f"{_UNSAFE}|{_CAREFUL}")
-                quoted = _joined('"', pc.replace_substring(texts, '"', '""'), '"', "")
-                texts = pc.if_else(pc.match_substring_regex(texts, '[",]'), quoted, texts)
-            cells.append(
-                _joined(texts, "", ",", null_handling="replace", null_replacement="") if _is_bytes(name) else texts
-            )
+                used = _unusual(texts, _PLAIN)
+                if used.translate(None, b'",\\' if is_map else b'",') or (not is_map and _begins_carefully(texts)):
+                    unusual |= _matches(texts, _UNSAFE if is_map else f"{_UNSAFE}|{_CAREFUL}")
+                if b'"' in used or b"," in used:
+                    quoted = _joined('"', pc.replace_substring(texts, '"', '""'), '"', "")
+                    texts = pc.if_else(pc.match_substring_regex(texts, '[",]'), quoted, texts)
+            cells += [texts, ",,"] if _is_bytes(name) else [texts, ","]
         rows = np.flatnonzero(unusual)
-        plain = _joined(_joined(*cells, ",", null_handling="replace", null_replacement=""), "\n", "")
+        cells[-1] = f"{cells[-1][:-1]}\n"
+        plain = _joined(*cells, "", null_handling="replace", null_replacement="")
         return replaced(plain, rows, [self._line(row) for row in batch.take(numbers(rows)).to_pylist()])
 
     def _line(self, row: dict[str, Any]) -> str:
@@ -151,12 +180,35 @@ def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
     for at, column in enumerate(batch.schema):
         if pa.types.is_timestamp(column.type):
             times = pc.divide(batch.column(at).view(pa.int64()), _MICROSECONDS)
-            in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
-            texts = pc.strftime(
-                pc.if_else(in_range, times, pa.scalar(None, pa.int64())).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ"
-            )
-            batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
+            in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS)).fill_null(False)
+            texts = _iso_texts(integers(pc.if_else(in_range, times, _FIRST_MS)))
+            if pc.all(in_range).as_py() is False:
+                texts = pc.if_else(in_range, texts, times.cast(pa.string()))
+            batch = batch.set_column(at, column.name, texts)
     return batch
+
+
+def _parts_of_time(count: int, form: str) -> npt.NDArray[np.uint8]:
+    """Return the texts of numbers below ``count``, all of one length."""
+    return np.array([list(form.format(number, *divmod(number, 60)).encode()) for number in range(count)], np.uint8)
+
+
+_MINUTES: Final = _parts_of_time(24 * 60, "{1:02}:{2:02}:")
+_SECONDS: Final = _parts_of_time(60, "{0:02}.")
+_MILLISECONDS: Final = _parts_of_time(1000, "{0:03}Z")
+_DAY_MS: Final = 86_400_000
+
+
+def _iso_texts(times: npt.NDArray[np.int64]) -> pa.StringArray:
+    """Return times in milliseconds as ``2026-11-20T08:00:00.123Z``, by tables: Arrow formats each one by itself."""
+    days, of_day = np.unique(times // _DAY_MS, return_inverse=True)
+    dates = np.frombuffer("".join([f"{day}T" for day in days.astype("M8[D]").tolist()]).encode(), np.uint8)
+    rest = times % _DAY_MS
+    minutes, seconds = rest // 60_000, rest // 1000 % 60
+    parts = dates.reshape(-1, 11)[of_day], _MINUTES[minutes], _SECONDS[seconds], _MILLISECONDS[rest % 1000]
+    data = np.concatenate(parts, axis=1)
+    offsets = np.arange(0, data.size + 1, data.shape[1], dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), len(times), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
