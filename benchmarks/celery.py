@@ -2,7 +2,9 @@
 
 A process sends the tasks and ends; then ``celery worker`` begins, which so owns the store of librmq. The rate
 counts from the beginning of its first task to that of its last. In the rows "another process owns" a third process,
-such as a web server, has the store. A task notes its time in a file. Redis keeps nothing on disk.
+such as a web server, has the store: 1.5 times Redis is an aim there for a worker that has one task at a time until it
+ends, because each task waits for an answer of that process, 0.2 of 0.55 ms. A task notes its time in a file. Redis
+keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -174,7 +176,8 @@ def _works() -> Iterator[tuple[str, Work, Target]]:
                 words = f"-c {concurrency}, prefetch {prefetch}, {'late' if late else 'early'}"
                 yield words, Work("librmq", concurrency, prefetch, late), Target(1.5)
                 work = Work("librmq", concurrency, prefetch, late, is_peer=True)
-                yield f"{words}, another process owns", work, Target(1.5)
+                waits = (concurrency, prefetch, late) == (1, 1, True)
+                yield f"{words}, another process owns", work, Target(1.25, 1.5) if waits else Target(1.5)
     for pool in ("threads", "gevent"):
         words, work = f"-P {pool}, -c 2, prefetch 4, late", Work("librmq", 2, 4, True, pool)
         yield words, work, Target(1.5)
