@@ -57,7 +57,7 @@ _ESCAPES: Final = {code: json.dumps(chr(code))[1:-1] for code in (ord("\\"), ord
 """What JSON escapes in a text, the backslash first."""
 _PLAIN_IN_JSON: Final = bytes(range(0x100)).translate(None, bytes(_ESCAPES))
 _PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b'",\\')
-"""What needs neither quotes nor a look in CSV, except at the begin of a cell."""
+"""What needs neither quotes nor a look in CSV, except at the beginning of a cell."""
 _FIRST: Final = np.frombuffer(b"'=+-@", np.uint8)
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _joined: Final = pc.binary_join_element_wise
