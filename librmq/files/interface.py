@@ -339,24 +339,28 @@ def identity_of(files: Files, path: str) -> str | None:
     return identity(path)
 
 
-def flush_all(files: Files, path: str) -> bool:
-    """Flush the whole file system of ``path``, and return False if success is unknown, or if there is none.
+def flush_all(files: Files, *paths: str) -> bool:
+    """Flush the whole file systems of ``paths``, and return False if success is unknown, or if there is none.
 
-    Files that are deleted again have ``is_temporary``, and wait for no device.
+    Name each folder that can be on a disk of its own. Files that are deleted again have ``is_temporary``, and wait for
+    no device.
     """
     if getattr(files, "is_temporary", False):
         return True
     call = _syncfs() if files.is_shared else None
     if call is None:
         return False
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return bool(call(descriptor) == 0)
-    finally:
-        os.close(descriptor)
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            if call(descriptor) != 0:
+                return False
+        finally:
+            os.close(descriptor)
+    return True
 
 
 @cache

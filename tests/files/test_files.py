@@ -651,7 +651,7 @@ def test_blocks_that_are_only_reserved_hold_no_data(tmp_path: Path) -> None:
 
 def test_a_disk_is_flushed_at_once_or_that_is_refused(tmp_path: Path) -> None:
     assert flush_all(DiskFiles(), str(tmp_path)) in (True, False)
-    assert flush_all(DiskFiles(), str(tmp_path / "nothing")) is False
+    assert flush_all(DiskFiles(), str(tmp_path), str(tmp_path / "nothing")) is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")

@@ -424,6 +424,35 @@ def test_small_queues_are_not_mapped(tmp_path: Path, is_killed: bool, thorough: 
     assert verify(str(tmp_path), SMALL, DiskFiles()).sound
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system flushes a whole disk")
+@pytest.mark.parametrize("part", ["consumequeue", "consumequeue_ext"])
+def test_the_disk_of_many_queues_is_flushed(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues can be on another disk than the rest of the store."""
+    flushed: list[str] = []
+
+    def flush(descriptor: int) -> int:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return 0
+
+    monkeypatch.setattr("librmq.files.interface._syncfs", lambda: flush)
+    config = SMALL_EXT if part == "consumequeue_ext" else SMALL
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "store"
+    elsewhere.mkdir()
+    folder.mkdir()
+    (folder / part).symlink_to(elsewhere)
+    files = DiskFiles(follow_links=True)
+    store = MessageStore.open(folder, config, files=files)
+    for number in range(100):
+        store.append(Message("TopicA", b"body"), number)
+    store.flush()
+    if part == "consumequeue":  # queues with units are flushed one by one
+        assert str(elsewhere) in flushed
+    flushed.clear()
+    store.abandon()
+    MessageStore.open(folder, config, files=files).close()
+    assert str(elsewhere) in flushed
+
+
 def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
     files = MemoryFiles()
     clock = ManualClock(START_MS)

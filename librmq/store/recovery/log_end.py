@@ -419,7 +419,10 @@ class Recovery:
         folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        if len(queues) + len(self._unclean.states) > MANY_FILES and flush_all(self._files, self._path):
+        names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
+        # Each of these folders can be on a disk of its own, by a link or a mount.
+        disks = {self._path, *folders, *(os.path.join(self._path, name) for name in names)}
+        if len(queues) + len(self._unclean.states) > MANY_FILES and flush_all(self._files, *disks):
             for queue in queues:
                 queue.note_flushed()
         else:
