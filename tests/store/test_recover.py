@@ -424,6 +424,19 @@ def test_small_queues_are_not_mapped(tmp_path: Path, is_killed: bool, thorough: 
     assert verify(str(tmp_path), SMALL, DiskFiles()).sound
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
+def test_a_queue_that_is_damaged_after_a_check_of_all_keeps_its_file(tmp_path: Path) -> None:
+    """Such a check opens no queue that agrees, and repairs none afterwards."""
+    with MessageStore.open(tmp_path, SMALL) as store:
+        store.append(Message("TopicA", b"body"), 0)
+    with MessageStore.open(tmp_path, SMALL, thorough=True) as store:
+        damaged = tmp_path / "consumequeue" / "TopicA" / "0" / f"{0:020d}"
+        os.truncate(damaged, ENTRY_SIZE)
+        with pytest.raises(CorruptionError, match=f"expected {SMALL.consumequeue_file_size} bytes, found {ENTRY_SIZE}"):
+            store.read("TopicA", 0, 0)
+        assert damaged.exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system flushes a whole disk")
 @pytest.mark.parametrize("part", ["consumequeue", "consumequeue_ext"])
 def test_the_disk_of_many_queues_is_flushed(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,6 +445,7 @@ class _Opening:
                 if not folders.isdisjoint((cut.file, os.path.dirname(cut.file))) and (cut.file, cut.what) not in noted
             ]
         else:
+            self._repairs = None  # A queue that is opened later and is damaged by then is refused, and keeps its files.
             withdraw_closed_state(path, files, log)
             if mode.is_thorough and log.begin and log.end == log.begin:  # the next opening would refuse it otherwise
                 write_closed_state(path, files, log, parts.queues, parts.index)
