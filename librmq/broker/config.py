@@ -53,9 +53,10 @@ class BrokerConfig(NamedConfig):
     lock_expiry_s: Annotated[float, Seconds()] = 60
     """Time until the lock of a queue expires unless the client renews it."""
     busy_after_s: Annotated[float, Seconds()] = 1
-    """Time that another write may take before a send is refused as busy."""
+    """Time that another write may take before a send is refused as busy; while peers of a share append, at least the
+    ``timeout`` of the share."""
     longest_wait_s: Annotated[float, Seconds()] = 0.2
-    """Time that a send may wait for other writes before it is refused as busy; at least the ``timeout`` of a share."""
+    """Time that a send may wait for other writes before it is refused as busy; at least the same ``timeout`` then."""
     save_offsets_every_s: Annotated[float, Seconds()] = 5
     """Time from the first unsaved change of progress to saving all of it."""
     replication: Literal["async", "sync"] = "async"

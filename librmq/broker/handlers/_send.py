@@ -102,7 +102,7 @@ class SendHandler:
         self._waits = store.config.durability == "sync"
         self._replication = replication
         self._confirms = self._waits or replication.is_sync
-        self._busy_after_ms = round(1000 * config.busy_after_s)
+        self._busy_after_s = config.busy_after_s
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
@@ -495,23 +495,23 @@ class SendHandler:
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
-        took_ms, wait_s, busy_after_ms = now - self._stuck_since, self._longest_wait_s, self._busy_after_ms
-        shared = self._store.appender.shared
-        if shared is not None:
-            # The other write can wait for a peer that appends. Wait as long as it does, and as peers do for each other.
-            wait_s, busy_after_ms = max(wait_s, shared.wait_s), max(busy_after_ms, round(1000 * shared.wait_s))
-        what = f"this send has waited {wait_s:g} s for other writes, as long as longest_wait_s allows"
-        if took_ms > busy_after_ms:
+        took_ms, shared = now - self._stuck_since, self._store.appender.shared
+        # While peers append, the other write can wait for one. Wait as long as it does, and as peers do for each other.
+        of_peers = shared.wait_s if shared is not None and shared.is_open else 0.0, "the timeout of the share"
+        wait_s, limit = max((self._longest_wait_s, "longest_wait_s of BrokerConfig"), of_peers)
+        what = f"this send has waited {wait_s:g} s for other writes, as long as {limit} allows"
+        busy_after_s, limit = max((self._busy_after_s, "busy_after_s of BrokerConfig"), of_peers)
+        if took_ms > 1000 * busy_after_s:
             # If this process was paused and not the disk, the write ends immediately, so a short wait is enough.
             wait_s = min(wait_s, CTRL_C_WAITS_S)
-            what = f"another write has taken {took_ms} ms, longer than busy_after_s allows"
+            what = f"another write has taken {took_ms} ms, longer than {limit} allows"
         if self._store.appender.lock.is_free_within(wait_s):
             return
         if self._metrics is not None:
             self._metrics.count("busy", topic=topic)
         raise BrokerBusyError(
             ResponseCode.SYSTEM_BUSY,
-            f"the store is busy: {what}: send again later, or raise it in BrokerConfig",
+            f"the store is busy: {what}: send again later, or raise it",
         )
 
 

@@ -327,10 +327,14 @@ class AppendPage:
             os.close(descriptor)
 
     def unmap(self) -> None:
-        """Release the mapping too, which has a descriptor of its own; this object's numbers stay as they are."""
+        """Release the mapping too, which has a descriptor of its own; this object's numbers stay as they are.
+
+        A repetition, after a signal has interrupted the caller, does nothing.
+        """
         self.numbers = memoryview(bytearray(self.numbers)).cast("q")
         self.offsets = self.numbers[:0]
-        del self._map
+        with suppress(AttributeError):
+            del self._map
 
 
 def _process() -> int:
