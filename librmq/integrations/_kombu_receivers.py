@@ -31,11 +31,11 @@ QUEUE: Final = "KOMBU_QUEUE"
 """The property that names the queue of a message in a topic that queues use one after the other."""
 AT_ONCE: Final = 32
 _CLAIM_S: Final = 60.0
-"""Longest time for which a receive hides messages: where its answer is lost, no process renews them, or has them."""
+"""Longest time for which a receive hides messages: if its answer is lost, no process has them, or renews them."""
 _LATEST_S: Final = 0.05
 """Longest time for which an acknowledgement waits for the next receive."""
 _PAUSE_S: Final = 1.0
-"""Between two tries of an acknowledgement that failed."""
+"""Between two tries of an acknowledgement or a renewal that failed."""
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
 
@@ -168,12 +168,14 @@ class ShareReceiver:
                 except librmq.RmqError as error:
                     _log.warning("kombu: a message is not acknowledged, trying again: %(error)s", error=error)
                     _clock.wait(self._closed, _PAUSE_S)
-            if _clock.monotonic() >= renew_s:
-                self._renew()
-                renew_s = _clock.monotonic() + self._claim_s / 3
+            if (begin_s := _clock.monotonic()) >= renew_s:
+                renew_s = begin_s + self._claim_s / 3 if self._renew() else _clock.monotonic() + _PAUSE_S
 
-    def _renew(self) -> None:
-        """Keep messages invisible while this process has them, so that those of a killed one only come again."""
+    def _renew(self) -> bool:
+        """Keep messages invisible while this process has them, so that those of a killed one only come again.
+
+        Return False if the owner does not answer: asking it for each message would take longer than their time.
+        """
         limit_ms = self._now_ms() + 1000 * self._visibility_s * 2 / 3
         for receipt, message in list(self._in_flight.items()):
             if message.visible_timestamp_ms > limit_ms or receipt not in self._in_flight:
@@ -187,6 +189,9 @@ class ShareReceiver:
                     )
             except librmq.RmqError as error:
                 _log.warning("kombu: a message is not renewed, trying again: %(error)s", error=error)
+                if isinstance(error, librmq.BrokerUnreachableError):
+                    return False
+        return True
 
     def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
         for delivery in deliveries:

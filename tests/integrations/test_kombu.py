@@ -993,6 +993,33 @@ def test_a_message_whose_answer_is_lost_comes_again_long_before_its_visibility_t
             held[0].ack()
 
 
+def test_an_owner_that_does_not_answer_is_not_asked_for_each_message(
+    share: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer takes long until it counts as lost, and the time of later messages would be over."""
+    monkeypatch.setattr("librmq.integrations._kombu_receivers._PAUSE_S", 0.01)
+    renew, asked, renewed = librmq.SimpleConsumer.renew, list[bytes](), threading.Event()
+
+    def lose(consumer: Any, message: Any, seconds: float) -> None:
+        asked.append(message.body)
+        if len(asked) == 1:
+            raise librmq.BrokerUnreachableError("the owner has not answered within 10 s")
+        renew(consumer, message, seconds)
+        if len(set(asked)) == 2:
+            renewed.set()
+
+    monkeypatch.setattr(librmq.SimpleConsumer, "renew", lose)
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share(visibility_timeout=1) as connection:
+        send(connection, queue, "first", "second")
+        channel = connection.channel()
+        held = [queue(channel).get(), queue(channel).get()]
+        assert renewed.wait(20)
+        assert asked[0] == asked[1]
+        for message in held:
+            message.ack()
+
+
 @pytest.mark.slow
 def test_the_visibility_timeout_ends_what_a_killed_process_has(share: Connect, tmp_path: Path) -> None:
     queue = kombu.Queue("tasks", routing_key="tasks")
