@@ -8,10 +8,11 @@ or a few, to `Endpoint.call` of each broker. A class overrides a call only where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 
 from librmq.broker._arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
@@ -130,6 +131,18 @@ class AdministeredRoute(Route, Closing):
         for name in self.broker_names():
             yield name, self.endpoint(name)
 
+    def _ask_all(self, request: Request[R], *absent: ResponseCode) -> tuple[list[R], list[BrokerError]]:
+        """Return the answers of the brokers, and the refusals by which some say, with these codes, what they lack."""
+        answers, refusals = list[R](), list[BrokerError]()
+        for _, broker in self._endpoints():
+            try:
+                answers.append(broker.call(request))
+            except BrokerError as error:
+                if error.code not in absent:
+                    raise
+                refusals.append(error)
+        return answers, refusals
+
     # ---- topics
 
     def topics(self) -> dict[str, TopicDescription]:
@@ -143,10 +156,8 @@ class AdministeredRoute(Route, Closing):
     def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
         """Return the queues of a topic, sorted, with the bounds of their messages; empty if there is no such topic."""
         check_names(topic=topic)
-        queues: dict[MessageQueue, QueueBounds] = {}
-        for _, broker in self._endpoints():
-            queues.update(_unless_absent(broker, DescribeQueues(topic)))
-        return dict(sorted(queues.items()))
+        parts, _ = self._ask_all(DescribeQueues(topic), ResponseCode.TOPIC_NOT_EXIST)
+        return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
     def create_topic(
         self,
@@ -182,16 +193,8 @@ class AdministeredRoute(Route, Closing):
 
     def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
         """Delete at all brokers that have the topic or group, and refuse if none has."""
-        refusals, deleted = [], 0
-        for _, broker in self._endpoints():
-            try:
-                broker.call(request)
-                deleted += 1
-            except BrokerError as error:
-                if error.code != absent:
-                    raise
-                refusals.append(error)
-        if not deleted:
+        deletions, refusals = self._ask_all(request, absent)
+        if not deletions:
             raise refusals[0]
 
     def clean_unused_topics(self) -> list[tuple[str, int]]:
@@ -351,10 +354,8 @@ class AdministeredRoute(Route, Closing):
     def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
         """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
         check_names(group=group, topic="" if topic is None else topic)
-        progress: dict[MessageQueue, GroupProgress] = {}
-        for _, broker in self._endpoints():
-            progress.update(_unless_absent(broker, DescribeProgress(group, topic)))
-        return dict(sorted(progress.items()))
+        parts, _ = self._ask_all(DescribeProgress(group, topic), ResponseCode.TOPIC_NOT_EXIST)
+        return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
     def lag(self, group: str, topic: str | None = None) -> int:
         """Return how many messages a group has not consumed, in one topic or in all that it consumes."""
@@ -381,22 +382,14 @@ class AdministeredRoute(Route, Closing):
         request = MoveGroup(group, topic, target_of(to), queue_id)
         if queue_id is not None and type(queue_id) is not int:
             raise ConfigError(f"queue_id: expected a whole number or None, found {queue_id!r:.80}")
-        moved: dict[MessageQueue, int] = {}
-        refusals: list[BrokerError] = []
-        for _, broker in self._endpoints():
-            try:
-                part = broker.call(request)
-            except BrokerError as error:
-                if error.code not in (ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST):
-                    raise
-                refusals.append(error)
-            else:
-                moved.update(part)
+        absent = ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+        parts, refusals = self._ask_all(request, *absent)
+        moved = dict(sorted(chain.from_iterable(part.items() for part in parts)))
         if not moved and refusals:
             if refusals[0].code == ResponseCode.TOPIC_NOT_EXIST:
                 raise no_such_topic(topic, self.topics()) from refusals[0]
             raise no_such_group(group, self.groups()) from refusals[0]
-        return dict(sorted(moved.items()))
+        return moved
 
     def join(self, timeout: float | timedelta = 30) -> None:
         """Wait until all running groups have consumed the stored messages.
@@ -624,19 +617,6 @@ def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[S
             return
         oldest_ms = min(message.store_timestamp_ms for message in messages)
         end_ms = oldest_ms if oldest_ms < end_ms else end_ms - 1000
-
-
-T = TypeVar("T")
-
-
-def _unless_absent(broker: Endpoint, request: Request[Mapping[MessageQueue, T]]) -> Mapping[MessageQueue, T]:
-    """Return a table with a row for each queue; a broker that lacks the topic has none."""
-    try:
-        return broker.call(request)
-    except BrokerError as error:
-        if error.code != ResponseCode.TOPIC_NOT_EXIST:
-            raise
-        return {}
 
 
 def _by_time(logs: Iterable[Iterable[StoredMessage]]) -> Iterator[StoredMessage]:
