@@ -174,7 +174,7 @@ class ShareReceiver:
     def _renew(self) -> bool:
         """Keep messages invisible while this process has them, so that those of a killed one only come again.
 
-        Return False if the owner does not answer: asking it for each message would take longer than their time.
+        Return False if the owner does not answer: it is asked again soon, and until then for no other message.
         """
         limit_ms = self._now_ms() + 1000 * self._visibility_s * 2 / 3
         for receipt, message in list(self._in_flight.items()):
