@@ -993,9 +993,7 @@ def test_a_message_whose_answer_is_lost_comes_again_long_before_its_visibility_t
             held[0].ack()
 
 
-def test_an_owner_that_does_not_answer_is_asked_again_soon(
-    share: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_owner_that_does_not_answer_is_asked_again_soon(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not asked for the other messages meanwhile, of which each would have a warning."""
     monkeypatch.setattr("librmq.integrations._kombu_receivers._PAUSE_S", 0.01)
     renew, asked, renewed = librmq.SimpleConsumer.renew, list[bytes](), threading.Event()
