@@ -342,15 +342,19 @@ def identity_of(files: Files, path: str) -> str | None:
 def flush_all(files: Files, *paths: str) -> bool:
     """Flush the whole file systems of ``paths``, and return False if success is unknown, or if there is none.
 
-    Name each folder that can be on a disk of its own. Files that are deleted again have ``is_temporary``, and wait for
-    no device.
+    Name each folder that can be on a disk of its own; each disk is flushed once. Files that are deleted again have
+    ``is_temporary``, and wait for no device.
     """
     if getattr(files, "is_temporary", False):
         return True
     call = _syncfs() if files.is_shared else None
     if call is None:
         return False
-    for path in paths:
+    try:
+        disks = {_disk_of(path): path for path in paths}
+    except OSError:
+        return False
+    for path in disks.values():
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError:
@@ -361,6 +365,10 @@ def flush_all(files: Files, *paths: str) -> bool:
         finally:
             os.close(descriptor)
     return True
+
+
+def _disk_of(path: str) -> int:
+    return os.stat(path).st_dev
 
 
 @cache

@@ -49,8 +49,8 @@ _LONGEST_VISIBILITY_S: Final = 12 * 3600
 _CLEAN_S: Final = 600
 """Between two looks for queues that were deleted and have no message left in the log."""
 _ANSWER_S: Final = 10
-"""Time for an answer of the owner, which a machine can stop for seconds. Its end is seen at once, and a connection that
-counts as lost lets Celery repeat what it acknowledges late."""
+"""Time for an answer of the owner, which a machine can stop for seconds. A connection that counts as lost lets Celery
+repeat what it acknowledges late. The owner's end takes no such time: it is seen at once."""
 _SAVE_S: Final = 0.2
 """Between two saves of what is acknowledged."""
 _LONGEST_DELAY: Final = timedelta(days=3)

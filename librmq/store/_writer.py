@@ -161,7 +161,7 @@ class Writer(StoreHandle):
         marks = MarkWriter(self.path, self.files, self.config, parts)
         self.durability = Durability(
             parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse,
-            partial(flush_all, self.files, os.path.join(self.path, directory.CONSUMEQUEUE)), marks,
+            partial(flush_all, self.files), marks,
         )  # fmt: skip
         self.retention = Retention(
             RetainedStore(

@@ -162,7 +162,8 @@ def test_many_new_queues(device: str) -> None:
     begin_together([(queue, ENTRY.pack(10, 10, 0) * 2) for queue in queues])
     unflushed = set(queues)
 
-    def flush_device() -> bool:
+    def flush_disks(*folders: str) -> bool:
+        assert set(folders) == {queue.folder for queue in queues}
         if device == "fails":
             raise StoreIOError("flush", "/s", OSError())
         queues[0].append(2, 20, 10, 0)  # as another thread does meanwhile
@@ -176,10 +177,10 @@ def test_many_new_queues(device: str) -> None:
 
     if device == "fails":
         with pytest.raises(StoreIOError):
-            flush_all(unflushed, flush_device)
+            flush_all(unflushed, flush_disks)
         assert unflushed == set(queues)
         device = "can't"
-    flush_all(unflushed, flush_device)
+    flush_all(unflushed, flush_disks)
     assert unflushed == set()
     assert [queue.max_offset for queue in queues] == [3, *[2] * 79]
     queues[0].flush()

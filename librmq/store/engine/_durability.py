@@ -44,12 +44,12 @@ _WORTH_PARTS: Final = 64
 """Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
 
 
-def flush_all(queues: set[ConsumeQueue], flush_device: Callable[[], bool] = lambda: False) -> None:
+def flush_all(queues: set[ConsumeQueue], flush_disks: Callable[..., bool] = lambda *folders: False) -> None:
     """Flush all of ``queues`` by folder, several at once if they are many, because the device accepts them together.
 
-    Many queues with new files are flushed by ``flush_device()``, because each of them by itself would take a commit of
-    the file system; it returns False if it can't. Flushed ones are removed from ``queues``. The error of the first
-    failure is raised.
+    Many queues with new files are flushed by ``flush_disks(*folders)``, because each of them by itself would take a
+    commit of the file system; it returns False if it can't. Flushed ones are removed from ``queues``. The error of the
+    first failure is raised.
     """
     new = [queue for queue in queues if queue.ext is None and queue._files.has_new_names]
     if len(new) >= _MANY_NEW:
@@ -57,7 +57,7 @@ def flush_all(queues: set[ConsumeQueue], flush_device: Callable[[], bool] = lamb
         marks = [(queue._files, queue._files.take_marks()) for queue in new]
         is_flushed = False
         try:
-            is_flushed = flush_device()
+            is_flushed = flush_disks(*[queue.folder for queue in new])
         finally:
             for files, marked in marks:
                 if not is_flushed:
@@ -65,12 +65,14 @@ def flush_all(queues: set[ConsumeQueue], flush_device: Callable[[], bool] = lamb
         if is_flushed:
             queues.difference_update(new)
 
-    remaining = iter(sorted(queues, key=lambda queue: queue.folder))  # threads share it: each call gives the next one
+    remaining = deque(sorted(queues, key=lambda queue: queue.folder))  # threads share it
 
     def flush() -> None:
-        for queue in remaining:
-            queue.flush()
-            queues.discard(queue)
+        with suppress(IndexError):
+            while True:
+                queue = remaining.popleft()
+                queue.flush()
+                queues.discard(queue)
 
     if len(queues) >= _MANY:
         futures: list[Future[None]] = []
@@ -225,7 +227,7 @@ class Durability:
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
-        flush_device: Callable[[], bool],
+        flush_disks: Callable[..., bool],
         marks: MarkWriter,
     ) -> None:
         """Take the functions to call, and the writer of marks.
@@ -233,14 +235,14 @@ class Durability:
         ``advance(least)`` takes ``lock`` and does one of three parts of writing due entries and keys, if they are of at
         least so many records; ``catch_up()`` does all of it under ``lock``; ``check_lock()`` raises if another process
         has taken over the store; ``on_failure()`` is called once, when a flush of the log has failed;
-        ``flush_device()`` flushes the whole file system, and returns False if it can't.
+        ``flush_disks(*folders)`` flushes the whole file systems of folders, and returns False if it can't.
         """
         self._parts = parts
         self._lock = lock
         self._advance = advance
         self._catch_up = catch_up
         self._check_lock = check_lock
-        self._flush_device = flush_device
+        self._flush_disks = flush_disks
         self._marks = marks
         self.commit: GroupCommit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
@@ -274,7 +276,7 @@ class Durability:
                 mark = self._marks.due_state()
             try:
                 self.commit.reach(end)
-                flush_all(queues, self._flush_device)
+                flush_all(queues, self._flush_disks)
                 index.flush()
                 # After a failed flush the kernel can report the pages that it has not written as flushed, so no later
                 # flush may count.

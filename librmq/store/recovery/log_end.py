@@ -422,6 +422,9 @@ class Recovery:
         names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
         # Each of these folders can be on a disk of its own, by a link or a mount.
         disks = {self._path, *folders, *(os.path.join(self._path, name) for name in names)}
+        of_queues = [queue.folder for queue in queues]
+        of_queues += [directory.queue_folder(self._path, *name) for name in self._unclean.states]
+        disks.update(map(os.path.dirname, of_queues))
         if len(queues) + len(self._unclean.states) > MANY_FILES and flush_all(self._files, *disks):
             for queue in queues:
                 queue.note_flushed()
