@@ -19,6 +19,9 @@ from tests.mutation.trusted import BUGS as TRUSTED
 from tests.programs import environment
 from tests.reference import CHECKOUT
 
+QUICK = "late-commit"
+"""The planted bug of the quick check."""
+
 
 @many
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -32,11 +35,10 @@ def test_a_planted_bug_has_its_place(bug: Bug) -> None:
         compile(edit.source(), edit.file, "exec")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(bug, id=bug.name)
+        pytest.param(bug, id=bug.name, marks=[pytest.mark.slow] * (bug.name != QUICK))
         for bug in BUGS
         if bug.program != SHARES  # minutes of real time each: `python -m tests.mutation.planted NAME`
     ],

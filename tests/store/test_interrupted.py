@@ -62,7 +62,6 @@ def taken(store: MessageStore) -> list[StoredMessage]:
     return list(store.messages("T", 0, 0, 3))
 
 
-@pytest.mark.slow
 @many
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
