@@ -18,6 +18,8 @@ import pytest
 from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
 from librmq.columns import reader
 from librmq.errors import RmqError
+from tests import budget
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.log_parser import parse
 from tests.reference import CHECKOUT
@@ -254,7 +256,7 @@ def table() -> dict[str, dict[str, str]]:
     return {}
 
 
-@pytest.mark.slow
+@many
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_command_has_one_of_four_answers(
     shell: Shell, sound: Path, whole: Answers, table: dict[str, dict[str, str]], name: str
@@ -344,11 +346,13 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
     assert {expected for expected, _ in in_session} == {"sound", "recovered", "short", "refused"}
 
 
-@pytest.mark.slow
 def test_the_kept_table_is_this_one(table: dict[str, dict[str, str]]) -> None:
     assert "none" in table, "this test needs those before it"
     text = rendered(table)
     kept = TABLE.read_text("utf-8")
+    if budget.run.quick:  # it has some of the rows
+        assert set(text.splitlines()) <= set(kept.splitlines()), "LIBRMQ_WRITE_TABLE=1 writes the table"
+        return
     assert len(table) == len(DAMAGES)
     if os.environ.get("LIBRMQ_WRITE_TABLE"):
         TABLE.write_text(f"{text}\n", "utf-8")
