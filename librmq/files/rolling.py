@@ -17,8 +17,8 @@ import os
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
@@ -293,15 +293,10 @@ class MappedFileQueue:
         if not self.starts:
             changed.update(folders_to_name(self._files, self.folder))
         path = self.path(start)
-        try:
+        with self._noting(changed):
             if not self.starts:
                 self._files.make_folder(self.folder)
             file = self._create_file(path)
-        finally:
-            # A failed creation can leave new folders, which the next one takes for old ones. So note them in any case.
-            made = {folder for folder in changed if is_folder(self._files, folder)}
-            with self._guard:
-                self._changed_folders |= made
         if self._durable:
             try:
                 self._files.flush(file)
@@ -325,22 +320,27 @@ class MappedFileQueue:
         """
         first = made[0][0]
         files, above = first._files, os.path.dirname(first.folder)
-        changed = {above, *folders_to_name(files, above)}
-        try:
+        with first._noting({above, *folders_to_name(files, above)}):
             files.make_files(
                 above,
                 [(os.path.join(os.path.basename(queue.folder), file_name(0)), data) for queue, data in made],
                 first.file_size,
             )
-        finally:  # as in `create`
-            exist = {folder for folder in changed if is_folder(files, folder)}
-            with first._guard:
-                first._changed_folders |= exist
         for queue, _ in made:
             queue._dirty.add(0)
             with queue._guard:
                 queue._changed_folders.add(queue.folder)
                 queue.starts = [0]
+
+    @contextmanager
+    def _noting(self, folders: Iterable[str]) -> Iterator[None]:
+        """Note the folders that a creation changes, also if it fails, because the next one takes new ones for old."""
+        try:
+            yield
+        finally:
+            made = {folder for folder in folders if is_folder(self._files, folder)}
+            with self._guard:
+                self._changed_folders |= made
 
     def _create_file(self, path: str) -> File:
         try:
