@@ -137,7 +137,7 @@ class FailingFiles:
     ``fail(call, number)`` makes the ``number``-th later call of that name raise, once.
     """
 
-    is_shared = False
+    is_shared = is_temporary = False
 
     def __init__(self, files: Files) -> None:
         self._files = files

@@ -146,6 +146,7 @@ class DiskFiles:
     """
 
     is_shared = True
+    is_temporary = False
     # The defaults stand in the class, because a subclass may have a constructor that does not call this one.
     _follows = False
     _roots: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ class MemoryFiles:
     """Files in anonymous memory, for tests and ephemeral stores; gone with the object. Thread-safe."""
 
     is_shared = False
+    is_temporary = False
     _file_type: type[File] = File
 
     def __init__(self) -> None:

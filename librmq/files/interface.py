@@ -176,6 +176,11 @@ class Files(Protocol):
         """Whether other processes can see and change these files."""
         ...
 
+    @property
+    def is_temporary(self) -> bool:
+        """Whether these files are deleted again, so that no call waits for the device."""
+        ...
+
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         """Map an existing file.
 
@@ -342,10 +347,9 @@ def identity_of(files: Files, path: str) -> str | None:
 def flush_all(files: Files, *paths: str) -> bool:
     """Flush the whole file systems of ``paths``, and return False if success is unknown, or if there is none.
 
-    Name each folder that can be on a disk of its own; each disk is flushed once. Files that are deleted again have
-    ``is_temporary``, and wait for no device.
+    Name each folder that can be on a disk of its own; each disk is flushed once.
     """
-    if getattr(files, "is_temporary", False):
+    if files.is_temporary:
         return True
     call = _syncfs() if files.is_shared else None
     if call is None:

@@ -37,8 +37,9 @@ from librmq.store.engine.store_parts import AppendLock, Parts
 
 _T = TypeVar("_T")
 
+MANY_FILES: Final = 64
+"""Files from about which on flushing the whole file system is faster than flushing each of them."""
 _MANY: Final = 16
-_MANY_NEW: Final = 64
 _AT_A_TIME: Final = 8
 _WORTH_PARTS: Final = 64
 """Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
@@ -52,18 +53,18 @@ def flush_all(queues: set[ConsumeQueue], flush_disks: Callable[..., bool] = lamb
     first failure is raised.
     """
     new = [queue for queue in queues if queue.ext is None and queue._files.has_new_names]
-    if len(new) >= _MANY_NEW:
+    if len(new) >= MANY_FILES:
         # Taken before the flush, so that the marks of later changes stay.
         marks = [(queue._files, queue._files.take_marks()) for queue in new]
         is_flushed = False
         try:
             is_flushed = flush_disks(*[queue.folder for queue in new])
         finally:
-            for files, marked in marks:
-                if not is_flushed:
+            if is_flushed:
+                queues.difference_update(new)
+            else:
+                for files, marked in marks:
                     files.put_marks_back(*marked)
-        if is_flushed:
-            queues.difference_update(new)
 
     remaining = deque(sorted(queues, key=lambda queue: queue.folder))  # threads share it
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ from librmq.files.rolling import file_name
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
+from librmq.store.engine._durability import MANY_FILES
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import Mark, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName
@@ -180,10 +181,6 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
         return True
     blank = (log.file_size - at).to_bytes(4, "big") + record.BLANK_MAGIC.to_bytes(4, "big")
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
-
-
-MANY_FILES: Final = 64
-"""Files from about which on flushing the whole file system is faster than flushing each of them."""
 
 
 class Recovery:
@@ -419,13 +416,8 @@ class Recovery:
         folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
-        # Each of these folders can be on a disk of its own, by a link or a mount.
-        disks = {self._path, *folders, *(os.path.join(self._path, name) for name in names)}
-        of_queues = [queue.folder for queue in queues]
-        of_queues += [directory.queue_folder(self._path, *name) for name in self._unclean.states]
-        disks.update(map(os.path.dirname, of_queues))
-        if len(queues) + len(self._unclean.states) > MANY_FILES and flush_all(self._files, *disks):
+        is_many = len(queues) + len(self._unclean.states) > MANY_FILES
+        if is_many and flush_all(self._files, self._path, *folders, *self._folders_of(queues)):
             for queue in queues:
                 queue.note_flushed()
         else:
@@ -438,6 +430,13 @@ class Recovery:
         checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
         checkpoint.index_timestamp_ms = min(self._parts.index.full_timestamp_ms, stored)
         checkpoint.flush()
+
+    def _folders_of(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders of queues that can be on a disk of their own, by a link or a mount."""
+        names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
+        of_queues = [queue.folder for queue in opened]
+        of_queues += [directory.queue_folder(self._path, *name) for name in self._unclean.states]
+        return {os.path.join(self._path, name) for name in names} | set(map(os.path.dirname, of_queues))
 
     def _write_again(self) -> set[str]:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""

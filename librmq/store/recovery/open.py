@@ -29,6 +29,7 @@ from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import counted
+from librmq.store.engine._durability import MANY_FILES
 from librmq.store.engine.derivation import (
     COMPARED,
     BitmapOf,
@@ -54,7 +55,7 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._log_comparison import UncleanQueues
-from librmq.store.recovery.log_end import MANY_FILES, Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
 
 _T = TypeVar("_T")
 
