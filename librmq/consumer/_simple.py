@@ -505,7 +505,8 @@ class SimpleConsumer(Member):
         """Acknowledge processed messages.
 
         Raises:
-            ReceiptError: A message was already delivered again, because its time was over. The others are acknowledged.
+            ReceiptError: A message is no longer in flight: its time is over, or, after a renewal, it was acknowledged
+                before. The others are acknowledged.
         """
         self._acknowledge(messages, is_one_way=False)
 
@@ -539,9 +540,9 @@ class SimpleConsumer(Member):
         if failed:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
-                f"{len(failed)} of {len(messages)} messages were acknowledged too late and are delivered again, first "
-                f"{failed[0].message_id} of topic {failed[0].topic!r}: receive with a longer invisible time, or extend "
-                "it",
+                f"{len(failed)} of {len(messages)} messages are no longer in flight, first {failed[0].message_id} of "
+                f"topic {failed[0].topic!r}: they were acknowledged before, or their invisible time is over and they "
+                "are delivered again. Acknowledge each once, and receive with a longer invisible time, or extend it",
             )
 
     def _settle(self, kind: Literal["ack", "dead_letter"], messages: list[ReceivedMessage], request: Request[R]) -> R:

@@ -213,7 +213,7 @@ class ShareReceiver:
         try:
             self._consumer.ack_one_way(*done)
         except librmq.ReceiptError as error:
-            _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
+            _log.warning("kombu: a message may be done twice: %(error)s", error=error)
 
     def _with_done(self, call: Callable[[list[librmq.ReceivedMessage]], T]) -> T:
         """Pass on the messages to acknowledge, which wait on if that fails."""

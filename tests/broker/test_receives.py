@@ -643,10 +643,7 @@ def test_a_receive_warns_of_what_it_acknowledges_too_late(
         rmq.producer().send(topic, b"next")
         messages = consumer.receive_or_notify(topic, 32, lambda: None, acknowledge=[late, done])
         assert b"next" in [message.body for message in messages]
-        assert (
-            f"1 of 2 messages were acknowledged too late and are delivered again, first {late.message_id}"
-            in caplog.text
-        )
+        assert f"1 of 2 messages are no longer in flight, first {late.message_id}" in caplog.text
         rmq.advance(seconds=100)
         again = [message.body for message in consumer.receive_or_notify("t", 32, lambda: None)]
         assert b"a" in again
@@ -667,6 +664,10 @@ def test_a_renewed_message_can_be_acknowledged_by_its_first_receipt(rmq: Kit, br
         consumer.ack(message)
         with pytest.raises(ReceiptError):
             consumer.renew(message, 10)
+        with pytest.raises(ReceiptError, match=r"were acknowledged before, or .* Acknowledge each once"):
+            consumer.ack(message)
+        rmq.advance(seconds=60)
+        assert consumer.receive(wait=0) == []
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -716,7 +717,7 @@ def test_late_acknowledgement_names_the_message(rmq: Kit, broker: Broker) -> Non
         a, b = consumer.receive(invisible=1)
         consumer.extend(b, 60)
         rmq.advance(seconds=1)
-        with pytest.raises(ReceiptError, match="1 of 2 messages were acknowledged too late"):
+        with pytest.raises(ReceiptError, match=f"1 of 2 messages are no longer in flight, first {a.message_id}"):
             consumer.ack(a, b)
         assert broker.consumer_offset("g", "t", 0) == 2
 

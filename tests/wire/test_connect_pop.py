@@ -309,7 +309,7 @@ def test_a_receipt_whose_time_is_over_is_refused(served: Served) -> None:
         again = list[librmq.ReceivedMessage]()
         while len(again) < 3:
             again += consumer.receive(3, invisible=300, wait=30)
-        with pytest.raises(ReceiptError, match="1 of 1 messages were acknowledged too late"):
+        with pytest.raises(ReceiptError, match="1 of 1 messages are no longer in flight"):
             consumer.ack(late[0])
         with pytest.raises(ReceiptError, match="its time is over"):
             consumer.extend(late[1], 30)
