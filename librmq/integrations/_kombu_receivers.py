@@ -149,12 +149,26 @@ class ShareReceiver:
         finally:
             if not is_held:
                 self._waiting.discard(topic)
+        messages = self._confirmed(messages)
         for message in messages:
             self._in_flight[message.receipt] = message
         if messages and self._keeping is None:
             self._keeping = threading.Thread(target=self._keep, name="librmq-kombu-keep", daemon=True)
             self._keeping.start()
         return messages
+
+    def _confirmed(self, messages: list[librmq.ReceivedMessage]) -> list[librmq.ReceivedMessage]:
+        """Return the messages that are still hidden: this process can have been stopped before it read the answer."""
+        confirmed, late_ms = list[librmq.ReceivedMessage](), self._now_ms() + 500 * self._claim_s
+        try:
+            for message in messages:
+                if message.visible_timestamp_ms <= late_ms:
+                    self._consumer.renew(message, self._claim_s)
+                confirmed.append(message)
+        except librmq.RmqError as error:
+            _log.info("kombu: received too late, so that messages come again: %(error)s", error=error)
+            self._wake()  # the broker has answered, and notifies of nothing
+        return confirmed
 
     def _keep(self) -> None:
         """Renew messages in time, and send acknowledgements that no receive takes along."""

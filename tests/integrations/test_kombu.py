@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -33,6 +33,8 @@ from kombu.exceptions import ChannelError
 import librmq
 import librmq.integrations.kombu
 from librmq.integrations._kombu_bindings import FolderBindings, topic_of
+from librmq.integrations._kombu_receivers import ShareReceiver
+from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.budget import many
 from tests.programs import Fork, run_program
@@ -991,6 +993,30 @@ def test_a_message_whose_answer_is_lost_comes_again_long_before_its_visibility_t
             connection.drain_events(timeout=20)
             assert renewed.wait(20)
             held[0].ack()
+
+
+@pytest.mark.parametrize(("seconds", "attempts"), [(29, [1]), (59, [1]), (60, [2])])
+def test_a_process_that_was_stopped_during_a_receive_begins_only_what_it_still_has(
+    rmq: Kit, monkeypatch: pytest.MonkeyPatch, seconds: float, attempts: list[int]
+) -> None:
+    receive, stops, woken = librmq.SimpleConsumer.receive_or_notify, [seconds], Mock()
+
+    def stop(*words: Any, **fields: Any) -> Any:
+        received = receive(*words, **fields)
+        rmq.advance(seconds=stops.pop() if stops else 0)
+        return received
+
+    monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", stop)
+    rmq.broker.create_topic("tasks", 1)
+    rmq.producer().send("tasks", "job")
+    receivers = [ShareReceiver(cast("Any", rmq.broker), 600, woken) for _ in range(2)]
+    begun = receivers[0].receive(["tasks"], 1)
+    assert woken.called == (not begun)
+    rmq.advance(seconds=30)
+    begun += receivers[1].receive(["tasks"], 1)
+    assert [delivery.attempt for delivery in begun] == attempts
+    for receiver in receivers:
+        receiver.close()
 
 
 def test_an_owner_that_does_not_answer_is_asked_again_soon(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
