@@ -363,22 +363,6 @@ class ConsumeQueue(Closing):
             self._put_entry(first, entries[written:end])
             written = end
 
-    @property
-    def _is_new(self) -> bool:
-        """Whether it has no file and no extension, so that `_begin_together` can make it."""
-        return not self._files.starts and self.ext is None
-
-    @staticmethod
-    def _begin_together(entries_of: Sequence[tuple[ConsumeQueue, bytes]]) -> None:
-        """Make new queues of one topic with their first entries, from queue offset 0 on, which fit into one file.
-
-        Raises:
-            StoreIOError: There is no space; the queues stay new.
-        """
-        MappedFileQueue.create_together([(queue._files, entries) for queue, entries in entries_of])
-        for queue, entries in entries_of:
-            queue._note_end(0, entries)
-
     def has_room(self, count: int) -> bool:
         """Return whether ``count`` more entries fit into allocated blocks of the current file."""
         return (self.max_offset + count) * ENTRY_SIZE <= self._sure
@@ -581,3 +565,24 @@ class ConsumeQueue(Closing):
             self._sure = 0
             if self.ext is not None:
                 self.ext.close()
+
+
+# ---- for the store, which makes and flushes many queues at once
+
+
+def files_of(queue: ConsumeQueue) -> MappedFileQueue:
+    """Return the files of a queue without those of its extension."""
+    return queue._files
+
+
+def begin_together(entries_of: Sequence[tuple[ConsumeQueue, bytes]]) -> None:
+    """Make queues of one topic with their first entries, from queue offset 0 on, which fit into one file.
+
+    The queues have no file and no extension.
+
+    Raises:
+        StoreIOError: There is no space; the queues stay as they are.
+    """
+    MappedFileQueue.create_together([(files_of(queue), entries) for queue, entries in entries_of])
+    for queue, entries in entries_of:
+        queue._note_end(0, entries)

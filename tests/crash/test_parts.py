@@ -9,7 +9,7 @@ import pytest
 
 from librmq import Message
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue, begin_together
 from librmq.errors import StoreIOError
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -158,7 +158,6 @@ def test_many_new_queues(device: str) -> None:
     """They are made together, and flushed with the whole device where that is possible."""
     files = on_a_disk()
     queues = [ConsumeQueue.open(f"/s/q/T/{queue_id}", 100, files=files) for queue_id in range(80)]
-    begin_together = ConsumeQueue._begin_together  # noqa: SLF001 (the dispatcher's)
     begin_together([(queue, ENTRY.pack(10, 10, 0) * 2) for queue in queues])
     unflushed = set(queues)
 

@@ -24,7 +24,7 @@ from typing import Final, Generic, TypeVar
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
 from librmq.runtime import Background, critical
 from librmq.runtime.compiled_core import AlarmState
@@ -52,10 +52,10 @@ def flush_all(queues: set[ConsumeQueue], flush_disks: Callable[..., bool] = lamb
     commit of the file system; it returns False if it can't. Flushed ones are removed from ``queues``. The error of the
     first failure is raised.
     """
-    new = [queue for queue in queues if queue.ext is None and queue._files.has_new_names]
+    new = [queue for queue in queues if queue.ext is None and files_of(queue).has_new_names]
     if len(new) >= MANY_FILES:
         # Taken before the flush, so that the marks of later changes stay.
-        marks = [(queue._files, queue._files.take_marks()) for queue in new]
+        marks = [(files_of(queue), files_of(queue).take_marks()) for queue in new]
         is_flushed = False
         try:
             is_flushed = flush_disks(*[queue.folder for queue in new])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ENTRY, ConsumeQueue, begin_together, files_of
 from librmq.errors import StoreIOError
 from librmq.message.properties import decode_properties, split_keys
 from librmq.runtime import critical
@@ -153,13 +153,14 @@ class Dispatcher(DispatchState):
         new: dict[str, list[tuple[ConsumeQueue, bytes]]] = {}
         for lane in self.lanes:
             queue, size = lane.queue, len(lane.pending) * ENTRY.size
-            if queue._is_new and not lane.pending_from and size <= queue.file_size:
+            is_new = queue.ext is None and not files_of(queue).starts
+            if is_new and not lane.pending_from and size <= queue.file_size:
                 new.setdefault(lane.topic, []).append((queue, b"".join(lane.pending)))
         if sum(map(len, new.values())) >= _MANY_NEW:
             with suppress(StoreIOError):  # made one by one, the queue that has no room raises it
                 for queues in new.values():
                     self.unflushed.update(queue for queue, _ in queues)
-                    ConsumeQueue._begin_together(queues)
+                    begin_together(queues)
 
     def rewind(self, physical_offset: int, lanes: Iterable[Lane]) -> None:
         """Drop the collected entries and keys of records from ``physical_offset`` on; ``lanes`` are all lanes."""

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Self
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, files_of
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
@@ -107,7 +107,7 @@ class ShortQueue(ConsumeQueue):
     @property
     def _files(self) -> MappedFileQueue:  # type: ignore[override]
         queue = self._opened = self._opened or self._open()
-        return queue._files
+        return files_of(queue)
 
     @property
     def stored_begin(self) -> int:
