@@ -480,6 +480,13 @@ def test_a_producer_that_writes_faster_than_pages_are_prepared_gets_large_parts(
     ]  # fmt: skip
 
 
+def test_a_producer_that_overtakes_the_preparation_is_followed_at_once(subject: Subject) -> None:
+    subject.append(100)
+    subject.files.meanwhile += [lambda: subject.append(100), lambda: subject.append(600 << 10)]
+    assert subject.run() == 0
+    assert subject.run() != 0
+
+
 def test_pages_are_prepared_once(subject: Subject) -> None:
     for _ in range(50):
         if subject.append(64 << 10):

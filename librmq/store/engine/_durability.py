@@ -395,7 +395,7 @@ class Housekeeping(AlarmState):
         self._flushed_at_ms = min(self._flushed_at_ms, now_ms)  # in case the clock was set back
         self._derived_at_ms = min(self._derived_at_ms, now_ms)
         log = self._log
-        ahead = self._ahead()
+        ahead, begin = self._ahead(), self._log.end
         try:
             log.prepare(ahead)
         except StoreError as error:
@@ -420,7 +420,7 @@ class Housekeeping(AlarmState):
                 self._expire_at_ms = now_ms + _AGAIN_MS
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
-        alarm = self.alarm = min(log_alarm, log.end + ahead // 2)
+        alarm = self.alarm = min(log_alarm, begin + ahead // 2)
         self.watch_from(self.watched)
         if log.end >= alarm or (queues_due is None and self._entries()):
             return now_ms  # an append came while the alarm was off
