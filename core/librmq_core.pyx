@@ -106,6 +106,9 @@ cdef extern from *:
     PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) noexcept
     Py_ssize_t rmq_slot(object descriptor)
 
+cdef extern from "sys/mman.h":
+    int madvise(void *begin, size_t size, int advice) nogil
+
 cdef extern from "crc32.h":
     void rmq_crc32_init()
     int rmq_can_fold()
@@ -186,6 +189,24 @@ def checksums(data, begins, ends):
         PyBuffer_Release(&begin_view)
     checked += count
     return made
+
+
+def advise(buffer, Py_ssize_t begin, Py_ssize_t end, int advice, Py_ssize_t part):
+    """Give the system an advice on pages of a mapping, part by part until it refuses one; ``begin`` begins a page.
+
+    Other threads run meanwhile, and can change the mappings of the process between two parts.
+    """
+    cdef Py_buffer view
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    try:
+        end = min(end, view.len)
+        with nogil:
+            while 0 <= begin < end and part > 0 and not madvise(
+                <uint8_t *>view.buf + begin, min(part, end - begin), advice
+            ):
+                begin += part
+    finally:
+        PyBuffer_Release(&view)
 
 
 def gather(data, places, Py_ssize_t size):

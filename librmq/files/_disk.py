@@ -29,6 +29,7 @@ from librmq.files.interface import (
 )
 from librmq.files.lock import HAS_PEER_LOCKS, DiskLock, PeerLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
+from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.files")
@@ -121,7 +122,12 @@ class DiskFile(File):
     def _advise(self, begin: int, end: int, advice: int) -> None:
         if sys.platform == "linux" and end > begin and self.writable:
             with suppress(OSError):  # a kernel that does not know the advice makes later accesses slower
-                _on_pages("madvise")(self.buffer, begin, end - begin, advice)
+                if CORE.advise is None:
+                    _on_pages("madvise")(self.buffer, begin, end - begin, advice)
+                else:
+                    # In parts, because a thread that maps a file waits for the end of each.
+                    part = _MUCH if advice == _MADV_POPULATE_WRITE else end - begin
+                    CORE.advise(self.buffer, begin, end, advice, part)
 
     def data_end(self, begin: int = 0) -> int:
         if self.descriptor >= 0:

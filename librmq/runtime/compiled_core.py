@@ -50,6 +50,8 @@ class Core:
     """The entries and keys of many records (`librmq.store.engine.derivation`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decoding`)."""
+    advise: Callable[..., None] | None = None
+    """Gives an advice on pages of a mapping, part by part (`librmq.files`)."""
     gather: Callable[..., Any] | None = None
     """Bytes at many places of a file side by side (`librmq.message.record`)."""
     fields: Callable[..., Any] | None = None

@@ -234,6 +234,9 @@ class Fuzzer:
         assert self.core.crc32(data) == self.core.crc32(data, 1) == self.core.crc32(data, 0)
         places = [self.chance.choice((-1, 0, 5, len(data), len(data) + 1, 1 << 62)) for _ in range(20)]
         self.core.checksums(data, np.array(places[:10]), np.array(places[10:]))
+        with mmap.mmap(-1, 5 * mmap.PAGESIZE) as pages:
+            begin, end, part = self.chance.choice(places), self.chance.choice(places), self.chance.choice((-1, 0, 4096))
+            self.core.advise(pages, begin, end, mmap.MADV_WILLNEED, part)
 
     def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
         """Call everything until the time is over, or so many calls were made; return their number."""
