@@ -114,7 +114,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 15
+API = 16
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -571,6 +571,7 @@ cdef class AppendState:
     cdef public DispatchState dispatcher
     cdef public dict lanes, _delays
     cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
+    cdef int64_t last_batch  # bytes of the last batch, which the next one is taken to have
     cdef Py_ssize_t topic_at, body_at, flag_at, properties_at, delays_at
     cdef LaneState last_lane
     cdef object last_result  # of a single append; the next one takes it if only this field has it
@@ -964,14 +965,23 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
     cdef LaneState lane
     cdef Block block = None
     cdef int collects
-    if now == -2 or not messages or not is_usual(self, messages[0], None) or mutex.acquire(False) is not True:
+    if now == -2 or not messages or not is_usual(self, messages[0], None):
         return None
+    if mutex.acquire(False) is not True:
+        lock.yield_to_waiters()  # often housekeeping has it for a moment, and waits for the interpreter
+        now = clock_ms(self)
+        if mutex.acquire(False) is not True:
+            return None
     try:
         lock.owner = get_ident()
+        if not messages or not is_usual(self, messages[0], None):  # Python code ran
+            return None
         topic = part(messages[0], self.topic_at)
         lane, dispatcher = usual_lane(self, topic, queue_id), self.dispatcher
         if lane is None or PyList_GET_SIZE(dispatcher.records) >= BATCH:
             return None
+        if self.accepts and self.log.sure - self.log.end < self.last_batch:
+            self.make_room(self.last_batch)
         collects = PyGC_Disable()
         try:
             if PyList_GET_SIZE(messages) >= BATCH and not dispatcher.records and not dispatcher.lanes:
@@ -1266,6 +1276,7 @@ cdef object _write_batch(
         record += size - body_size
         total += size
         number += 1
+    self.last_batch = total
     if encoded > self._max_body_size or not can_write(self, total):
         return None
     dispatcher.writing_at = physical_offset

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 15
+_API: Final = 16
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 

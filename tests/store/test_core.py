@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -515,6 +516,37 @@ def test_usual_batches_are_compiled(tmp_path: Path) -> None:
             store.append_batch([Message("T", b"x" * 100, tags="a", keys=f"k{number}") for number in range(100)])
         assert CORE.counts()["append"] - before > 9_000
         assert store.queues["T", 0].max_offset == 10_000
+
+
+@needs_core
+def test_batches_for_which_blocks_are_allocated_are_compiled(tmp_path: Path) -> None:
+    """All but the one that opens the queue."""
+    with MessageStore.open(tmp_path / "store", background=False) as store:
+        before = CORE.counts()["append"]
+        for _ in range(40):
+            store.append_batch([Message("T", b"x" * 1024)] * 256)
+        assert CORE.counts()["append"] - before == 39 * 256
+
+
+@needs_core
+def test_a_batch_that_waits_for_the_lock_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        store.append(Message("T", b"x"))
+        for others in ([], [None], [Message("T", b"y")] * 2):
+            messages: list[Any] = [Message("T", b"x")]
+
+            def release(messages: list[Any] = messages, others: list[Any] = others) -> None:
+                messages[:] = others
+                store.appender.lock.mutex.release()
+
+            monkeypatch.setattr(store.appender.lock, "yield_to_waiters", release)
+            store.appender.lock.mutex.acquire()
+            before = CORE.counts()["append"]
+            with suppress(MessageIllegalError, TypeError):
+                store.append_batch(messages)
+            assert CORE.counts()["append"] - before == (2 if len(others) == 2 else 0)
+            assert not store.appender.lock.mutex.locked()
+        assert store.queues["T", 0].max_offset == 3
 
 
 @needs_core

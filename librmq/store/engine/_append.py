@@ -546,6 +546,13 @@ class Appender(AppendState):
         if self.dispatcher.records or self.dispatcher.writing_at >= 0:
             self._under_lock(self.catch_up)
 
+    def make_room(self, size: int) -> None:
+        """Make room for a compiled batch at the log's end, under the lock, if its file has some."""
+        log = self.log
+        if log.end + size <= log.fits:
+            with critical, suppress(StoreIOError):  # the append that finds no room raises it
+                log.make_room(size)
+
     def put_block(self, lane: Lane, entries: bytes, columns: Iterable[Buffer]) -> None:
         """Write the entries and keys of a compiled batch, which ends the log, under the lock; nothing else is due."""
         dispatcher = self.dispatcher
