@@ -31,28 +31,22 @@ def shop(database: Callable[[str], Database]) -> Callable[[str], sqlalchemy.Engi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", DATABASES)
-def test_check_then_act_charges_twice(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "base", "charges", "took_ms"),
+    [
+        *(("check_then_act", base, 2, 1100) for base in DATABASES),
+        *(("conditional_update", base, 1, 1100) for base in DATABASES),
+        # The duplicate is refused, and then delivered again.
+        *(("select_for_update_nowait", base, 1, 10_100) for base in DATABASES[1:]),
+    ],
+)
+def test_how_often_a_duplicate_charges(
+    shop: Callable[[str], sqlalchemy.Engine], way: str, base: str, charges: int, took_ms: int
+) -> None:
     """The work takes a second, and the duplicate arrives after 100 ms."""
     ways, clock = example("idempotence"), ManualClock(0)
-    assert ways.deliver_twice(shop(base), ways.check_then_act, 0, clock) == 2
-    assert clock.now_ms() == 1100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", DATABASES)
-def test_a_conditional_update_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
-    ways, clock = example("idempotence"), ManualClock(0)
-    assert ways.deliver_twice(shop(base), ways.conditional_update, 0, clock) == 1
-    assert clock.now_ms() == 1100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", DATABASES[1:])
-def test_a_lock_that_refuses_charges_once(shop: Callable[[str], sqlalchemy.Engine], base: str) -> None:
-    ways, clock = example("idempotence"), ManualClock(0)
-    assert ways.deliver_twice(shop(base), ways.select_for_update_nowait, 0, clock) == 1
-    assert clock.now_ms() == 10_100  # the duplicate was refused, and then delivered again
+    assert ways.deliver_twice(shop(base), getattr(ways, way), 0, clock) == charges
+    assert clock.now_ms() == took_ms
 
 
 @pytest.mark.slow

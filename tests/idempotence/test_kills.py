@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,27 +110,31 @@ def test_no_kill_costs_anything_in_one_transaction(
         assert {name: int(count) for name, count in rows} == {f"{group}/{number}": 1 for number in range(COUNT)}
 
 
+def check_outbox(place: Database, effects: Path, group: str, keys: int, kill_senders: Callable[[], int]) -> None:
+    """An outbox sends each message at least once, repeats at most one per kill, and keeps the order of a key."""
+    upgrade_tables(place.engine, dedup=None, messages=None, transactions=None, outbox=group)
+    outbox, total = Outbox(table=group), 4 * COUNT
+    with place.engine.begin() as connection:
+        for number in range(total):
+            order_key = f"key-{number % keys}" if number % 3 else None
+            outbox.add(connection, Message("orders", str(number).encode()), order_key=order_key)
+    kills = kill_senders()
+    sent = list(map(int, names(effects, group)))
+    assert set(sent) == set(range(total))
+    assert len(sent) - total <= kills
+    for key in range(keys):
+        firsts = list(dict.fromkeys(number for number in sent if number % keys == key and number % 3))
+        assert firsts == sorted(firsts)
+
+
 @pytest.mark.parametrize("base", DATABASES)
 def test_senders_that_are_killed_send_all_in_order(
     database: Callable[[str], Database], base: str, effects: Path, slow_budget: SlowBudget
 ) -> None:
-    """An outbox sends each message at least once, repeats at most one per kill, and keeps the order of a key."""
     where = database(base)
     for seed in slow_budget.rounds(6, "rounds of three killed senders"):
         group = f"kills_{base}_{next(_groups)}"
-        upgrade_tables(where.engine, dedup=None, messages=None, transactions=None, outbox=group)
-        outbox, total = Outbox(table=group), 4 * COUNT
-        with where.engine.begin() as connection:
-            for number in range(total):
-                order_key = f"key-{number % 40}" if number % 3 else None
-                outbox.add(connection, Message("orders", str(number).encode()), order_key=order_key)
-        kills = hammer("outbox", "", where.url, effects, group, seed)
-        sent = list(map(int, names(effects, group)))
-        assert set(sent) == set(range(total))
-        assert len(sent) - total <= kills
-        for key in range(40):
-            firsts = list(dict.fromkeys(number for number in sent if number % 40 == key and number % 3))
-            assert firsts == sorted(firsts)
+        check_outbox(where, effects, group, 40, partial(hammer, "outbox", "", where.url, effects, group, seed))
 
 
 # --- what applications and databases do every day
@@ -196,18 +201,8 @@ def test_senders_repeat_nothing_for_ended_connections(
     server = disturbed(base)
     for seed in slow_budget.rounds(6, "rounds of three killed senders and ended connections"):
         group = f"kills_{base}_{next(_groups)}"
-        upgrade_tables(server.place.engine, dedup=None, messages=None, transactions=None, outbox=group)
-        outbox, total = Outbox(table=group), 4 * COUNT
-        with server.place.engine.begin() as connection:
-            for number in range(total):
-                outbox.add(connection, Message("orders", str(number).encode()), order_key=f"key-{number % 8}")
-        kills = hammer("outbox", "", server.url, effects, group, seed, server.end_connections)
-        sent = list(map(int, names(effects, group)))
-        assert set(sent) == set(range(total))
-        assert len(sent) - total <= kills
-        for key in range(8):
-            firsts = list(dict.fromkeys(number for number in sent if number % 8 == key))
-            assert firsts == sorted(firsts)
+        hammered = partial(hammer, "outbox", "", server.url, effects, group, seed, server.end_connections)
+        check_outbox(server.place, effects, group, 8, hammered)
 
 
 @pytest.mark.parametrize("base", DATABASES)
