@@ -62,7 +62,6 @@ from tests.file_seams import CrashImages, RecordingFiles
 
 DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
 """Seconds that a message waits: the wheel takes up to 120 s, and moves those beyond 20 s on."""
-LATE_MS: Final = 2_500
 R = TypeVar("R")
 
 

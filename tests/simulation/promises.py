@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 RECORD = 0xDAA320A7
-BLANK = 0xCBD43194
 _FIXED = struct.Struct(">iIIiiqqiq")
 """Length, magic, checksum of the body, queue id, flag, queue offset, physical offset, system flag, born time."""
 

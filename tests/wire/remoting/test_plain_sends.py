@@ -33,7 +33,6 @@ from tests.file_seams import FailingFiles
 from tests.wire.remoting_client import RawClient
 
 BEGIN_MS = 1_000_000
-HOPS = BrokerConfig(hops=True)
 NAMES = ("KEYS", "TAGS", "UNIQ_KEY", "WAIT", "DELAY", "TRAN_MSG", "TIMER_DELAY_MS", "CLUSTER", "colour", "größe", "")
 VALUES = ("a", "k1 k2", "true", "false", "1", "3600000", "x\1y", "ü\ud800", "")
 PROPERTIES = st.one_of(
