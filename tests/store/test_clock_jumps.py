@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from librmq import Message
 from librmq.clock import ManualClock, SystemClock
 from librmq.files._memory import MemoryFiles
 from librmq.store import MessageStore
+from librmq.store.engine.store_parts import AppendLock
 from librmq.store.recovery._verify import verify
 from tests.stores import ROOT, SMALL, START_MS
 
@@ -70,3 +72,12 @@ def test_a_pause_of_the_process_uses_up_no_wait() -> None:
         other.start()
         assert lock.is_free_within(60)
         other.join()
+
+
+def test_a_loaded_machine_uses_up_little_of_a_wait() -> None:
+    """Each look takes long there, in which the other write gets as little done."""
+    lock = AppendLock(SystemClock())
+    lock.mutex = Mock(acquire=Mock(side_effect=[False] * 15 + [True]))
+    assert lock.is_free_within(0.2)
+    lock.mutex.acquire.side_effect = [False] * 100
+    assert not lock.is_free_within(0.2)

@@ -441,6 +441,7 @@ class Parts:
 
 CTRL_C_WAITS_S: Final = 0.05
 """Seconds that a wait for the lock may delay Ctrl-C."""
+_LOOK_S: Final = 0.01
 _PAUSE_S: Final = 0.00005
 _PAUSES: Final = 16
 _THREADS_KEPT: Final = 32
@@ -523,10 +524,11 @@ class AppendLock:
     def is_free_within(self, seconds: float) -> bool:
         """Wait until no call appends, or for ``seconds``; return whether none did.
 
-        A pause of the process does not count, because the other call was paused too.
+        A pause of the process does not count, because the other call was paused too. Neither does most of the time for
+        which a loaded machine lets this thread wait between two looks, so these are many.
         """
         while True:
-            step_s = min(seconds, CTRL_C_WAITS_S)
+            step_s = min(seconds, _LOOK_S)
             with critical:  # a lock that Ctrl-C takes from view is never given back
                 if self.mutex.acquire(timeout=step_s):
                     self.mutex.release()
