@@ -450,7 +450,8 @@ class CancelReceive(Request[None]):
 class Acknowledge(Request[tuple[bool, ...]]):
     """Acknowledge received messages; return for each receipt whether it was valid.
 
-    A receipt is no longer valid when its message has come again. Acknowledging twice is allowed.
+    A receipt is no longer valid when its message has come again. Acknowledging twice is allowed within the invisible
+    time that the receipt names.
     """
 
     group: str
