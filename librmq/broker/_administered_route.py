@@ -320,10 +320,8 @@ class AdministeredRoute(Route, Closing):
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted."""
         check_names(topic=topic)
-        return tuple(sorted({group for name, _ in self._endpoints() for group in self._groups_at(name, topic)}))
-
-    def _groups_at(self, broker_name: str, topic: str) -> Iterable[str]:
-        return self.endpoint(broker_name).call(TopicGroups(topic))
+        answers, _ = self._ask_all(TopicGroups(topic))
+        return tuple(sorted(set(chain.from_iterable(answers))))
 
     # ---- progress
 

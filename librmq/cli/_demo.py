@@ -453,17 +453,14 @@ def _tell_selling(screen: Screen, folder: str) -> bool:
         program.end()
     counts = [_count(lines, word) for word in ("sent", "charged", "mailed")]
     is_whole = is_killed and counts == [1000, 1000, 1000]
-    screen.answer("{:,} orders sent, {:,} charged, {:,} mailed: ".format(*counts) + _verdict(is_whole))
+    verdict = "none is lost" if is_whole else "SOME ARE LOST"
+    screen.answer("{:,} orders sent, {:,} charged, {:,} mailed: {}".format(*counts, verdict))
     return is_whole
 
 
 def _count(lines: Iterable[str], word: str) -> int:
     """Return how many different orders the program has logged with a word."""
     return len({line for line in lines if line.startswith(word)})
-
-
-def _verdict(is_whole: bool) -> str:
-    return "none is lost" if is_whole else "SOME ARE LOST"
 
 
 def _tell_a_day(screen: Screen, folder: str) -> None:

@@ -164,9 +164,10 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
         if not isinstance(place, str | os.PathLike | RemoteStore):
             raise ConfigError(f"store: expected a folder, a URL or a RemoteStore, found {place!r:.80}")
     files = settings.get("files")
-    check_storage_options(settings.get("storage_options"))
+    options = settings.get("storage_options")
+    check_storage_options(options)
     if files is None:
-        places = [_located(place, settings) for place in stores]
+        places = [at if isinstance(at, RemoteStore) else located(os.fspath(at), options) for at in stores]
         remote = {place.url: place for place in places if isinstance(place, RemoteStore)}
         paths = tuple(place.url if isinstance(place, RemoteStore) else place for place in places)
         files = RemoteFiles(remote) if remote else None
@@ -176,7 +177,7 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
     else:
         paths = tuple(place.url if isinstance(place, RemoteStore) else os.fspath(place) for place in stores)
         use_options = False
-    if settings.get("storage_options") and not use_options:
+    if options and not use_options:
         raise ConfigError(
             "storage_options: they are for URLs, and no store is one; leave them out (a RemoteStore has its own)"
         )
@@ -216,10 +217,6 @@ def batches_of(
             yield from reading.read(part)
 
     return pa.RecordBatchReader.from_batches(schema, batches())
-
-
-def _located(store: Store, settings: ReaderKeywords) -> str | RemoteStore:
-    return store if isinstance(store, RemoteStore) else located(os.fspath(store), settings.get("storage_options"))
 
 
 def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:

@@ -131,9 +131,10 @@ def disk_use(path: str, config: StoreConfig) -> DiskUse:
     used, within_reach = max(
         ((disk.used, disk.used + disk.free) for disk in disks), key=lambda pair: pair[0] / (pair[1] or 1)
     )
+    unless_kept = ", unless keep_unconsumed keeps them for a group" if config.keep_unconsumed else ""
     effects = (
         (config.disk_max_used_ratio, "log files beyond the age limit are deleted at any hour"),
-        (config.disk_force_clean_ratio, "the oldest log files are deleted at any age" + _unless_kept(config)),
+        (config.disk_force_clean_ratio, f"the oldest log files are deleted at any age{unless_kept}"),
         (config.disk_refuse_ratio, "messages are refused: CODE 14 of a RocketMQ broker, DiskFullError of librmq"),
     )
     return DiskUse(
@@ -148,10 +149,6 @@ def disk_use(path: str, config: StoreConfig) -> DiskUse:
             DiskThreshold(ratio / 100, max(0, ratio * within_reach // 100 - used), effect) for ratio, effect in effects
         ],
     )
-
-
-def _unless_kept(config: StoreConfig) -> str:
-    return ", unless keep_unconsumed keeps them for a group" if config.keep_unconsumed else ""
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int]]:
