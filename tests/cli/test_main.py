@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -165,15 +166,10 @@ def test_terminal_control_sequences_are_escaped(capsys: pytest.CaptureFixture[st
 def test_the_file_to_write_is_named_by_either_option(
     monkeypatch: pytest.MonkeyPatch, words: list[str], option: str
 ) -> None:
-    seen: list[argparse.Namespace] = []
-
-    def note(arguments: argparse.Namespace, output: Output) -> int:
-        seen.append(arguments)
-        return 0
-
-    replace_function(monkeypatch, words[0], note)
+    called = Mock(return_value=0)
+    replace_function(monkeypatch, words[0], called)
     assert main([*words, option, "x"]) == 0
-    assert seen[0].out == "x"
+    assert called.call_args.args[0].out == "x"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -184,15 +180,11 @@ def test_each_command_has_help_and_a_function(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("word", ["-2h", "-90s", "-7d", "-250ms"])
 def test_times_may_be_how_long_ago(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    seen: list[argparse.Namespace] = []
-
-    def note(arguments: argparse.Namespace, output: Output) -> int:
-        seen.append(arguments)
-        return 0
-
-    replace_function(monkeypatch, "query", note)
+    called = Mock(return_value=0)
+    replace_function(monkeypatch, "query", called)
     assert main(["query", "s", "--topic", "t", "--key", "k", "--begin", word, "--end", word]) == 0
-    assert (seen[0].begin, seen[0].end) == (word, word)
+    asked = called.call_args.args[0]
+    assert (asked.begin, asked.end) == (word, word)
 
 
 # --- as a separate program

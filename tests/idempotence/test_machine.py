@@ -234,6 +234,16 @@ class GuardMachine(RuleBasedStateMachine):
         assert all(self.effects[key] for key in self.acknowledged)
 
 
+def check(machine: type[RuleBasedStateMachine], count: int, steps: int) -> None:
+    drawn = settings(
+        max_examples=examples(count),
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(machine, settings=drawn)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("memory", 100), ("sqlite", 40), ("postgresql", 10), ("mysql", 8), ("redis", 20)]
@@ -242,15 +252,7 @@ def test_no_effect_without_an_excuse(place: Callable[[str], Place], name: str, c
     class Machine(GuardMachine):
         store = place(name).handle
 
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples(count),
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    check(Machine, count, 40)
 
 
 class Unfenced(MemoryDedupStore):
@@ -402,12 +404,4 @@ def test_once_under_every_schedule(database: Callable[[str], Database], base: st
     class Machine(TransactionalMachine):
         place = database(base)
 
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples(count),
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    check(Machine, count, 25)
