@@ -37,6 +37,7 @@ INTERRUPTED: Final = 130
 
 _UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")  # JSON itself escapes those
 _BLOCK: Final = 256  # rows that are encoded together
+_BLOCK_SIZE: Final = 1 << 15  # characters of rows that are written together
 _BETWEEN: Final = "\x1e"  # what JSON escapes in texts stands between the values of a block
 _names: Final[dict[str, str]] = {}
 """Names by the paths in whose place messages have them."""
@@ -102,6 +103,37 @@ class Output:
         else:
             self.writer.row(json.loads(text))
         self._count()
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print many rows that are JSON like `line`, together where nobody sees them come.
+
+        Raises:
+            LimitReached: One of them is the last one that was asked for.
+        """
+        if self.is_on_terminal or not isinstance(self.writer, JsonLines):
+            for text in texts:
+                self.line(text)
+            return
+        block: list[str] = []
+        size, limit = 0, self._limit
+        try:
+            for text in texts:
+                block.append(text)
+                size += len(text)
+                if size > _BLOCK_SIZE or self.rows + len(block) == limit:
+                    self._write_lines(block)
+                    size = 0
+        finally:  # what came before an error stays
+            self._write_lines(block)
+
+    def _write_lines(self, block: list[str]) -> None:
+        text, count = "\n".join(block), len(block)
+        block.clear()  # a closed pipe ends this
+        if count:
+            self.writer.line(text)  # type: ignore[attr-defined]
+            self.rows += count
+            if self.rows == self._limit:
+                raise LimitReached
 
     def _count(self) -> None:
         self.rows += 1

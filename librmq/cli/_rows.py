@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import os
+import re
 from binascii import b2a_base64
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from librmq.cli._json_rows import refuse_constant
 from librmq.cli._output import complain, to_json
@@ -71,77 +72,119 @@ def message_line(
         bodies = f'"body_b64":{_base64(body)},' if form is None else ""
     shown = "" if form is None else f',"body":{_body_as(body, sys_flag, form)}'
     delivery = derived_tags_code(StoredMessage(raw), levels) if topic == _SCHEDULE else None
+    at = str(place)
+    found = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(is_sound, magic)
+    born_at, store_fields = _hosts(born_host, store_host, reconsume_times)
     return (
-        f'{{"type":"message","phys":{place if physical_offset is None else physical_offset},"size":{size},'
-        f'"crc_ok":{"true" if is_sound else "false"},"magic":"{magic:08x}",'
-        f'"body_crc":{(checksum ^ 0x80000000) - 0x80000000},"topic":{_json_text(topic)},"queue_id":{queue_id},'
-        f'"flag":{flag},"queue_offset":{queue_offset},"commit_log_offset":{place},"sys_flag":{sys_flag},'
-        f'"born_timestamp":{born_ms},"born_host":"{_host(born_host)}","store_timestamp":{stored_ms},'
-        f'"store_host":"{_host(store_host)}","reconsume_times":{reconsume_times},'
-        f'"prepared_transaction_offset":{prepared},"msg_id":"{_hex_host(store_host)}{place & _LONG_MASK:016X}",'
-        f"{bodies}{_property_fields(raw[properties_at:end], delivery)},"
+        f'{{"type":"message","phys":{at if physical_offset is None or physical_offset == place else physical_offset},'
+        f'"size":{size},{found},"body_crc":{(checksum ^ 0x80000000) - 0x80000000},{_queue(topic, queue_id, flag)},'
+        f'"queue_offset":{queue_offset},"commit_log_offset":{at},"sys_flag":{sys_flag},"born_timestamp":{born_ms},'
+        f'"born_host":"{born_at}","store_timestamp":{stored_ms},{store_fields},'
+        f'"prepared_transaction_offset":{prepared},"msg_id":"{(store_host + raw[_PLACE]).hex().upper()}",'
+        f"{bodies}{_property_fields(topic, raw[properties_at:end], delivery)},"
         f'"raw_sha1":"{hashlib.sha1(raw, usedforsecurity=False).hexdigest()}"{shown}}}'
     )
 
 
-@lru_cache(1 << 10)
-def _json_text(raw: bytes) -> str:
-    return encode_basestring(java_decode(raw))
+_PLACE: Final = slice(record.PHYSICAL_OFFSET_AT, record.PHYSICAL_OFFSET_AT + 8)
 
 
-@lru_cache(1 << 10)
-def _host(raw: bytes) -> str:
-    return format_host(decode_host(raw))
+def _checked(is_sound: bool, magic: int) -> str:
+    return f'"crc_ok":{"true" if is_sound else "false"},"magic":"{magic:08x}"'
 
 
-@lru_cache(1 << 10)
-def _hex_host(raw: bytes) -> str:
-    return raw.hex().upper()
+_USUAL: Final = _checked(True, record.MESSAGE_MAGIC)
 
 
-_PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b'"\\')
-"""What JSON does not escape."""
-_SEPARATORS: Final = frozenset(b"\2".join([b"\1"] * count) for count in range(1, 65))
-"""What is between the names and values of properties, if each name has a value."""
+# Numbers that are the same in many records are formatted once.
+@lru_cache(1 << 12)
+def _queue(topic: bytes, queue_id: int, flag: int) -> str:
+    return f'"topic":{encode_basestring(java_decode(topic))},"queue_id":{queue_id},"flag":{flag}'
 
 
-def _property_fields(raw: bytes, delivery: int | None) -> str:
+@lru_cache(1 << 12)
+def _hosts(born_host: bytes, store_host: bytes, reconsume_times: int) -> tuple[str, str]:
+    born_at, stored_at = (format_host(decode_host(host)) for host in (born_host, store_host))
+    return born_at, f'"store_host":"{stored_at}","reconsume_times":{reconsume_times}'
+
+
+_VALUE: Final = r'([^\x00-\x1f"\\]+)'
+"""A value that JSON does not escape."""
+_MOST_FIELDS: Final = 256
+"""Layouts of properties that are kept, because an expression is compiled for each."""
+_MOST_NAMES: Final = 64
+
+
+class _PropertyFields(NamedTuple):
+    """The fields of properties that have the same names in the same order, and plain values."""
+
+    match: Callable[[str], re.Match[str] | None]
+    """Finds the values, a group for each name."""
+    members: str
+    """The members of the field ``properties``, to fill with the groups ``places``."""
+    places: tuple[int, ...]
+    tag: int
+    """The group of the tag, 0 without one, as for the next two."""
+    keys: int
+    unique_key: int
+
+
+_fields_of_names: Final[dict[tuple[str, ...], _PropertyFields]] = {}
+_fields_of_topic: Final[dict[bytes, _PropertyFields]] = {}
+"""Fields of the last message of a topic, which most often fit the next."""
+
+
+def _property_fields(topic: bytes, raw: bytes, delivery: int | None) -> str:
     """Return the fields of stored properties, and of what they define; ``delivery`` replaces the code of the tag."""
-    text, parts = java_decode(raw), [""]
-    if raw.translate(None, _PLAIN) in _SEPARATORS:
-        parts = text.replace("\2", "\1").split("\1")
-    if "" not in parts:
-        names, values = tuple(parts[::2]), parts[1::2]
-        escaped, text = values, text.replace("\1", "\\u0001").replace("\2", "\\u0002")
-    else:  # a part is missing, empty, or must be escaped
-        properties = decode_properties(text)
-        names, values = tuple(properties), list(properties.values())
-        escaped, text = [_escaped(value) for value in values], _escaped(text)
-    fill, tag_at = _property_format(names, "null" if raw else '""')
-    return fill(*escaped, text, _codes(None if tag_at is None else values[tag_at], delivery))
-
-
-def _escaped(text: str) -> str:
-    return encode_basestring(text)[1:-1]
-
-
-_BRACES: Final = {ord("{"): "{{", ord("}"): "}}"}
-
-
-@lru_cache(1 << 10)
-def _property_format(names: tuple[str, ...], no_keys: str) -> tuple[Callable[..., str], int | None]:
-    """Return what makes the fields from values of properties with these names, and the place of the tag's value."""
-    places = {name: place for place, name in enumerate(names)}  # the last of equal names counts
-    members = [f'{encode_basestring(name).translate(_BRACES)}:"{{{places[name]}}}"' for name in sorted(places)]
-    keys, unique_key = (
-        f'"{{{places[name]}}}"' if name in places else missing
-        for name, missing in ((PropertyName.KEYS, no_keys), (PropertyName.UNIQUE_KEY, "null"))
+    text = java_decode(raw)
+    fields = _fields_of_topic.get(topic)
+    values = None if fields is None else fields.match(text)
+    if values is None:
+        fields = _fields_of(tuple(text.replace("\2", "\1").split("\1")[::2]))
+        values = None if fields is None else fields.match(text)
+        if fields is None or values is None:
+            return _unusual_property_fields(text, delivery)
+        if topic in _fields_of_topic or len(_fields_of_topic) < _MOST_FIELDS:
+            _fields_of_topic[topic] = fields
+    _, members, places, tag, keys, unique_key = fields  # type: ignore[misc]
+    stored = text.replace("\1", "\\u0001").replace("\2", "\\u0002")
+    shown_keys = f'"{values[keys]}"' if keys else "null"
+    shown_unique_key = f'"{values[unique_key]}"' if unique_key else "null"
+    return (
+        f'"properties":{{{members % values.group(*places)}}},"properties_raw":"{stored}",'
+        f"{_codes(values[tag] if tag else None, delivery)},"
+        f'"dispatch_keys":{shown_keys},"dispatch_uniq_key":{shown_unique_key}'
     )
-    text = (
-        '"properties":{{' + ",".join(members) + f'}}}},"properties_raw":"{{{len(names)}}}",{{{len(names) + 1}}},'
+
+
+def _fields_of(names: tuple[str, ...]) -> _PropertyFields | None:
+    """Return the fields for properties with these names; None if JSON escapes a name, or too many are kept."""
+    fields = _fields_of_names.get(names)
+    is_kept = fields is None and len(names) <= _MOST_NAMES and len(_fields_of_names) < _MOST_FIELDS
+    if is_kept and all(re.fullmatch(_VALUE, name) for name in names):
+        groups = {name: group for group, name in enumerate(names, 1)}  # the last of equal names counts
+        ordered = sorted(groups)
+        fields = _fields_of_names[names] = _PropertyFields(
+            re.compile("\2".join([f"{re.escape(name)}\1{_VALUE}" for name in names])).fullmatch,
+            ",".join([f'"{name.replace("%", "%%")}":"%s"' for name in ordered]),
+            tuple(map(groups.__getitem__, ordered)),
+            *(groups.get(name, 0) for name in (PropertyName.TAGS, PropertyName.KEYS, PropertyName.UNIQUE_KEY)),
+        )
+    return fields
+
+
+def _unusual_property_fields(text: str, delivery: int | None) -> str:
+    """Return the fields of properties of which a part is missing, empty, or must be escaped."""
+    properties = decode_properties(text)
+    shown = {name: encode_basestring(value) for name, value in properties.items()}
+    members = ",".join([f"{encode_basestring(name)}:{shown[name]}" for name in sorted(shown)])
+    keys = shown.get(PropertyName.KEYS, "null" if text else '""')
+    unique_key = shown.get(PropertyName.UNIQUE_KEY, "null")
+    return (
+        f'"properties":{{{members}}},"properties_raw":{encode_basestring(text)},'
+        f"{_codes(properties.get(PropertyName.TAGS), delivery)},"
         f'"dispatch_keys":{keys},"dispatch_uniq_key":{unique_key}'
     )
-    return text.format, places.get(PropertyName.TAGS)
 
 
 @lru_cache(1 << 10)

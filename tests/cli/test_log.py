@@ -361,9 +361,10 @@ def test_properties_of_any_kind_are_printed_as_they_are_read(tmp_path: Path) -> 
     kinds = [
         b"", b"b\0012\2a\0011\2TAGS\1t", b"TAGS\1x\2TAGS\1y", b"a\1b\2", b"a\2TAGS\1", b"\1x\2a\1y", b"KEYS\1b\1c",
         b'"q\\u0001\1"\\', b"{n}{0}%s\1{1}%d\2KEYS\1{2}", "订\1单\2TAGS\1é".encode(), b"\x7f\1\xc2\x9b\2\xff\1\xfe",
-        b"\2".join(b"k%d\1v" % number for number in range(70)),
+        b"\2".join(b"k%d\1v" % number for number in range(70)), b"%\1%d\2TAGS\1(x)+", b"TAGS\1(x)+\2%\1%d",
     ]  # fmt: skip
-    log = Log(tmp_path, file_size=1 << 13)
+    kinds += [*kinds, *(b"k%d\1v" % number for number in range(300)), *kinds]  # more layouts than are kept
+    log = Log(tmp_path, file_size=1 << 16)
     for raw in kinds:
         log.add(properties_raw=raw)
     _, rows, _ = log.dump()

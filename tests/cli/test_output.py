@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,6 +100,28 @@ def test_many_rows_are_printed_like_single_ones(limit: int | None) -> None:
     with pytest.raises(LimitReached) if limit in (1, 2, 5) else nullcontext():
         output.rows_of(iter(ROWS))
     assert (stream.getvalue().splitlines(), output.rows) == (expected, len(expected))
+
+
+def test_lines_before_an_error_are_printed() -> None:
+    def lines() -> Iterator[str]:
+        yield from (f'{{"number":{number}}}' for number in range(5))
+        raise InputError("the sixth")
+
+    stream = io.StringIO()
+    output = Output(JsonLines(stream))
+    with pytest.raises(InputError, match="the sixth"):
+        output.lines(lines())
+    assert [json.loads(line)["number"] for line in stream.getvalue().splitlines()] == list(range(5))
+    assert output.rows == 5
+
+
+@pytest.mark.parametrize("count", [1, 5, 1000])
+def test_no_line_is_read_after_the_last_one_that_is_asked_for(count: int) -> None:
+    lines, stream = (f'{{"number":{number},"text":"{"x" * 99}"}}' for number in range(2000)), io.StringIO()
+    with pytest.raises(LimitReached):
+        Output(JsonLines(stream), limit=count).lines(lines)
+    assert len(stream.getvalue().splitlines()) == count
+    assert json.loads(next(lines))["number"] == count
 
 
 def test_programs_get_json_lines_and_people_tables() -> None:

@@ -9,7 +9,17 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli._output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
+from librmq.cli._output import (
+    DAMAGED,
+    INTERRUPTED,
+    EndSignals,
+    Output,
+    ProgressBar,
+    complain,
+    end_signals,
+    json_line,
+    log_bar,
+)
 from librmq.cli._rows import Row, gap_row, message_line, snapshot_row
 from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
@@ -156,11 +166,10 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     levels = DelayLevels.parse(config.message_delay_level)
     with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
-        for item in salvage.salvaged_records(store, files):
-            if isinstance(item, salvage.Gap):
-                output.row(gap_row(store, item))
-            else:
-                output.line(message_line(item.raw, levels))
+        output.lines(
+            json_line(gap_row(store, item)) if isinstance(item, salvage.Gap) else message_line(item.raw, levels)
+            for item in salvage.salvaged_records(store, files)
+        )
     return 0
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli._output import DAMAGED, Output, ProgressBar, complain
+from librmq.cli._output import DAMAGED, Output, ProgressBar, complain, json_line
 from librmq.cli._rows import BodyForm, blank_row, message_line
 from librmq.cli._selection import (
     MessageQuery,
@@ -60,16 +60,20 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
         items = _items(arguments, sequence, sequence.begin, damages.append if arguments.all else None)
     begin = sequence.begin
     with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
-        for physical_offset, size, raw in items:
-            bar.to(physical_offset - begin)
-            if raw is None:
-                output.row(blank_row(physical_offset, size))
-                continue
-            is_sound = not arguments.all or StoredMessage(raw).crc_ok  # otherwise the walk has compared it
-            output.line(message_line(raw, levels, physical_offset, is_sound=is_sound))
-            if not is_sound:
-                path = sequence.path_at(physical_offset)
-                damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
+
+        def lines() -> Iterator[str]:
+            for physical_offset, size, raw in items:
+                bar.to(physical_offset - begin)
+                if raw is None:
+                    yield json_line(blank_row(physical_offset, size))
+                    continue
+                is_sound = not arguments.all or StoredMessage(raw).crc_ok  # otherwise the walk has compared it
+                yield message_line(raw, levels, physical_offset, is_sound=is_sound)
+                if not is_sound:
+                    path = sequence.path_at(physical_offset)
+                    damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
+
+        output.lines(lines())
     output.close()
     if arguments.at is None:
         check_queues(arguments, files, config)
@@ -169,8 +173,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
             messages = selection.select_from(view.store, reads_on=True)
         else:
             messages = selection.select_at(view)
-        for message in messages:
-            _print_checked(arguments, output, message, view.levels, arguments.body)
+        _print_checked(arguments, output, messages, view.levels, arguments.body)
         opened.close()
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
@@ -181,16 +184,21 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
 def _print_checked(
     arguments: argparse.Namespace,
     output: Output,
-    message: StoredMessage,
+    messages: Iterable[StoredMessage],
     levels: DelayLevels,
     form: BodyForm | None = None,
 ) -> None:
-    """Print a message; one whose body does not match its checksum makes the answer a short one."""
-    is_sound = message.crc_ok
-    output.line(message_line(message.raw, levels, form=form, is_sound=is_sound))
-    if not is_sound:
-        why = "its body does not match its checksum (crc_ok is false)"
-        report_record(arguments, message.physical_offset, why)
+    """Print messages; one whose body does not match its checksum makes the answer a short one."""
+
+    def lines() -> Iterator[str]:
+        for message in messages:
+            is_sound = message.crc_ok
+            yield message_line(message.raw, levels, form=form, is_sound=is_sound)
+            if not is_sound:
+                why = "its body does not match its checksum (crc_ok is false)"
+                report_record(arguments, message.physical_offset, why)
+
+    output.lines(lines())
 
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
@@ -200,8 +208,8 @@ def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Ou
     sequence = _log_files(arguments.store, files, config)
     with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
         try:
-            for message in _in_log(arguments, sequence, selection, bar):
-                output.line(message_line(message.raw, levels, form=arguments.body))
+            messages = _in_log(arguments, sequence, selection, bar)
+            output.lines(message_line(message.raw, levels, form=arguments.body) for message in messages)
         except CorruptionError as error:
             cut = None if error.kind == "size" else cut_at(sequence, error)
             if cut is None:
@@ -251,13 +259,13 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments) as store:
         end = store.log.end
         with ProgressBar("tail", count, "messages", quiet=output.is_on_terminal) as bar:
-            for message in bar.track(_last(store, selection, count, everything=arguments.all), lambda _: 1):
-                _print_checked(arguments, output, message, store.levels, arguments.body)
+            messages = bar.track(_last(store, selection, count, everything=arguments.all), lambda _: 1)
+            _print_checked(arguments, output, messages, store.levels, arguments.body)
         note_topic_of(store, selection.topic, output)
         if arguments.follow:
             output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
-                _print_checked(arguments, output, message, store.levels, arguments.body)
+                _print_checked(arguments, output, [message], store.levels, arguments.body)
                 output.draw()
     return 0
 
@@ -344,5 +352,4 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
 def _print_messages(
     arguments: argparse.Namespace, store: MessageStore, messages: list[StoredMessage], output: Output
 ) -> None:
-    for message in messages:
-        _print_checked(arguments, output, message, store.levels)
+    _print_checked(arguments, output, messages, store.levels)
