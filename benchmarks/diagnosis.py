@@ -151,6 +151,20 @@ def command(given: tuple[str, float], _: Path, *, words: Sequence[str], into: Se
     shutil.rmtree(made, ignore_errors=True)
 
 
+EXPORT: Final = """
+import resource, sys
+from librmq.cli import main
+assert main(["export", sys.argv[1], "-o", sys.argv[2]]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def export_peak(bench: Bench, suffix: str) -> Iterator[dict[str, float]]:
+    """Yield the peak of an export of bodies of 60 KB, 253 MB of them, in MiB."""
+    for path, _ in stored(bench, 4, 4_200, 60_000):
+        yield {"peak": int(last_line(EXPORT, path, f"{path}-export{suffix}")) / 1024}
+
+
 def bare_rows(given: tuple[str, float], _: Path) -> Timed:
     """Do what any loop over records must do to print them: unpack, checksum, digest, split, encode, write."""
     header = struct.Struct(">iiiiiqqiq8sq8siqi")
@@ -199,6 +213,10 @@ def command_cases() -> Iterator[Case]:
     yield Case("commands", dump, "dump of 253 MB", target=Target(5, at_most=True), cpu=True, unit="s", setup=large)
     for detail, setup, most in (("messages of 1,000 B", large, 1.5), ("messages of 150 B", small, 1.75)):
         yield cost(dump, f"dump, {detail}", bare_rows, "a bare loop", Target(most, at_most=True), setup=setup)
+    for suffix in (".jsonl", ".csv", ""):
+        yield Case("commands", Part(from_setup, "peak"), f"export of bodies of 60 KB{suffix and f' to {suffix}'}, peak",
+                   target=Target(300, at_most=True), unit="MiB", setup=partial(export_peak, suffix=suffix),
+                   needs=("pyarrow",))  # fmt: skip
     for words, into, most in ((("salvage",), ("--into",), 4), (("snapshot", "--copy"), (), 10)):
         run = partial(command, words=words, into=into)
         yield cost(run, f"{words[0]} of 24,000 queues", bare_queues, "a bare loop that makes the files",

@@ -187,7 +187,7 @@ def _text_of(damage: Damage) -> str:
 
 BATCH_ROWS: Final = 8192
 ENTRY_BATCH_ROWS: Final = 65_536
-BATCH_BYTES: Final = 16 << 20
+BATCH_BYTES: Final = 4 << 20
 _PLACE: Final = "\0place"
 
 
