@@ -239,6 +239,7 @@ class Progress:
         self._clients = context.clients
         self._broker_name = context.name
         self._now_ms = context.runner.now_ms
+        self._await_device = context.await_device
         self.reset_hooks: list[ResetHook] = []
         self._unknown: set[tuple[str, str]] = set()
         """Groups and topics with progress, one of which did not exist when it came."""
@@ -398,6 +399,7 @@ class Progress:
         by_queue = {
             MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
         }
+        self._await_device()
         self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
         for queue_id, queue_offset in offsets.items():
             self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
@@ -515,6 +517,7 @@ class Progress:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
             )
+        self._await_device()
         self._clients.notify_group(group, ResetOffsets(group, name, offsets))
         return offsets
 

@@ -29,7 +29,7 @@ from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication
 from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
-from librmq.broker.handlers._pull import PullHandler
+from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._requests import RequestTable
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
@@ -356,6 +356,22 @@ class Broker(StoreRoute, Endpoint):
             )
         try:
             answer: R = handler(request)
+        except StoreError as error:
+            raise self._life.refusal(error) from error
+        return answer
+
+    def await_device(self, request: Request[R], answer: R) -> R:
+        """Return an answer, with durability "sync" once the device has what it tells.
+
+        This is for clients that outlive the machine. They would otherwise pass a message that a loss of power takes,
+        and skip the next one in its place. Call it without the runner's lock, because it waits.
+
+        Raises:
+            BrokerError: A flush has failed.
+            BrokerUnreachableError: The broker is closed.
+        """
+        try:
+            self._context.await_device(lambda: told_end(self.store, request, answer))
         except StoreError as error:
             raise self._life.refusal(error) from error
         return answer

@@ -151,6 +151,17 @@ class BrokerContext:
         """Return what waits for the disk without the lock, and then wakes a step; None under a manual clock."""
         return aside_by(self.runner, f"{self.name} {what}", self.life, partial(self.runner.wake, step))
 
+    def await_device(self, end_of: Callable[[], int] | None = None) -> None:
+        """With durability "sync", wait until the device has the log up to a place, or all of it.
+
+        The shared flush has mostly come so far already; then the place is not asked for.
+        """
+        store = self.store
+        if store.config.durability == "sync":
+            commit, end = store.writer.durability.commit, store.log.end
+            if commit.flushed < end:
+                commit.reach(end if end_of is None else end_of())
+
     def wake_flush(self) -> None:
         """Let the step that flushes the store run in time for what was stored now."""
         step = self.flushing

@@ -357,7 +357,8 @@ class _Connection(Endpoint):
         elif isinstance(request, UpdateOffset) and request.queue_offset:
             place = kit.history().place(request.topic, self._name, request.queue_id)
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
-        answer = broker.call(request)
+        # The process outlives the broker's machine.
+        answer = kit.network.by_name[self._name].await_device(request, broker.call(request))
         if isinstance(request, Receive):
             kit.observer.noted_receive(process, request, self._name, cast(Any, answer).messages)
         return answer

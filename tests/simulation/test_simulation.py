@@ -206,6 +206,23 @@ def test_a_message_that_failed_comes_again_after_a_power_cut(seed: int) -> None:
         assert attempts == [0, 1]
 
 
+@pytest.mark.parametrize("seed", range(examples(16)))
+def test_a_consumer_passes_no_message_that_a_power_cut_takes(seed: int) -> None:
+    """With durability "sync": it would skip the next one, which gets the place of the lost one."""
+    disk = Disk()
+    with Kit("/sim", files=disk, store_config=StoreConfig.tiny(durability="sync")) as rmq:
+        rmq.broker.create_topic("orders", 1)
+        rmq.consumer("billing").subscribe("orders", lambda message: None)
+        producer = rmq.producer()
+        producer.send("orders", b"early", wait_store_ok=False)  # as the copies of timers, for whose flush nothing waits
+        rmq.run_until_idle()
+        rmq.crash_broker(down=1)
+        disk.cut_power(f"cut {seed}")
+        rmq.later(1, "the shop sends", lambda: producer.send("orders", b"acknowledged"))
+        rmq.advance(minutes=1)
+        assert rmq.delivered("billing")[-1].body == b"acknowledged"
+
+
 def test_a_history_shows_messages_that_retention_has_deleted() -> None:
     with Kit(store_config=StoreConfig.tiny(commitlog_file_size=4096, max_total_size=16384)) as rmq:
         rmq.consumer("billing").subscribe("orders", lambda message: None)

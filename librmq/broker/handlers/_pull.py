@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._replication import Replication
@@ -19,15 +19,22 @@ from librmq.message import Message, StoredMessage
 from librmq.message.topics import SystemTopic
 from librmq.protocol import (
     CheckSubscription,
+    MaxOffset,
     MessageModel,
+    MoveGroup,
     PullMessage,
     PullResponse,
     PullStatus,
+    QueryOffset,
+    QueueOffsetAt,
+    Receive,
+    ReceiveResponse,
+    Request,
     ResponseCode,
     Subscription,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.store import AppendResult, GetStatus, ReadResult
+from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 
 _log = EventLog("librmq.broker")
 
@@ -290,6 +297,27 @@ class PullHandler:
                 topic=request.topic,
                 queue_id=request.queue_id,
             )
+
+
+# ---- what clients elsewhere may know
+
+_PLACES: Final = (MaxOffset, MoveGroup, QueryOffset, QueueOffsetAt)
+
+
+def told_end(store: MessageStore, request: Request[Any], answer: Any) -> int:  # noqa: ANN401 (of any request)
+    """Return the physical offset below which are all messages that an answer has or lets its client pass."""
+    if isinstance(request, Receive):
+        received: ReceiveResponse = answer
+        return max((item.message.physical_offset + item.message.size for item in received.messages), default=0)
+    if isinstance(request, _PLACES):
+        return store.log.end
+    if not isinstance(request, PullMessage) or answer.next_offset == request.queue_offset:
+        return 0
+    response: PullResponse = answer
+    last, passed = response.messages[-1] if response.messages else None, response.next_offset - 1
+    if last is None or last.queue_offset != passed:  # a filter has let later ones pass
+        last = next(iter(store.read(request.topic, request.queue_id, passed, 1).messages), None)
+    return store.log.end if last is None else last.physical_offset + last.size
 
 
 def _status(result: ReadResult, queue_offset: int) -> PullStatus:

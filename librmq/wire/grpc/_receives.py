@@ -360,7 +360,8 @@ class Receives:
                 # Look after `clear`, which could otherwise erase the signal of the end.
                 if self._ends_polls or not context.is_active():
                     break
-                messages = self._endpoints(client_id).call(receive).messages
+                answer = self._endpoints(client_id).call(receive)
+                messages = self._broker.await_device(receive, answer).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
                 poll.is_held = True

@@ -231,6 +231,10 @@ class RemotingCall(NamedTuple):
         """Ask the broker for this client."""
         return self.channel.endpoint.call(request)
 
+    def await_device(self, broker: Broker, request: Request[R], answer: R) -> R:
+        """Return an answer once the broker's device has what it tells; a client on a local socket need not wait."""
+        return answer if self.channel.is_local else broker.await_device(request, answer)
+
     def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> bytes:
         """Return the bytes of an answer.
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from librmq.broker import Broker
 from librmq.broker.long_polling import Deadlines
-from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
+from librmq.errors import BrokerError, BrokerUnreachableError
 from librmq.message import MessageQueue
 from librmq.protocol import (
     Acknowledge,
@@ -45,8 +45,8 @@ from librmq.runtime import Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import records_body
-from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
-from librmq.wire.remoting._codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
+from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
+from librmq.wire.remoting._codec import FORMS, Form, parse_pull, parse_receive, pulled_remark, received_reply
 from librmq.wire.remoting._frames import Frame, answer_form, framed, from_fields, to_fields
 from librmq.wire.remoting._headers import (
     PULL_CODES,
@@ -148,7 +148,8 @@ class ResetsByPull:
         target: Literal["end"] | datetime | int = "end" if to is None else to
         if to is None and request.timestamp_ms >= 0:
             target = datetime.fromtimestamp(min(request.timestamp_ms / 1000, _LAST_S), UTC)
-        moved = self._broker.call(MoveGroup(group, topic, target, request.queue_id, dry_run=True))
+        moving = MoveGroup(group, topic, target, request.queue_id, dry_run=True)
+        moved = self._broker.await_device(moving, self._broker.call(moving))
         with self._broker.runner.lock:
             for queue, queue_offset in moved.items():
                 self._broker.call(UpdateOffset(group, topic, queue.queue_id, queue_offset))
@@ -216,10 +217,12 @@ class Pulls:
                 if (answer := self.resets.answer(call, commits=True)) is not None:
                     return answer
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
-            return self._answer_pull(call, call.call_broker(_request(call, commits=True)), begin_ms)
+            request = _request(call, commits=True)
+            return self._answer_pull(call, request, call.call_broker(request), begin_ms)
         waiting = _HeldPull(call)
+        request = _request(call, lambda: self._woken(waiting), commits=True)
         with self._runner.lock:  # so that the hold is known before it can end
-            response = call.call_broker(_request(call, lambda: self._woken(waiting), commits=True))
+            response = call.call_broker(request)
             if response.status is PullStatus.HELD:
                 held = self._held.setdefault(call.channel, set())
                 if len(held) < _MOST_HELD and self._count < _MOST_HELD_IN_ALL:
@@ -231,7 +234,7 @@ class Pulls:
                         self._runner.wake(self._step, deadline_ms)
                     return None
             waiting.is_answered = True
-        return self._answer_pull(call, response, begin_ms)
+        return self._answer_pull(call, request, response, begin_ms)
 
     def _warn_of_skipped(self, header: PullHeader) -> None:
         """Warn if the first pull of a clustering group without saved progress begins after a queue's first message.
@@ -307,26 +310,25 @@ class Pulls:
 
     def _ask_again(self, waiting: _HeldPull, *, is_last: bool) -> None:
         call = waiting.call
-        notify: Callable[[], None] | None = None if is_last else lambda: self._woken(waiting)
+        request = _request(call, None if is_last else lambda: self._woken(waiting))
         with self._runner.lock:
             waiting.is_asking = False
             if waiting.is_answered:
                 return
             begin_ms = self._runner.now_ms()
-            try:
-                frame = self.resets.answer(call, commits=False)
-                if frame is None:
-                    response = call.call_broker(_request(call, notify))
-                    if response.status is PullStatus.HELD:
-                        return
-                    frame = self._answer_pull(call, response, begin_ms)
-            except RmqError as error:  # the client has left the group, or the broker is closed
-                frame = refused(call.channel, call.frame, error)
+            answer = tried(lambda: self.resets.answer(call, commits=False) or call.call_broker(request))
+            if isinstance(answer, PullResponse) and answer.status is PullStatus.HELD:
+                return
             self._end_hold(waiting)
-        call.channel.write(frame)
+        if isinstance(answer, PullResponse):
+            answer = tried(self._answer_pull, call, request, answer, begin_ms)
+        if isinstance(answer, Exception):  # the client has left the group, or the broker is closed
+            answer = refused(call.channel, call.frame, answer)
+        call.channel.write(answer)
 
-    def _answer_pull(self, call: RemotingCall, response: PullResponse, begin_ms: int) -> bytes:
+    def _answer_pull(self, call: RemotingCall, request: PullMessage, response: PullResponse, begin_ms: int) -> bytes:
         header: PullHeader = call.header
+        call.await_device(self._broker, request, response)
         status, body = response.status, records_body(response.messages)
         suggested = int(response.suggests_replica)  # the id of a slave
         places = response.next_offset, response.min_offset, response.max_offset, suggested
@@ -366,7 +368,8 @@ class ChannelReceives:
         header: ReceiveHeader = call.header
         channel, hold = call.channel, header.hold
         if not hold:
-            reply = received_reply(call.call_broker(parse_receive(header, None)))
+            request = parse_receive(header, None)
+            reply = received_reply(call.await_device(self._broker, request, call.call_broker(request)))
             return call.answer(reply.header, body=reply.body)
 
         def notify() -> None:
@@ -378,14 +381,14 @@ class ChannelReceives:
             if len(held) >= _MOST_HELD:
                 raise BrokerError(ResponseCode.SYSTEM_BUSY, f"a client with more than {_MOST_HELD:,} held receives")
             held[hold] = notify
-        is_held = False
+        is_held, request = False, parse_receive(header, notify)
         try:
-            response = call.call_broker(parse_receive(header, notify))
+            response = call.call_broker(request)
             is_held = response.is_held
         finally:
             if not is_held:
                 self._remove(channel, hold)
-        reply = received_reply(response)
+        reply = received_reply(call.await_device(self._broker, request, response))
         return call.answer(reply.header, body=reply.body)
 
     def cancel(self, call: RemotingCall) -> bytes:
@@ -435,8 +438,8 @@ class ConsumerRequests:
             **PopRequests(broker).handlers,
             **pulls.resets.handlers,
             **served(None, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-            **served(broker.call, QueryOffset, ConsumerIds, LockQueues, UnlockQueues),
-            **served(broker.call, QueueOffsetAt, MaxOffset, MinOffset),
+            **served(broker.call, ConsumerIds, LockQueues, UnlockQueues, MinOffset),
+            **{FORMS[kind].code: partial(self._place, FORMS[kind]) for kind in (QueryOffset, QueueOffsetAt, MaxOffset)},
         }
 
     # ---- clients
@@ -465,6 +468,10 @@ class ConsumerRequests:
         answer, header = call.serve(FORMS[SendBack]), call.header
         self._rates.count("back", f"{header.origin_topic}@{header.group}", self._broker.runner.now_ms())
         return answer
+
+    def _place(self, form: Form, call: RemotingCall) -> bytes:
+        broker = self._broker
+        return call.serve(form, lambda request: call.await_device(broker, request, broker.call(request)))
 
     def _earliest(self, call: RemotingCall) -> bytes:
         header: QueueOfTopicHeader = call.header

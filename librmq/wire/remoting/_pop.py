@@ -258,12 +258,11 @@ class PopRequests:
     def _pop(self, call: RemotingCall) -> bytes:
         header: PopHeader = call.header
         subscription = Subscription(header.topic, header.exp or "*", header.exp_type or "TAG")
-        response = call.call_broker(
-            Receive(
-                "", header.consumer_group, header.topic, header.max_msg_nums, header.invisible_time, subscription,
-                header.attempt_id or "", max_attempts=_ALL_ATTEMPTS,
-            )
+        request = Receive(
+            "", header.consumer_group, header.topic, header.max_msg_nums, header.invisible_time, subscription,
+            header.attempt_id or "", max_attempts=_ALL_ATTEMPTS,
         )  # fmt: skip
+        response = call.await_device(self._broker, request, call.call_broker(request))
         if not response.messages:
             return call.answer(code=_NOTHING[-1], remark="no message")
         receipts = [Receipt.parse(part.receipt) for part in response.messages]
