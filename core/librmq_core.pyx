@@ -974,14 +974,14 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
             return None
     try:
         lock.owner = get_ident()
-        if not messages or not is_usual(self, messages[0], None):  # Python code ran
+        if self.accepts and self.log.sure - self.log.end < self.last_batch:
+            self.make_room(self.last_batch)
+        if now == -2 or not messages or not is_usual(self, messages[0], None):  # Python code ran
             return None
         topic = part(messages[0], self.topic_at)
         lane, dispatcher = usual_lane(self, topic, queue_id), self.dispatcher
         if lane is None or PyList_GET_SIZE(dispatcher.records) >= BATCH:
             return None
-        if self.accepts and self.log.sure - self.log.end < self.last_batch:
-            self.make_room(self.last_batch)
         collects = PyGC_Disable()
         try:
             if PyList_GET_SIZE(messages) >= BATCH and not dispatcher.records and not dispatcher.lanes:

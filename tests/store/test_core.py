@@ -550,6 +550,18 @@ def test_a_batch_that_waits_for_the_lock_is_looked_at_again(monkeypatch: pytest.
 
 
 @needs_core
+def test_a_batch_that_is_emptied_while_room_is_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        messages = [Message("T", b"x")]
+        for _ in range(2):
+            store.append_batch(messages)  # the first one opens the queue
+        monkeypatch.setattr(store.appender, "make_room", lambda size: messages.clear())
+        monkeypatch.setattr(store.log, "sure", store.log.end)
+        with pytest.raises(MessageIllegalError):
+            store.append_batch(messages)
+
+
+@needs_core
 @pytest.mark.parametrize("count", [3, Dispatcher.BATCH, 300])
 def test_batches_are_stored_alike(count: int) -> None:
     """Whatever the messages are, and whether entries and keys are written at once; here most have many keys."""
