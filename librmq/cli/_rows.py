@@ -112,7 +112,7 @@ _VALUE: Final = r'([^\x00-\x1f"\\]+)'
 """A value that JSON does not escape."""
 _MOST_FIELDS: Final = 256
 """Layouts of properties that are kept, because an expression is compiled for each."""
-_MOST_NAMES: Final = 64
+_LONGEST: Final = 1 << 11  # characters of an expression; to compile 32,000 takes 20 ms
 
 
 class _PropertyFields(NamedTuple):
@@ -140,7 +140,8 @@ def _property_fields(topic: bytes, raw: bytes, delivery: int | None) -> str:
     fields = _fields_of_topic.get(topic)
     values = None if fields is None else fields.match(text)
     if values is None:
-        fields = _fields_of(tuple(text.replace("\2", "\1").split("\1")[::2]))
+        # Some producers end the last property like those before it.
+        fields = _fields_of(tuple(text.removesuffix("\2").replace("\2", "\1").split("\1")[::2]))
         values = None if fields is None else fields.match(text)
         if fields is None or values is None:
             return _unusual_property_fields(text, delivery)
@@ -160,12 +161,13 @@ def _property_fields(topic: bytes, raw: bytes, delivery: int | None) -> str:
 def _fields_of(names: tuple[str, ...]) -> _PropertyFields | None:
     """Return the fields for properties with these names; None if JSON escapes a name, or too many are kept."""
     fields = _fields_of_names.get(names)
-    is_kept = fields is None and len(names) <= _MOST_NAMES and len(_fields_of_names) < _MOST_FIELDS
-    if is_kept and all(re.fullmatch(_VALUE, name) for name in names):
+    is_kept = fields is None and len(_fields_of_names) < _MOST_FIELDS
+    length = len(names) * len(_VALUE) + sum(map(len, names))
+    if is_kept and length <= _LONGEST and all(re.fullmatch(_VALUE, name) for name in names):
         groups = {name: group for group, name in enumerate(names, 1)}  # the last of equal names counts
         ordered = sorted(groups)
         fields = _fields_of_names[names] = _PropertyFields(
-            re.compile("\2".join([f"{re.escape(name)}\1{_VALUE}" for name in names])).fullmatch,
+            re.compile("\2".join([f"{re.escape(name)}\1{_VALUE}" for name in names]) + "\2?").fullmatch,
             ",".join([f'"{name.replace("%", "%%")}":"%s"' for name in ordered]),
             tuple(map(groups.__getitem__, ordered)),
             *(groups.get(name, 0) for name in (PropertyName.TAGS, PropertyName.KEYS, PropertyName.UNIQUE_KEY)),
