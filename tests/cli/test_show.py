@@ -118,6 +118,16 @@ def test_bodies_are_printed_in_the_form_asked_for(shell: Shell) -> None:
     }
 
 
+@pytest.mark.parametrize("form", ["csv", "table"])
+def test_a_body_of_any_depth_is_printed(shell: Shell, form: str) -> None:
+    pytest.importorskip("rich")
+    with MessageStore.open("new") as store:
+        for depth in range(800, 1000):
+            store.append(Message("T", b"[" * depth + b"]" * depth))
+    answer = shell("show", "new", "--body", "json", "--format", form)
+    assert (answer.status, answer.said) == (0, "")
+
+
 def test_a_table_shows_times_with_their_zone(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     text = shell("show", "store", "--topic", "OrderTopic", "--limit", 1, "--format", "table").out
