@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -92,48 +91,37 @@ class Output:
         self.writer.row(row)
         self._count()
 
-    def line(self, text: str) -> None:
-        """Print a row that is JSON on one line, which takes less time than to encode it again.
-
-        Raises:
-            LimitReached: It is the last one that was asked for.
-        """
-        if isinstance(self.writer, JsonLines):
-            self.writer.line(text)
-        else:
-            self.writer.row(json.loads(text))
-        self._count()
-
     def lines(self, texts: Iterable[str]) -> None:
-        """Print many rows that are JSON like `line`, together where nobody sees them come.
+        """Print rows that are JSON on one line each, together where nobody sees them come.
 
         Raises:
             LimitReached: One of them is the last one that was asked for.
         """
-        if self.is_on_terminal or not isinstance(self.writer, JsonLines):
-            for text in texts:
-                self.line(text)
-            return
         block: list[str] = []
-        size, limit = 0, self._limit
+        size, limit, most = 0, self._limit, 0 if self.is_on_terminal else _BLOCK_SIZE
         try:
             for text in texts:
                 block.append(text)
                 size += len(text)
-                if size > _BLOCK_SIZE or self.rows + len(block) == limit:
+                if size > most or self.rows + len(block) == limit:
                     self._write_lines(block)
                     size = 0
         finally:  # what came before an error stays
             self._write_lines(block)
 
     def _write_lines(self, block: list[str]) -> None:
-        text, count = "\n".join(block), len(block)
+        texts = block.copy()
         block.clear()  # a closed pipe ends this
-        if count:
-            self.writer.line(text)  # type: ignore[attr-defined]
-            self.rows += count
-            if self.rows == self._limit:
-                raise LimitReached
+        if not texts:
+            return
+        if isinstance(self.writer, JsonLines):
+            self.writer.line("\n".join(texts))
+        else:
+            for row in json.loads(f"[{','.join(texts)}]"):
+                self.writer.row(row)
+        self.rows += len(texts)
+        if self.rows == self._limit:
+            raise LimitReached
 
     def _count(self) -> None:
         self.rows += 1
@@ -404,17 +392,22 @@ _FIRST: Final = 500
 _GROUP: Final = 1 << 14
 
 
-_column: Final = lru_cache(1 << 10)(cell)
 _NESTED: Final = (dict, list)
+_encode: Final = json.JSONEncoder(ensure_ascii=False).encode
+_columns: Final = lru_cache(1 << 8)(lambda names: [*map(cell, names)])
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose texts are cells of CSV: neither a terminal nor a spreadsheet obeys them."""
-    return {
-        _column(name): cell(value) if isinstance(value, str)
-        else printable(json.dumps(value, ensure_ascii=False)) if isinstance(value, _NESTED) else value
-        for name, value in row.items()
-    }  # fmt: skip
+def _cell(value: object) -> str:
+    """Return a cell of a line of CSV, which neither a terminal nor a spreadsheet obeys."""
+    if type(value) is int:
+        return str(value)
+    if isinstance(value, str):
+        return value if value.isalnum() else _quoted(cell(value))
+    return _quoted(printable(_encode(value)) if isinstance(value, _NESTED) else "" if value is None else str(value))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if '"' in text or "," in text else text
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,8 +428,8 @@ class CsvRows:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._first: list[dict[str, Any]] = []
-        self._table: csv.DictWriter[str] | None = None
+        self._first: list[tuple[list[str], list[str]]] = []
+        self._columns: list[str] = []
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row.
@@ -444,27 +437,34 @@ class CsvRows:
         Raises:
             InputError: The row has a field that none of the first rows has.
         """
-        flat = _cells(row)
-        if self._table is None:
-            self._first.append(flat)
-            if len(self._first) == _FIRST:
-                self._write_header()
+        columns, cells = _columns(tuple(row)), [*map(_cell, row.values())]
+        if self._columns:
+            self._write(columns, cells)
             return
-        try:
-            self._table.writerow(flat)
-        except ValueError as error:
-            raise InputError(f"CSV: a row has other fields than the first {_FIRST} ({error}): use jsonl") from None
+        self._first.append((columns, cells))
+        if len(self._first) == _FIRST:
+            self._write_first()
 
-    def _write_header(self) -> None:
-        self._table = csv.DictWriter(self._stream, list(dict.fromkeys(chain(*self._first))), lineterminator="\n")
-        self._table.writeheader()
-        self._table.writerows(self._first)
+    def _write_first(self) -> None:
+        self._columns = list(dict.fromkeys(chain.from_iterable(columns for columns, _ in self._first)))
+        self._write(self._columns, [*map(_quoted, self._columns)])
+        for columns, cells in self._first:
+            self._write(columns, cells)
         self._first.clear()
+
+    def _write(self, columns: list[str], cells: list[str]) -> None:
+        if columns != self._columns:
+            by_column = dict(zip(columns, cells, strict=True))
+            if others := by_column.keys() - self._columns:
+                names = ", ".join(map(repr, sorted(others)))
+                raise InputError(f"CSV: a row has other fields than the first {_FIRST} ({names}): use jsonl")
+            cells = [by_column.get(column, "") for column in self._columns]
+        self._stream.write((",".join(cells) or '""') + "\n")
 
     def flush(self) -> None:
         """Pass on every row so far."""
         if self._first:
-            self._write_header()
+            self._write_first()
         self._stream.flush()
 
     close = flush

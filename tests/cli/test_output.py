@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from librmq.cli._output import JsonLines, LimitReached, Output, complain, json_line, open_output, write_page
 from librmq.errors import InputError, MissingExtraError
-from librmq.printable import printable
+from librmq.printable import cell_text, printable
 from tests.cli.stand import Terminal
 from tests.programs import run_program
 
@@ -49,6 +50,29 @@ def test_json_lines_are_read_back(value: Any) -> None:
     line = json_line({"value": value})
     assert json.loads(line) == {"value": value}
     assert printable(line) == line
+
+
+@pytest.mark.parametrize("count", [3, 600])
+def test_csv_is_read_back(count: int) -> None:
+    texts = ["", "=1", "a,b", 'a"b', "\1\2", "\\u0001", "\\\1", NASTY, "订单", "-1", "'x"]
+    rows = [{"=n,": text, "flag": True, "no": None, "at": 1.5, "list": [text]} for text in texts] * count
+    output = open_output("csv", stream := io.StringIO(newline=""))
+    output.lines(json_line(row) for row in rows)
+    output.row({"flag": False})
+    output.close()
+    read = [*csv.reader(io.StringIO(stream.getvalue(), newline=""))]
+    assert read[0] == ["'=n,", "flag", "no", "at", "list"]
+    assert [[cell_text(row[0]), *row[1:4]] for row in read[1:-1]] == [[row["=n,"], "True", "", "1.5"] for row in rows]
+    assert [row[4] for row in read[1:-1]] == [printable(json.dumps(row["list"], ensure_ascii=False)) for row in rows]
+    assert read[-1] == ["", "False", "", "", ""]
+    assert stream.getvalue().replace("\n", "").isprintable()
+
+
+def test_csv_refuses_a_column_that_comes_late() -> None:
+    output = open_output("csv", stream := io.StringIO())
+    with pytest.raises(InputError, match=r"first 500 \('b', 'c'\): use jsonl"):
+        output.lines([*['{"a":1}'] * 600, '{"c":1,"a":2,"b":3}'])
+    assert stream.getvalue() == "a\n" + "1\n" * 600
 
 
 def test_parquet_holds_text_of_json_bodies(tmp_path: Path) -> None:
