@@ -14,6 +14,7 @@ import pytest
 from librmq import Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
+from librmq.message.record import MAGIC_AT
 from tests.budget import many
 from tests.cli.stand import Shell, Terminal
 from tests.reference import existing, unpack
@@ -186,6 +187,18 @@ def test_tail_prints_the_last_messages(shell: Shell, words: list[str], wanted: T
     expected = [row["phys"] for row in dumped(shell) if wanted(row) and row["phys"] in in_queues]
     answer = shell("tail", "store", "-n", count, *words)
     assert [row["phys"] for row in answer.rows] == expected[-count:]
+
+
+def test_tail_reads_only_what_it_prints(shell: Shell) -> None:
+    with MessageStore.open("new") as store:
+        places = [store.append(Message("T", b"body"), number % 4).physical_offset for number in range(400)]
+    (log,) = Path("new/commitlog").iterdir()
+    data = bytearray(log.read_bytes())
+    data[places[300] + MAGIC_AT] ^= 1
+    log.write_bytes(data)
+    answer = shell("tail", "new", "-n", 99)
+    assert (answer.status, answer.said, [row["phys"] for row in answer.rows]) == (0, "", places[-99:])
+    assert shell("tail", "new", "-n", 100).status == 1
 
 
 def test_tail_follows_new_messages(shell: Shell) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._output import DAMAGED, Output, ProgressBar, complain, json_line
@@ -29,6 +31,8 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.commitlog_frames import LogItem
 from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
+from librmq.consumequeue_entries import PLACE
 from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -41,6 +45,7 @@ from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
+    from librmq.store.engine.store_parts import QueueName
 
 
 # ---- the log
@@ -271,7 +276,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _last(store: MessageStore, selection: MessageQuery, count: int, *, everything: bool) -> list[StoredMessage]:
-    """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
+    """Return the last ``count`` selected messages in log order, found among the newest entries of all queues."""
     if selection.is_by_index:
         return list(selection.select_from(store))[-count:]
     test, matching = selection.test(is_in_queue=True), store.matching(tags=selection.tags)
@@ -280,23 +285,31 @@ def _last(store: MessageStore, selection: MessageQuery, count: int, *, everythin
         for name, offsets in selection.ranges(store).items()
         if everything or selection.topic is not None or user_queue(name)
     }
-    window = max(count, _FIRST_WINDOW)
+    window, available = max(count, _FIRST_WINDOW), sum(map(len, ranges.values()))
     while True:
-        messages: list[StoredMessage] = []
-        complete_from = 0
-        for name, offsets in ranges.items():
-            begin = max(offsets.start, offsets.stop - window)
-            messages += filter(test, in_queue(store, name, range(begin, offsets.stop), matching, reads_on=True))
-            if begin > offsets.start:
-                entry = store.queues[name].entry(begin)
-                complete_from = max(complete_from, 0 if entry is None else entry.physical_offset)
-        messages = sorted(
-            (message for message in messages if message.physical_offset >= complete_from),
-            key=lambda message: message.physical_offset,
-        )
-        if len(messages) >= count or not complete_from:
-            return messages[-count:]
+        begins = {name: offsets.start for name, offsets in ranges.items()}
+        if window < available:  # entries tell the order of messages, which need not be read for it
+            newest = heapq.merge(*(_places(store, name, offsets) for name, offsets in ranges.items()), reverse=True)
+            begins = {name: at for _, name, at in islice(newest, window)}
+        messages = [
+            message
+            for name, begin in begins.items()
+            for message in in_queue(store, name, range(begin, ranges[name].stop), matching, reads_on=True)
+            if test(message)
+        ]
+        if len(messages) >= count or window >= available:
+            return sorted(messages, key=lambda message: message.physical_offset)[-count:]
         window *= 8
+
+
+def _places(store: MessageStore, name: QueueName, offsets: range) -> Iterator[tuple[int, QueueName, int]]:
+    """Yield places of a queue's entries from the last one on; an entry without a message stays with the one after."""
+    queue, place = store.queues[name], _LAST
+    for at in reversed(offsets):
+        stored, size = PLACE.unpack_from(queue.read(at, 1) or bytes(ENTRY_SIZE))
+        if 0 < size < HOLE_SIZE and stored >= 0:
+            place = min(place, stored)
+        yield place, name, at
 
 
 def _following(
