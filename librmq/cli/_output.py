@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -92,7 +93,7 @@ class Output:
         self._count()
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Print rows that are JSON on one line each, together where nobody sees them come.
+        """Print rows, each as JSON on one line: one by one on a terminal, elsewhere in blocks.
 
         Raises:
             LimitReached: One of them is the last one that was asked for.
@@ -119,12 +120,10 @@ class Output:
         else:
             for row in json.loads(f"[{','.join(texts)}]"):
                 self.writer.row(row)
-        self.rows += len(texts)
-        if self.rows == self._limit:
-            raise LimitReached
+        self._count(len(texts))
 
-    def _count(self) -> None:
-        self.rows += 1
+    def _count(self, rows: int = 1) -> None:
+        self.rows += rows
         if self.rows == self._limit:
             raise LimitReached
 
@@ -394,20 +393,14 @@ _GROUP: Final = 1 << 14
 
 _NESTED: Final = (dict, list)
 _encode: Final = json.JSONEncoder(ensure_ascii=False).encode
-_columns: Final = lru_cache(1 << 8)(lambda names: [*map(cell, names)])
+_headings: Final = lru_cache(1 << 8)(lambda names: [*map(cell, names)])
 
 
-def _cell(value: object) -> str:
+def _cell(value: object) -> object:
     """Return a cell of a line of CSV, which neither a terminal nor a spreadsheet obeys."""
-    if type(value) is int:
-        return str(value)
     if isinstance(value, str):
-        return value if value.isalnum() else _quoted(cell(value))
-    return _quoted(printable(_encode(value)) if isinstance(value, _NESTED) else "" if value is None else str(value))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace('"', '""') + '"' if '"' in text or "," in text else text
+        return value if value.isalnum() else cell(value)
+    return printable(_encode(value)) if isinstance(value, _NESTED) else value
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -428,7 +421,8 @@ class CsvRows:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._first: list[tuple[list[str], list[str]]] = []
+        self._writer = csv.writer(stream, lineterminator="\n")
+        self._first: list[tuple[list[str], list[object]]] = []
         self._columns: list[str] = []
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -437,7 +431,7 @@ class CsvRows:
         Raises:
             InputError: The row has a field that none of the first rows has.
         """
-        columns, cells = _columns(tuple(row)), [*map(_cell, row.values())]
+        columns, cells = _headings(tuple(row)), [*map(_cell, row.values())]
         if self._columns:
             self._write(columns, cells)
             return
@@ -447,19 +441,19 @@ class CsvRows:
 
     def _write_first(self) -> None:
         self._columns = list(dict.fromkeys(chain.from_iterable(columns for columns, _ in self._first)))
-        self._write(self._columns, [*map(_quoted, self._columns)])
+        self._writer.writerow(self._columns)
         for columns, cells in self._first:
             self._write(columns, cells)
         self._first.clear()
 
-    def _write(self, columns: list[str], cells: list[str]) -> None:
+    def _write(self, columns: list[str], cells: list[object]) -> None:
         if columns != self._columns:
             by_column = dict(zip(columns, cells, strict=True))
             if others := by_column.keys() - self._columns:
                 names = ", ".join(map(repr, sorted(others)))
                 raise InputError(f"CSV: a row has other fields than the first {_FIRST} ({names}): use jsonl")
             cells = [by_column.get(column, "") for column in self._columns]
-        self._stream.write((",".join(cells) or '""') + "\n")
+        self._writer.writerow(cells)
 
     def flush(self) -> None:
         """Pass on every row so far."""
