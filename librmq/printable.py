@@ -50,11 +50,11 @@ def unguarded(text: str) -> str:
 
 def cell(text: str) -> str:
     """Return a cell of CSV: guarded, with each unsafe character as its escape."""
-    shown = text
+    escaped = text
     if "\\" not in text:  # as most are; the separators of properties are escaped without a look at each
-        shown = text.replace("\1", r"\u0001").replace("\2", r"\u0002")
-    is_safe = shown.isascii() and shown.isprintable() and "\\u" not in text
-    return guarded(shown if is_safe else _ESCAPED_IN_CELL.sub(escape, text))
+        escaped = text.replace("\1", r"\u0001").replace("\2", r"\u0002")
+    is_safe = escaped.isascii() and escaped.isprintable() and "\\u" not in text
+    return guarded(escaped if is_safe else _ESCAPED_IN_CELL.sub(escape, text))
 
 
 def cell_text(text: str) -> str:

@@ -73,11 +73,11 @@ def message_line(
     shown = "" if form is None else f',"body":{_body_as(body, sys_flag, form)}'
     delivery = derived_tags_code(StoredMessage(raw), levels) if topic == _SCHEDULE else None
     at = str(place)
-    found = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(is_sound, magic)
+    check = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(is_sound, magic)
     born_at, store_fields = _hosts(born_host, store_host, reconsume_times)
     return (
         f'{{"type":"message","phys":{at if physical_offset is None or physical_offset == place else physical_offset},'
-        f'"size":{size},{found},"body_crc":{(checksum ^ 0x80000000) - 0x80000000},{_queue(topic, queue_id, flag)},'
+        f'"size":{size},{check},"body_crc":{(checksum ^ 0x80000000) - 0x80000000},{_queue(topic, queue_id, flag)},'
         f'"queue_offset":{queue_offset},"commit_log_offset":{at},"sys_flag":{sys_flag},"born_timestamp":{born_ms},'
         f'"born_host":"{born_at}","store_timestamp":{stored_ms},{store_fields},'
         f'"prepared_transaction_offset":{prepared},"msg_id":"{(store_host + raw[_PLACE]).hex().upper()}",'
@@ -178,10 +178,10 @@ def _fields_of(names: tuple[str, ...]) -> _PropertyFields | None:
 def _unusual_property_fields(text: str, delivery: int | None) -> str:
     """Return the fields of properties of which a part is missing, empty, or must be escaped."""
     properties = decode_properties(text)
-    shown = {name: encode_basestring(value) for name, value in properties.items()}
-    members = ",".join([f"{encode_basestring(name)}:{shown[name]}" for name in sorted(shown)])
-    keys = shown.get(PropertyName.KEYS, "null" if text else '""')
-    unique_key = shown.get(PropertyName.UNIQUE_KEY, "null")
+    encoded = {name: encode_basestring(value) for name, value in properties.items()}
+    members = ",".join([f"{encode_basestring(name)}:{encoded[name]}" for name in sorted(encoded)])
+    keys = encoded.get(PropertyName.KEYS, "null" if text else '""')
+    unique_key = encoded.get(PropertyName.UNIQUE_KEY, "null")
     return (
         f'"properties":{{{members}}},"properties_raw":{encode_basestring(text)},'
         f"{_codes(properties.get(PropertyName.TAGS), delivery)},"
@@ -256,10 +256,12 @@ def _body_as(stored_body: bytes, sys_flag: int, form: BodyForm) -> str:
     if form == "json":
         try:
             value = json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
-            # The row nests it deeper, and CSV and tables read and write it again.
-            for _ in range(_DEEPER):
-                value = [value]
-            return to_json(value)[_DEEPER:-_DEEPER]
+            if text.count("[") + text.count("{") > _DEEPER:
+                # The row nests it deeper, and CSV and tables read and write it again.
+                for _ in range(_DEEPER):
+                    value = [value]
+                return to_json(value)[_DEEPER:-_DEEPER]
+            return to_json(value)
         except (ValueError, RecursionError):
             pass
     return encode_basestring(text)

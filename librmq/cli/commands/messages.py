@@ -350,7 +350,7 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         end = _LAST if arguments.end is None else parse_time(arguments.end, clock)
         with open_store(arguments) as store:
             messages = store.find_by_key(arguments.topic, arguments.key, begin, end, arguments.max, exact=False)
-            _print_messages(arguments, store, messages, output)
+            _print_checked(arguments, output, messages, store.levels)
             if len(messages) >= arguments.max:
                 complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
@@ -358,11 +358,5 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
     else:
         check_id(arguments.id)
         with open_store(arguments) as store:
-            _print_messages(arguments, store, store.find_by_id(arguments.id), output)
+            _print_checked(arguments, output, store.find_by_id(arguments.id), store.levels)
     return 0
-
-
-def _print_messages(
-    arguments: argparse.Namespace, store: MessageStore, messages: list[StoredMessage], output: Output
-) -> None:
-    _print_checked(arguments, output, messages, store.levels)
