@@ -1,4 +1,4 @@
-"""File seams for tests: one that records what a store does, one that fails, and the disks that a power failure leaves.
+"""File seams for tests: one that records what a store does, one that fails, one that waits, and disks without power.
 
 A `CrashImages` computes from the trace of `RecordingFiles` which contents a disk can have::
 
@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ class Event(NamedTuple):
     """Place of the data in the file, or the length of a created file, in bytes."""
     data: bytes = b""
     """The written bytes, or the new name."""
+
+
+_WAIT_S: Final = 60.0
 
 
 class _RecordingBuffer(mmap.mmap):
@@ -118,6 +122,19 @@ class RecordingFiles(MemoryFiles):
         with self._guard:
             super().write(path, content)
             self.trace.append(Event("replace", path, 0, content))
+
+
+class GatedFiles(MemoryFiles):
+    """Files whose flushes wait until the gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come, self.gate = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
+        self.come.set()
+        assert self.gate.wait(_WAIT_S)
 
 
 def _passed_on(call: str, *, can_fail: bool = True) -> Any:

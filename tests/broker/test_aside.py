@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
-from librmq.files import File, MemoryFiles
+from librmq.files import MemoryFiles
 from librmq.files.interface import file_size
 from librmq.message import Message
 from librmq.message.topics import SystemTopic
@@ -35,6 +35,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 from tests.broker.parties import HOST, Listening, opened, send
+from tests.file_seams import GatedFiles
 
 WAIT_S = 30.0
 WHEEL = TimerConfig(slots_total=86_400, timer_log_file_size=1024)
@@ -298,26 +299,13 @@ def refuses(path: str, data: bytes) -> None:
     raise StoreIOError("write", path, OSError(errno.ENOSPC, "full"))
 
 
-class Gated(MemoryFiles):
-    """Files whose flushes wait until the gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.come, self.is_open = threading.Event(), threading.Event()
-        self.is_open.set()
-
-    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
-        self.come.set()
-        assert self.is_open.wait(WAIT_S)
-
-
 def test_ends_of_transactions_share_a_flush() -> None:
     """With sync durability, the end of a transaction waits for the device, but other ends do not wait for it."""
-    files = Gated()
+    files = GatedFiles()
     with Broker.open("/b", files=files, store_config=StoreConfig.tiny(durability="sync")) as broker:
         halves = [prepare(broker, number) for number in range(3)]
         files.come.clear()
-        files.is_open.clear()
+        files.gate.clear()
         requests = [EndTransaction("p", TransactionState.COMMIT, *half, "") for half in halves]
         ending = [threading.Thread(target=broker.call, args=(one,)) for one in requests]
         for thread in ending:
@@ -327,7 +315,7 @@ def test_ends_of_transactions_share_a_flush() -> None:
             assert broker.runner.lock.acquire(timeout=WAIT_S)
             broker.runner.lock.release()
         assert all(thread.is_alive() for thread in ending)
-        files.is_open.set()
+        files.gate.set()
         for thread in ending:
             thread.join(WAIT_S)
             assert not thread.is_alive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ import pytest
 
 from librmq import Broker, Message, StoreConfig
 from librmq.errors import BrokerError
-from librmq.files import File, MemoryFiles
+from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import (
     MaxOffset,
@@ -29,7 +28,7 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._headers import RequestCode as Code
 from tests.broker.parties import HOST, Listening, beat, opened
-from tests.file_seams import FailingFiles
+from tests.file_seams import FailingFiles, GatedFiles
 from tests.wire.remoting_client import RawClient
 from tests.wire.stub import Stub
 
@@ -122,21 +121,8 @@ def test_a_reset_names_no_place_before() -> None:
         assert flushed == [True]
 
 
-class Gated(MemoryFiles):
-    """Files whose flushes wait until the gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.come, self.gate = threading.Event(), threading.Event()
-        self.gate.set()
-
-    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
-        self.come.set()
-        assert self.gate.wait(WAIT_S)
-
-
 def test_a_held_pull_waits_for_the_device_and_lets_others_go_on() -> None:
-    files = Gated()
+    files = GatedFiles()
     with opened(files, store=SYNC) as broker, RemotingServer(broker) as server:
         broker.create_topic("t", 1)
         put(broker, b"first")  # makes the files
