@@ -93,7 +93,7 @@ class CommitLog(LogReader, Closing):
         self._making = Lock()  # held while the next file is made, which another thread can do ahead
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
-        self._flushed_start = -1  # start of the file that was flushed as a whole, so that only what follows is left
+        self._flushed_start = -1  # start of the file of which only what follows is left to flush
         self._settled = -1  # up to this physical offset blocks have been written once
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
@@ -409,20 +409,20 @@ class CommitLog(LogReader, Closing):
     def flush(self) -> int:
         """Flush everything appended before the call, and return the physical offset up to which it is on the device."""
         end, start, flushed = self.end, self._file_start, self._flushed
-        if start >= 0:
-            if end - flushed > _WORTH_UNMAPPING:
-                self._sequence.unmap_pages(flushed, end)
-            if self._flushed_start == start <= flushed <= end:
-                # Prepared pages count as written. A flush of them too would make the device write zeros, and the
-                # producer wait for each of the pages again, up to the end of that flush.
-                through = end
-                if end > self._settled:
-                    through = self._settled = min(end - end % -_SETTLED, start + self.file_size)
-                self._sequence.flush_part(start, flushed, through)
-                self._flushed = end
-                return end
-            self._sequence.mark_dirty(start)
-        self._sequence.flush()
+        if start >= 0 and end - flushed > _WORTH_UNMAPPING:
+            self._sequence.unmap_pages(flushed, end)
+        begin = max(flushed, start)
+        if 0 <= start and begin <= end and (begin == start or start == self._flushed_start):
+            # Prepared pages count as written. A flush of them too would make the device write zeros, and the producer
+            # wait for each of the pages again, up to the end of that flush.
+            through = end
+            if end > self._settled:
+                through = self._settled = min(end - end % -_SETTLED, start + self.file_size)
+            self._sequence.flush_part(start, begin, through)
+        else:
+            if start >= 0:
+                self._sequence.mark_dirty(start)
+            self._sequence.flush()
         self._flushed, self._flushed_start = end, start if start == self._file_start else -1
         return end
 
