@@ -27,6 +27,7 @@ cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         object (*tp_alloc)(type made, Py_ssize_t items)
         object (*tp_new)(type made, object arguments, PyObject *keywords)
+        void (*tp_free)(void *made)
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size) except NULL
     int PyUnicode_KIND(object text)
     void *PyUnicode_DATA(object text)
@@ -41,6 +42,8 @@ cdef extern from "Python.h":
     object PyObject_CallNoArgs(object called)
     object PyUnicode_DecodeASCII(const char *text, Py_ssize_t size, const char *errors)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
+    object PyObject_Init(PyObject *made, PyObject *type)
+    PyObject *class_of "(PyObject *)Py_TYPE"(PyObject *made)
     PyObject *PyList_GET_ITEM(object items, Py_ssize_t at)
 
 cdef extern from *:
@@ -68,14 +71,17 @@ cdef extern from *:
         PyTuple_SET_ITEM(made, at, value);
         Py_XDECREF(before);
     }
-    static inline PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) {  /* to be filled again, if none has them */
-        PyObject *raw = PyTuple_GET_ITEM(item, 2);
-        if (Py_REFCNT(item) != 1 || Py_REFCNT(raw) != 1 || PyBytes_GET_SIZE(raw) != size)
-            return NULL;
+    static inline void rmq_forget_bytes_hash(PyObject *raw) {
         _Py_COMP_DIAG_PUSH
         _Py_COMP_DIAG_IGNORE_DEPR_DECLS
         ((PyBytesObject *)raw)->ob_shash = -1;
         _Py_COMP_DIAG_POP
+    }
+    static inline PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) {  /* to be filled again, if none has them */
+        PyObject *raw = PyTuple_GET_ITEM(item, 2);
+        if (Py_REFCNT(item) != 1 || Py_REFCNT(raw) != 1 || PyBytes_GET_SIZE(raw) != size)
+            return NULL;
+        rmq_forget_bytes_hash(raw);
         return raw;
     }
     static inline void rmq_fetch(const uint8_t *at, int64_t size) {  /* into the cache, while other work is done */
@@ -84,6 +90,13 @@ cdef extern from *:
         for (; at < end; at += 64)
             __builtin_prefetch(at);
     #endif
+    }
+    static void rmq_free_by(PyTypeObject *made, destructor dealloc) {  /* its instances are in no cycle: see StoredState */
+        made->tp_flags &= ~Py_TPFLAGS_HAVE_GC;
+        made->tp_traverse = NULL;
+        made->tp_clear = NULL;
+        made->tp_free = PyObject_Free;
+        made->tp_dealloc = dealloc;
     }
     static inline int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) {  /* whether it has no byte 2 */
         uint64_t word, found = 0;
@@ -98,6 +111,8 @@ cdef extern from *:
         return !found;
     }
     """
+    void rmq_free_by(PyObject *made, void (*dealloc)(PyObject *) noexcept)
+    void rmq_forget_bytes_hash(PyObject *raw)
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
     void rmq_fetch(const uint8_t *at, int64_t size) noexcept nogil
     void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
@@ -114,7 +129,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 16
+API = 17
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -135,6 +150,9 @@ cdef enum:
     GATHERED = 12  # number of the record after this one that a gathering fetches
     MOST_FIELDS = 16
     FETCHED_SLOTS = 16  # number of the key after this one whose slot is fetched
+    MOST_ENTRIES = 64  # of a read
+    SPARES = 64  # messages that are kept to be filled again
+    SPARE_SIZE = 4096  # the most bytes that one of them keeps
     FETCHED = 4  # number of the record after this one that a pull fetches
     REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
@@ -1728,11 +1746,17 @@ def use_stored_messages(type made not None, limit):
     """Take the class of messages that were read, and the longest body that it decompresses."""
     global stored_class, body_limit
     stored_class, body_limit = made, limit
+    rmq_free_by(<PyObject *>made, drop_stored)
 
 
 @cython.no_gc  # it has bytes, numbers and texts
 cdef class StoredState:
-    """What a `StoredMessage` keeps, which inherits from it, and its body."""
+    """What a `StoredMessage` keeps, which inherits from it, and its body.
+
+    Python gives all classes of Python code to the garbage collector, which took a tenth of a pull's time. So
+    `rmq_free_by` takes `StoredMessage` back, and `drop_stored` frees its messages; classes that inherit from it have the
+    collector.
+    """
 
     cdef public object raw, _frame, _properties  # None for what was not looked for
 
@@ -1750,18 +1774,25 @@ cdef class StoredState:
         return self.decompressed_body(body_limit)
 
 
-def use_read_results(type made not None, status):
-    """Take the class of the results of reads, whose fields are slots, and the status of one with messages."""
-    global result_class, found_status
+def use_read_results(type made not None, status, type queue not None, type files not None):
+    """Take classes with slots, of the results of reads, of queues and of their files, and the status of a result."""
+    global result_class, found_status, queue_class, files_class
     for number, name in enumerate(("status", "messages", "next_offset", "min_offset", "max_offset", "total_size")):
         result_slots[number] = rmq_slot(getattr(made, name))
         if not result_slots[number]:
             return
-    result_class, found_status = made, status
+    for number, (owner, name) in enumerate(
+        ((queue, "_closed"), (queue, "_files"), (files, "mapped"), (files, "file_size"))
+    ):
+        queue_slots[number] = rmq_slot(getattr(owner, name))
+        if not queue_slots[number]:
+            return
+    result_class, found_status, queue_class, files_class = made, status, queue, files
 
 
-cdef object result_class = None, found_status = None
+cdef object result_class = None, found_status = None, queue_class = None, files_class = None
 cdef Py_ssize_t result_slots[6]
+cdef Py_ssize_t queue_slots[4]
 
 
 def with_codes(bytes entries not None, bytes codes not None):
@@ -1786,21 +1817,48 @@ def with_codes(bytes entries not None, bytes codes not None):
     return found
 
 
-def read(LogState log not None, bytes entries not None, int64_t queue_offset, transfer, low, high):
-    """Return the result of a read whose queue has these entries, or None if anything is unusual.
+cdef Py_ssize_t copy_entries(object queue, object queue_offset, object max_messages, int64_t high, uint8_t *entry) except -1:
+    """Copy the first entries of a read; return their number, 0 if anything is unusual."""
+    cdef int overflow[2]
+    cdef int64_t at, count, file_size
+    cdef Py_buffer view
+    if queue_class is None or type(queue) is not queue_class or part(queue, queue_slots[0]) is not False or not (
+        PyLong_CheckExact(queue_offset) and PyLong_CheckExact(max_messages)
+    ):
+        return 0
+    at = PyLong_AsLongLongAndOverflow(queue_offset, overflow)
+    count = PyLong_AsLongLongAndOverflow(max_messages, overflow + 1)
+    files = part(queue, queue_slots[1])
+    if overflow[0] or overflow[1] or not 0 <= at < min(high, INT64_MAX // ENTRY) or type(files) is not files_class:
+        return 0
+    count = min(max(count, 1), high - at, MOST_ENTRIES)
+    at, file_size = at * ENTRY, part(files, queue_slots[3])
+    file = (<dict?>part(files, queue_slots[2])).get(at - at % file_size)
+    if file is None or not isinstance(file.buffer, _mmap):
+        return 0
+    at %= file_size
+    PyObject_GetBuffer(file.buffer, &view, PyBUF_SIMPLE)
+    count = max(min(count, (view.len - at) // ENTRY), 0)
+    memcpy(entry, <const uint8_t *>view.buf + at, ENTRY * count)
+    PyBuffer_Release(&view)
+    return count
+
+
+def read(LogState log not None, queue, queue_offset, max_messages, transfer, low, high):
+    """Return the result of a read, or None if anything is unusual.
 
     ``transfer`` has the limits of a read, ``low`` and ``high`` are the queue's first and next offset.
     """
-    cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
-    cdef Py_ssize_t count = PyBytes_GET_SIZE(entries) // 20
+    cdef uint8_t entry[ENTRY * MOST_ENTRIES]  # a copy, because other code can change the queue
+    cdef Py_ssize_t count = copy_entries(queue, queue_offset, max_messages, high, entry)
     cdef int64_t file_size = log.file_size, memory = transfer.memory, begin, last, start, total
-    if result_class is None or not count or log._looks >= MOST_LOOKS:
+    if not count or log._looks >= MOST_LOOKS:
         return None
     begin, last = big64(entry), big64(entry + 20 * (count - 1))
     if begin < 0:
         return None
     most, file = transfer.most[log.end - begin > memory], (<dict>log._mapped).get(begin - begin % file_size)
-    if file is None or (log.end - begin > memory) != (log.end - last > memory):
+    if file is None or count == MOST_ENTRIES < most[0] or (log.end - begin > memory) != (log.end - last > memory):
         return None  # messages in memory have other limits
     count, start = min(count, <Py_ssize_t>most[0]), begin - begin % file_size
     messages = cut_out(entry, &count, file.buffer, start, min(log.end, start + file_size), most[1], &total)
@@ -1865,16 +1923,16 @@ cdef list cut_out(
         found = PyList_New(count[0])
         for number in range(count[0]):
             place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
-            raw = PyBytes_FromStringAndSize(<const char *>view.buf + (place - start), size)
+            message = new_stored(<const char *>view.buf + (place - start), size)
             if number + FETCHED < count[0]:
                 next_entry = entry + 20 * (number + FETCHED)
                 rmq_fetch(<const uint8_t *>view.buf + (big64(next_entry) - start), <int32_t>big32(next_entry + 8))
             # The copy is checked, because another process can change the mapping.
+            raw = (<StoredState>message).raw
             if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
                 big32(<const uint8_t *>PyBytes_AS_STRING(raw) + 4) != MAGIC
             ):
                 return None
-            message = new_stored(raw)
             Py_INCREF(message)
             PyList_SET_ITEM(found, number, message)
     finally:
@@ -1924,8 +1982,43 @@ def pull(
     return raw, count
 
 
-cdef object new_stored(bytes raw):
+cdef PyObject *spare[SPARES]  # a pull fills them again, the last one first
+cdef int spares = 0
+
+
+cdef void drop_stored(PyObject *made) noexcept:
+    """Free a message without a reference, or keep it, and its bytes if nothing else has them."""
+    global spares
+    cdef PyObject *own_class = class_of(made)
+    cdef PyObject *raw = <PyObject *>(<StoredState>made).raw
+    (<StoredState>made)._frame = None
+    (<StoredState>made)._properties = None
+    if not PyBytes_CheckExact(<object>raw) or Py_REFCNT(raw) != 1 or PyBytes_GET_SIZE(<object>raw) > SPARE_SIZE:
+        (<StoredState>made).raw = None
+    if own_class == <PyObject *>stored_class and spares < SPARES:
+        spare[spares] = made
+        spares += 1
+    else:
+        (<StoredState>made).raw = None
+        for _ in range(3):
+            Py_DECREF(None)  # each field has it now
+        (<PyTypeObject *>own_class).tp_free(made)
+    Py_XDECREF(own_class)
+
+
+cdef object new_stored(const char *data, int64_t size):
     """Return the message of a record, without a call of its class."""
-    cdef object made = (<PyTypeObject *>stored_class).tp_new(<type>stored_class, (), NULL)
-    (<StoredState>made).raw = raw
+    global spares
+    cdef PyObject *raw
+    if not spares:
+        made = (<PyTypeObject *>stored_class).tp_new(<type>stored_class, (), NULL)
+    else:
+        spares -= 1
+        made = PyObject_Init(spare[spares], <PyObject *>stored_class)
+        raw = <PyObject *>(<StoredState>made).raw
+        if PyBytes_CheckExact(<object>raw) and PyBytes_GET_SIZE(<object>raw) == size:
+            rmq_forget_bytes_hash(raw)
+            memcpy(PyBytes_AS_STRING(<object>raw), data, size)
+            return made
+    (<StoredState>made).raw = PyBytes_FromStringAndSize(data, size)
     return made

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 16
+_API: Final = 17
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -33,7 +33,7 @@ class Core:
     shapes: dict[tuple[str, ...], object] = field(default_factory=dict)
     """How appends encode properties, by their names (`librmq.message.properties`)."""
     use_read_results: Callable[..., None] | None = None
-    """Takes the class of the results of `read`, and the status of one with messages (`librmq.store.engine.read`)."""
+    """Takes the classes of results, queues and files of `read`, and a result's status (`librmq.store.engine.read`)."""
     read: Callable[..., Any] | None = None
     """The result of a read of a queue (`librmq.store.engine.read`)."""
     with_codes: Callable[..., Any] | None = None

@@ -26,13 +26,17 @@ import numpy as np
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
 from librmq.delay import COPIED_PROPERTIES
 from librmq.errors import RmqError
+from librmq.files import File
 from librmq.files._memory import MemoryFiles
+from librmq.files.rolling import MappedFileQueue
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import texts_before_values
-from librmq.runtime.compiled_core import CORE, CORE_STATE
+from librmq.runtime.compiled_core import CORE, CORE_STATE, LogState
 from librmq.store import MessageStore
+from librmq.store.engine.read import Transfer
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
@@ -71,6 +75,13 @@ class Drawn(random.Random):
         return self.getrandbits(16) / (1 << 16)
 
 
+class Log(LogState):
+    """What a compiled read needs of a log."""
+
+    def __init__(self, end: int, file_size: int, mapped: dict[int, File]) -> None:
+        self.end, self.file_size, self._mapped = end, file_size, mapped
+
+
 class Fuzzer:
     """Calls of the core with data that no caller would give."""
 
@@ -80,7 +91,7 @@ class Fuzzer:
         self.core = CORE.module
         self.chance = chance
         self.store, self.waiting = self.open_store(), self.open_store()
-        self.log = b""
+        self.log, self.pulled = b"", list[StoredMessage]()
         for _ in range(64):
             self.append()
         messages = [message for message in self.store if len(message.raw) < 3000]
@@ -174,9 +185,20 @@ class Fuzzer:
         if chance.random() < 0.7:
             entries = b"".join(struct.pack(">qiq", start + at, length, 0) for at, length in self.places)
         end = start + chance.choice((size, size, 100, size + 100, 1 << 50))
-        self.core.pull(
-            damaged(chance, entries), buffer, start, end, chance.randrange(50), 1 << 16, chance.random() < 0.5
-        )
+        entries = damaged(chance, entries)
+        pulled = self.core.pull(entries, buffer, start, end, chance.randrange(50), 1 << 16, chance.random() < 0.5)
+        self.pulled = self.pulled[chance.randrange(64) :]  # messages that are dropped serve again
+        if pulled is not None and not isinstance(pulled[0], bytes):
+            self.pulled += pulled[0]
+        queue, files = object.__new__(ConsumeQueue), object.__new__(MappedFileQueue)
+        queue._files, queue._closed, files.file_size = files, False, chance.choice((20 * 100, 7, 1 << 40))
+        files.mapped = {0: File("", mmap.mmap(-1, len(entries) + 1), 0, False)}
+        files.mapped[0].buffer[: len(entries)] = entries
+        offset, most, high = (chance.choice((0, 0, 1, 50, 99, -1, 1 << 62, 1 << 70)) for _ in range(3))
+        with suppress(OverflowError):
+            log = Log(end, size, {start: File("", buffer, size, False)})
+            result = self.core.read(log, queue, offset, most, Transfer(StoreConfig()), 0, high)
+            self.pulled += [] if result is None else result.messages
 
     def wait(self) -> None:
         """Append damaged messages that waited, in layouts that fit some."""

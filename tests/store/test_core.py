@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import weakref
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +25,12 @@ from librmq.columns import reader
 from librmq.columns.arrays import slices
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
+from librmq.files import File
 from librmq.files._memory import MemoryFiles
+from librmq.files.rolling import MappedFileQueue
 from librmq.message import StoredMessage, StoredRecords, record
 from librmq.message.message import Message
 from librmq.message.record import DECOMPRESSED_LIMIT
@@ -355,10 +359,45 @@ def test_pulls_stay_within_the_file(entries: list[tuple[int, int]], start: int) 
         assert CORE.pull(raw, buffer, start, end, len(entries), 1 << 20, True) == joined
         if start == 0:
             log = Log(end, 4096, {0: SimpleNamespace(buffer=buffer)})
-            result = CORE.read(log, raw, 7, SimpleNamespace(memory=1 << 40, most=((32, 1 << 20),) * 2), 0, 99)
+            limits = SimpleNamespace(memory=1 << 40, most=((32, 1 << 20),) * 2)
+            result = CORE.read(log, queue_with(raw), 7, len(entries), limits, 0, 99)
             within = CORE.pull(raw, buffer, 0, min(end, 4096), len(entries), 1 << 20)
             assert (None if result is None else (result.messages, result.total_size)) == within
             assert result is None or (result.next_offset, result.max_offset) == (7 + len(entries), 99)
+
+
+def queue_with(entries: bytes, *, is_closed: bool = False) -> ConsumeQueue:
+    """Return a queue whose second file begins with ``entries``, at queue offset 7, and has 20 of them."""
+    buffer = mmap.mmap(-1, 20 * ENTRY_SIZE)
+    buffer[: len(entries)] = entries
+    queue, files = object.__new__(ConsumeQueue), object.__new__(MappedFileQueue)
+    files.mapped, files.file_size = {7 * ENTRY_SIZE: File("", buffer, len(buffer), True)}, 7 * ENTRY_SIZE
+    queue._files, queue._closed = files, is_closed
+    return queue
+
+
+@needs_core
+@given(
+    st.integers(-(1 << 70), 1 << 70) | st.integers(-3, 30) | st.just(9.0),
+    st.integers(-(1 << 70), 1 << 70) | st.integers(-3, 70) | st.just(None),
+)
+def test_a_compiled_read_takes_entries_from_their_file_only(queue_offset: Any, max_messages: Any) -> None:
+    """Whatever is asked for; what has other types is left to the Python code, and so is a closed queue."""
+    record = struct.pack(">II", 100, 0xDAA320A7).ljust(100, b"\0")
+    buffer = mmap.mmap(-1, 4096)
+    buffer[: 100 * 20] = record * 20
+    log = Log(4096, 4096, {0: SimpleNamespace(buffer=buffer)})
+    limits = SimpleNamespace(memory=9999, most=((9, 500),) * 2)
+    queue = queue_with(b"".join(struct.pack(">qiq", 100 * number, 100, 0) for number in range(20)))
+    result = CORE.read(log, queue, queue_offset, max_messages, limits, 7, 99)
+    if type(queue_offset) is type(max_messages) is int and 7 <= queue_offset < 14 and abs(max_messages) < 1 << 63:
+        count = min(max(max_messages, 1), 5)
+        assert [message.raw for message in result.messages] == [record] * count
+        assert result.next_offset == queue_offset + count
+        assert result.total_size == 100 * count
+    else:
+        assert result is None
+    assert CORE.read(log, queue_with(b"", is_closed=True), 7, 1, limits, 7, 99) is None
 
 
 class Log(compiled_core.LogState):
@@ -381,6 +420,43 @@ def test_a_scan_changes_no_item_that_is_kept() -> None:
         for number, value in kept.items():
             place, size, raw = expected[number]
             assert value in ((place, size, raw or None), raw or None)
+
+
+def test_a_read_changes_no_message_that_is_kept(tmp_path: Path) -> None:
+    """Although messages, and their bytes, that the caller has dropped can serve again."""
+    with MessageStore.open(tmp_path / "store") as store:
+        for number in range(140):
+            store.append(Message("T", b"%d" % (number % 7) * (5000 if number % 7 == 2 else 40 + number % 3 // 2)))
+        expected = [bytes(bytearray(message.raw)) for message in store]
+        kept = dict[tuple[int, int], Any]()
+        for turn in range(3):
+            at = 0
+            while at < len(expected):
+                result = store.read("T", 0, at)
+                for number, message in enumerate(result.messages, at):
+                    assert (message.topic, hash(message.raw)) == ("T", hash(expected[number]))
+                    if number % 5 < 3:
+                        kept[turn, number] = (message, message.raw, memoryview(message.raw))[number % 5]
+                at = result.next_offset
+        for (_, number), value in kept.items():
+            assert getattr(value, "raw", value) == expected[number]
+
+
+@needs_core
+def test_messages_need_no_collector() -> None:
+    """Those of a class that inherits from theirs do, because it can have fields that refer to other objects."""
+
+    class Inheriting(StoredMessage):
+        __slots__ = ("__weakref__", "other")
+
+        other: Any
+
+    message, inheriting = StoredMessage(bytes(91)), Inheriting(bytes(91))
+    assert (gc.is_tracked(message), gc.is_tracked(inheriting)) == (False, True)
+    inheriting.other, freed = inheriting, weakref.ref(inheriting)
+    del inheriting
+    gc.collect()
+    assert freed() is None
 
 
 @needs_core

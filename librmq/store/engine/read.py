@@ -27,6 +27,7 @@ from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Buffer
+from librmq.files.rolling import MappedFileQueue
 from librmq.java.lang import index_key_hash
 from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
@@ -89,7 +90,7 @@ class ReadResult:
 
 
 if CORE.use_read_results is not None:
-    CORE.use_read_results(ReadResult, GetStatus.FOUND)
+    CORE.use_read_results(ReadResult, GetStatus.FOUND, ConsumeQueue, MappedFileQueue)
 
 
 class MessageFilter(Protocol):
@@ -161,11 +162,10 @@ def read_queue(
         return _read_batches(log, queue, queue_offset, max_messages, matching, transfer, low, high)
     if matching is None:
         # The path of every pull, in which each call counts.
-        raw = queue.read(queue_offset, max_messages if max_messages > 1 else 1)
         usual: ReadResult | None = (
-            None if _read is None or joined else _read(log, raw, queue_offset, transfer, low, high)
+            None if _read is None or joined else _read(log, queue, queue_offset, max_messages, transfer, low, high)
         )
-        if usual is None and raw:
+        if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
             usual = _read_all(log, raw, queue_offset, transfer, low, high, joined)
         if usual is not None:
             return usual
