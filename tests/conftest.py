@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import functools
 import gc
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -80,6 +82,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     import librmq
 
     return [f"reference data: {reference().origin}", f"librmq: {Path(librmq.__file__ or '').parent}"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an ``async def`` test in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,11 @@ from librmq.runtime import Runner
 RUNNERS = pytest.mark.parametrize("make_runner", [ManualRunner, ThreadRunner])
 
 
-def test_a_broker_opens_without_blocking_the_loop(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with await Broker.open_async(tmp_path / "data", name="broker-x") as broker:
-            assert broker.name == "broker-x"
-            with pytest.raises(StoreLockedError):
-                await Broker.open_async(tmp_path / "data")
-
-    asyncio.run(scenario())
+async def test_a_broker_opens_without_blocking_the_loop(tmp_path: Path) -> None:
+    async with await Broker.open_async(tmp_path / "data", name="broker-x") as broker:
+        assert broker.name == "broker-x"
+        with pytest.raises(StoreLockedError):
+            await Broker.open_async(tmp_path / "data")
 
 
 def test_a_broker_that_is_opened_too_late_is_closed(tmp_path: Path) -> None:
@@ -49,24 +46,21 @@ def test_a_broker_that_is_opened_too_late_is_closed(tmp_path: Path) -> None:
 
 
 @RUNNERS
-def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> None:
-    async def scenario() -> None:
-        async with (
-            Broker.temporary(runner=make_runner()) as broker,
-            Producer(broker, "shop") as producer,
-            SimpleConsumer(broker, "billing") as consumer,
-        ):
-            broker.create_topic("orders", 1)
-            consumer.subscribe("orders")
-            for body in (b"1", b"2"):
-                await producer.send_async("orders", body)
-            first, second = await consumer.receive_async(2, invisible=30)
-            await consumer.extend_async(second, 60)
-            await consumer.ack_async(first, second)
-            assert await consumer.receive_async(2, wait=0) == []
-            assert await broker.run_async(broker.dead_letters, "billing") == []
-
-    asyncio.run(scenario())
+async def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> None:
+    async with (
+        Broker.temporary(runner=make_runner()) as broker,
+        Producer(broker, "shop") as producer,
+        SimpleConsumer(broker, "billing") as consumer,
+    ):
+        broker.create_topic("orders", 1)
+        consumer.subscribe("orders")
+        for body in (b"1", b"2"):
+            await producer.send_async("orders", body)
+        first, second = await consumer.receive_async(2, invisible=30)
+        await consumer.extend_async(second, 60)
+        await consumer.ack_async(first, second)
+        assert await consumer.receive_async(2, wait=0) == []
+        assert await broker.run_async(broker.dead_letters, "billing") == []
 
 
 @RUNNERS
@@ -88,47 +82,41 @@ def test_a_local_transaction_may_be_a_coroutine(make_runner: Callable[[], Runner
     assert asyncio.run(scenario()) == ([b"x"] if state is TransactionState.COMMIT else [])
 
 
-def test_a_failing_local_transaction_is_unknown() -> None:
-    async def scenario() -> None:
-        async with Broker.temporary(runner=ManualRunner()) as broker:
+async def test_a_failing_local_transaction_is_unknown() -> None:
+    async with Broker.temporary(runner=ManualRunner()) as broker:
 
-            async def execute(message: Message, arg: object) -> TransactionState:
-                raise ValueError("no stock")
+        async def execute(message: Message, arg: object) -> TransactionState:
+            raise ValueError("no stock")
 
-            producer = TransactionProducer(broker, "shop", check=lambda message: None, execute=None)
-            result = await producer.send_in_transaction_async(Message("orders", b"x"), execute=execute)
-            assert result.state is TransactionState.UNKNOWN
-            await producer.shutdown_async()
-
-    asyncio.run(scenario())
+        producer = TransactionProducer(broker, "shop", check=lambda message: None, execute=None)
+        result = await producer.send_in_transaction_async(Message("orders", b"x"), execute=execute)
+        assert result.state is TransactionState.UNKNOWN
+        await producer.shutdown_async()
 
 
 @RUNNERS
-def test_a_coroutine_listener_is_cancelled_after_the_shutdown(make_runner: Callable[[], Runner]) -> None:
+async def test_a_coroutine_listener_is_cancelled_after_the_shutdown(make_runner: Callable[[], Runner]) -> None:
     """It would wait forever; its message is not consumed."""
     began, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def scenario() -> None:
-        async with Broker.temporary(runner=make_runner()) as broker, Producer(broker, "shop") as producer:
-            consumer = PushConsumer(broker, "billing", shutdown_timeout=0.01)
+    async with Broker.temporary(runner=make_runner()) as broker, Producer(broker, "shop") as producer:
+        consumer = PushConsumer(broker, "billing", shutdown_timeout=0.01)
 
-            @consumer.subscribe("orders")
-            async def charge(message: object) -> None:
-                began.set()
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    cancelled.set()
+        @consumer.subscribe("orders")
+        async def charge(message: object) -> None:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
 
-            consumer.start()
-            await producer.send_async("orders", b"x")
-            if isinstance(broker.runner, ManualRunner):
-                advancing = asyncio.create_task(broker.runner.advance_async(1000))
-                await asyncio.wait_for(began.wait(), 60)
-                advancing.cancel()
+        consumer.start()
+        await producer.send_async("orders", b"x")
+        if isinstance(broker.runner, ManualRunner):
+            advancing = asyncio.create_task(broker.runner.advance_async(1000))
             await asyncio.wait_for(began.wait(), 60)
-            assert not await consumer.shutdown_async()
-            await asyncio.wait_for(cancelled.wait(), 60)
-            assert sum(broker.consumer_offsets("billing", "orders").values()) == 0
-
-    asyncio.run(scenario())
+            advancing.cancel()
+        await asyncio.wait_for(began.wait(), 60)
+        assert not await consumer.shutdown_async()
+        await asyncio.wait_for(cancelled.wait(), 60)
+        assert sum(broker.consumer_offsets("billing", "orders").values()) == 0

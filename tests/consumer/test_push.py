@@ -882,27 +882,24 @@ def test_nothing_is_due_while_nothing_happens(four_queues: Kit) -> None:
 # -------------------------------------------------------------------------------------------------- asyncio and threads
 
 
-def test_coroutines_run_on_the_loop_of_the_start() -> None:
-    async def run() -> None:
-        loops = []
-        with Broker.temporary() as broker:
-            consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST)
-            arrived = asyncio.Event()
+async def test_coroutines_run_on_the_loop_of_the_start() -> None:
+    loops = []
+    with Broker.temporary() as broker:
+        consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST)
+        arrived = asyncio.Event()
 
-            @consumer.subscribe("t")
-            async def listen(message: DeliveredMessage) -> None:
-                loops.append(asyncio.get_running_loop())
-                arrived.set()
+        @consumer.subscribe("t")
+        async def listen(message: DeliveredMessage) -> None:
+            loops.append(asyncio.get_running_loop())
+            arrived.set()
 
-            consumer.start()
-            producer = Producer(broker, "p")
-            await producer.send_async("t", b"a")
-            await asyncio.wait_for(arrived.wait(), 20)
-            assert await consumer.shutdown_async()
-            assert loops == [asyncio.get_running_loop()]
-            assert broker.consumer_offset("g", "t", 0) in (None, 0, 1)
-
-    asyncio.run(run())
+        consumer.start()
+        producer = Producer(broker, "p")
+        await producer.send_async("t", b"a")
+        await asyncio.wait_for(arrived.wait(), 20)
+        assert await consumer.shutdown_async()
+        assert loops == [asyncio.get_running_loop()]
+        assert broker.consumer_offset("g", "t", 0) in (None, 0, 1)
 
 
 @pytest.mark.slow

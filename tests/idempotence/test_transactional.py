@@ -231,7 +231,7 @@ def test_a_transaction_that_ends_in_an_async_block(
 @pytest.mark.parametrize(
     ("base", "driver"), [("postgresql", "psycopg"), ("postgresql", "asyncpg"), ("sqlite", "aiosqlite")]
 )
-def test_asynchronous_drivers_are_used_through_sqlalchemy(
+async def test_asynchronous_drivers_are_used_through_sqlalchemy(
     database: Callable[[str], Database], base: str, driver: str, name: str
 ) -> None:
     async def connect() -> Any:
@@ -242,19 +242,16 @@ def test_asynchronous_drivers_are_used_through_sqlalchemy(
             return await asyncpg.connect(host="127.0.0.1", port=port, user="rmq", database="postgres")
         return await psycopg.AsyncConnection.connect(f"host=127.0.0.1 port={port} user=rmq dbname=postgres")
 
-    async def deliver() -> None:
-        connection = await connect()
-        for begin in (
-            transactional(connection, message_of(name), group="b").__enter__,
-            lambda: Outbox().add(connection, Message("orders", b"x")),
-        ):
-            with pytest.raises(ConfigError, match=r"expected .*SQLAlchemy"):
-                begin()
+    connection = await connect()
+    for begin in (
+        transactional(connection, message_of(name), group="b").__enter__,
+        lambda: Outbox().add(connection, Message("orders", b"x")),
+    ):
         with pytest.raises(ConfigError, match=r"expected .*SQLAlchemy"):
-            await transactional(connection, message_of(name), group="b").__aenter__()
-        await connection.close()
-
-    asyncio.run(deliver())
+            begin()
+    with pytest.raises(ConfigError, match=r"expected .*SQLAlchemy"):
+        await transactional(connection, message_of(name), group="b").__aenter__()
+    await connection.close()
 
 
 def test_synchronous_sessions_refuse_async_with(tmp_path: Path, name: str) -> None:

@@ -121,21 +121,18 @@ def test_workers_of_a_fastapi_application_share_a_broker(tmp_path: Path) -> None
         assert len(list(store.topic_messages("orders"))) == 8
 
 
-def test_a_fastapi_application_is_tested_by_the_kit() -> None:
+async def test_a_fastapi_application_is_tested_by_the_kit() -> None:
     """The application runs under the test's clock, and the test decides when the consumer runs."""
     module = example("fastapi_app")
 
-    async def scenario() -> None:
-        with Kit() as rmq:
-            app = module.make_app(rmq.app("shop", lambda route: None))
-            async with app.router.lifespan_context(app), module.client_of(app) as shop:
-                assert (await shop.post("/orders", params={"product": "coat"})).status_code == 202
-                assert (await shop.get("/orders/1")).json()["state"] == "new"
-                await rmq.run_until_idle()
-                assert (await shop.get("/orders/1")).json()["state"] == "charged"
-                assert [one.body for one in rmq.delivered("billing")] == [b"coat"]
-
-    asyncio.run(scenario())
+    with Kit() as rmq:
+        app = module.make_app(rmq.app("shop", lambda route: None))
+        async with app.router.lifespan_context(app), module.client_of(app) as shop:
+            assert (await shop.post("/orders", params={"product": "coat"})).status_code == 202
+            assert (await shop.get("/orders/1")).json()["state"] == "new"
+            await rmq.run_until_idle()
+            assert (await shop.get("/orders/1")).json()["state"] == "charged"
+            assert [one.body for one in rmq.delivered("billing")] == [b"coat"]
 
 
 @pytest.mark.slow

@@ -255,131 +255,119 @@ def test_coroutine_listeners_without_a_loop(rmq: Kit) -> None:
     assert seen == [b"x"]
 
 
-def test_coroutine_listeners_in_a_loop() -> None:
-    async def test() -> None:
-        with Kit() as rmq:
-            seen: list[bytes] = []
-            gate = asyncio.Event()
+async def test_coroutine_listeners_in_a_loop() -> None:
+    with Kit() as rmq:
+        seen: list[bytes] = []
+        gate = asyncio.Event()
 
-            @rmq.consumer("billing").subscribe("orders")
-            async def charge(message: DeliveredMessage) -> None:
-                if message.body == b"0":
-                    await gate.wait()
-                seen.append(message.body)
-                gate.set()
+        @rmq.consumer("billing").subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            if message.body == b"0":
+                await gate.wait()
+            seen.append(message.body)
+            gate.set()
 
-            producer = rmq.producer()
-            for number in range(3):
-                await producer.send_async("orders", b"%d" % number)
-            await rmq.run_until_idle()
-            assert sorted(seen) == [b"0", b"1", b"2"]
-            assert seen[-1] == b"0"
-            elapsed = await rmq.advance(seconds=30)
-            assert elapsed.time == timedelta(seconds=30)
-            assert len(rmq.offsets("billing")) >= 2
-
-    asyncio.run(test())
+        producer = rmq.producer()
+        for number in range(3):
+            await producer.send_async("orders", b"%d" % number)
+        await rmq.run_until_idle()
+        assert sorted(seen) == [b"0", b"1", b"2"]
+        assert seen[-1] == b"0"
+        elapsed = await rmq.advance(seconds=30)
+        assert elapsed.time == timedelta(seconds=30)
+        assert len(rmq.offsets("billing")) >= 2
 
 
 @pytest.mark.parametrize("way", ["sleep", "thread", "lock", "queue", "real time"])
-def test_time_stands_while_coroutine_listeners_run(way: str) -> None:
+async def test_time_stands_while_coroutine_listeners_run(way: str) -> None:
     """Retries come at the same times as those of a function."""
 
-    async def test() -> None:
-        lock, results = asyncio.Lock(), asyncio.Queue[int]()
-        with Kit() as rmq:
-            begin, seen = rmq.clock.now_ms(), []
+    lock, results = asyncio.Lock(), asyncio.Queue[int]()
+    with Kit() as rmq:
+        begin, seen = rmq.clock.now_ms(), []
 
-            async def report() -> None:
-                while True:
-                    await results.get()
-                    seen.append((rmq.clock.now_ms() - begin) // 1000)
+        async def report() -> None:
+            while True:
+                await results.get()
+                seen.append((rmq.clock.now_ms() - begin) // 1000)
+                await asyncio.sleep(0)
+                if way == "queue":
+                    await rmq.producer().send_async("reports", b"r")
+
+        reporting = asyncio.create_task(report())
+
+        @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            if way == "sleep":
+                for _ in range(50):
                     await asyncio.sleep(0)
-                    if way == "queue":
-                        await rmq.producer().send_async("reports", b"r")
+            elif way == "thread":
+                await asyncio.to_thread(lambda: None)
+            elif way == "real time":
+                await asyncio.sleep(0.01)
+            async with lock:
+                await asyncio.sleep(0)
+                results.put_nowait(1)
+            raise ReconsumeLater
 
-            reporting = asyncio.create_task(report())
-
-            @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
-            async def charge(message: DeliveredMessage) -> None:
-                if way == "sleep":
-                    for _ in range(50):
-                        await asyncio.sleep(0)
-                elif way == "thread":
-                    await asyncio.to_thread(lambda: None)
-                elif way == "real time":
-                    await asyncio.sleep(0.01)
-                async with lock:
-                    await asyncio.sleep(0)
-                    results.put_nowait(1)
-                raise ReconsumeLater
-
-            await rmq.producer().send_async("orders", b"x")
-            await rmq.advance(hours=2)
-            assert seen == [0, 10, 40, 100]
-            assert len(rmq.delivered("billing")) == 4
-            assert [message.body for message in rmq.dead_letters("billing")] == [b"x"]
-            if way == "queue":
-                times = [message.store_timestamp_ms - begin for message in rmq.messages("reports")]
-                assert [time // 1000 for time in times] == [0, 10, 40, 100]
-            reporting.cancel()
-
-    asyncio.run(test())
+        await rmq.producer().send_async("orders", b"x")
+        await rmq.advance(hours=2)
+        assert seen == [0, 10, 40, 100]
+        assert len(rmq.delivered("billing")) == 4
+        assert [message.body for message in rmq.dead_letters("billing")] == [b"x"]
+        if way == "queue":
+            times = [message.store_timestamp_ms - begin for message in rmq.messages("reports")]
+            assert [time // 1000 for time in times] == [0, 10, 40, 100]
+        reporting.cancel()
 
 
 @pytest.mark.parametrize("call", ["advance", "run_for", "advance_async"])
-def test_time_stands_while_tasks_of_the_test_run(call: str) -> None:
+async def test_time_stands_while_tasks_of_the_test_run(call: str) -> None:
     """A listener that is a function hands its message to a task, whose messages come before time moves."""
 
-    async def test() -> None:
-        orders, receipts = asyncio.Queue[bytes](), asyncio.Queue[bytes]()
-        with Kit() as rmq:
-            begin = rmq.clock.now_ms()
+    orders, receipts = asyncio.Queue[bytes](), asyncio.Queue[bytes]()
+    with Kit() as rmq:
+        begin = rmq.clock.now_ms()
 
-            @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
-            def charge(message: DeliveredMessage) -> None:
-                orders.put_nowait(message.body)
+        @rmq.consumer("billing", max_reconsume_times=3).subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            orders.put_nowait(message.body)
+            raise ReconsumeLater
+
+        async def work() -> None:
+            while True:
+                await orders.get()
+                await asyncio.sleep(0)
+                await rmq.producer().send_async("receipts", b"%d" % ((rmq.clock.now_ms() - begin) // 1000))
+
+        working = asyncio.create_task(work())
+        rmq.consumer("mail").subscribe("receipts")(lambda message: receipts.put_nowait(message.body))
+        await rmq.producer().send_async("orders", b"x")
+        if call == "advance":
+            await rmq.advance(hours=1)
+        elif call == "run_for":
+            await rmq.run_for(hours=1)
+        else:
+            await rmq.runner.advance_async(3_600_000)
+        assert [receipts.get_nowait() for _ in range(4)] == [b"0", b"10", b"40", b"100"]
+        assert [one.began_ms // 1000 for one in rmq.delivered("mail")] == [0, 10, 40, 100]
+        working.cancel()
+
+
+async def test_run_for_waits_for_coroutines() -> None:
+    with Kit() as rmq:
+        begin, seen = rmq.clock.now_ms(), []
+
+        @rmq.consumer("billing").subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            await asyncio.sleep(0.001)
+            seen.append((rmq.clock.now_ms() - begin) // 1000)
+            if len(seen) < 4:
                 raise ReconsumeLater
 
-            async def work() -> None:
-                while True:
-                    await orders.get()
-                    await asyncio.sleep(0)
-                    await rmq.producer().send_async("receipts", b"%d" % ((rmq.clock.now_ms() - begin) // 1000))
-
-            working = asyncio.create_task(work())
-            rmq.consumer("mail").subscribe("receipts")(lambda message: receipts.put_nowait(message.body))
-            await rmq.producer().send_async("orders", b"x")
-            if call == "advance":
-                await rmq.advance(hours=1)
-            elif call == "run_for":
-                await rmq.run_for(hours=1)
-            else:
-                await rmq.runner.advance_async(3_600_000)
-            assert [receipts.get_nowait() for _ in range(4)] == [b"0", b"10", b"40", b"100"]
-            assert [one.began_ms // 1000 for one in rmq.delivered("mail")] == [0, 10, 40, 100]
-            working.cancel()
-
-    asyncio.run(test())
-
-
-def test_run_for_waits_for_coroutines() -> None:
-    async def test() -> None:
-        with Kit() as rmq:
-            begin, seen = rmq.clock.now_ms(), []
-
-            @rmq.consumer("billing").subscribe("orders")
-            async def charge(message: DeliveredMessage) -> None:
-                await asyncio.sleep(0.001)
-                seen.append((rmq.clock.now_ms() - begin) // 1000)
-                if len(seen) < 4:
-                    raise ReconsumeLater
-
-            await rmq.producer().send_async("orders", b"x")
-            await rmq.run_for(minutes=10)
-            assert seen == [0, 10, 40, 100]
-
-    asyncio.run(test())
+        await rmq.producer().send_async("orders", b"x")
+        await rmq.run_for(minutes=10)
+        assert seen == [0, 10, 40, 100]
 
 
 class _FastSelector(selectors.DefaultSelector):
@@ -427,15 +415,12 @@ async def _charge_behind_a_cancelled_task(message: DeliveredMessage) -> None:
     await task
 
 
-def test_a_coroutine_that_a_cancelled_task_ends_fails_the_test() -> None:
-    async def test() -> None:
-        with Kit(check=False) as rmq:
-            rmq.consumer("billing").subscribe("orders")(_charge_behind_a_cancelled_task)
-            await rmq.producer().send_async("orders", b"x")
-            with pytest.raises(RunnerError, match=r"billing.*ended by CancelledError"):
-                await rmq.run_until_idle()
-
-    asyncio.run(test())
+async def test_a_coroutine_that_a_cancelled_task_ends_fails_the_test() -> None:
+    with Kit(check=False) as rmq:
+        rmq.consumer("billing").subscribe("orders")(_charge_behind_a_cancelled_task)
+        await rmq.producer().send_async("orders", b"x")
+        with pytest.raises(RunnerError, match=r"billing.*ended by CancelledError"):
+            await rmq.run_until_idle()
 
 
 def test_a_coroutine_that_a_cancelled_task_ends_is_a_failed_attempt() -> None:
@@ -457,73 +442,67 @@ async def _by_a_task(lock: asyncio.Lock) -> None:
 
 @pytest.mark.parametrize("acquire", [asyncio.Lock.acquire, _within_a_time, _by_a_task])
 @pytest.mark.parametrize("is_early", [False, True])
-def test_a_dead_coroutine_keeps_no_lock_of_asyncio(
+async def test_a_dead_coroutine_keeps_no_lock_of_asyncio(
     acquire: Callable[[asyncio.Lock], Awaitable[object]], is_early: bool
 ) -> None:
     """The process dies before its coroutines begin, or while one has the lock and two wait for it."""
 
-    async def test() -> None:
-        lock, has_begun, crashes = asyncio.Lock(), asyncio.Event(), list[object]()
-        begun = Counter[bytes]()
-        with Kit() as rmq:
+    lock, has_begun, crashes = asyncio.Lock(), asyncio.Event(), list[object]()
+    begun = Counter[bytes]()
+    with Kit() as rmq:
 
-            @rmq.consumer("billing").subscribe("orders")
-            async def charge(message: DeliveredMessage) -> None:
-                begun[message.body] += 1
-                await acquire(lock)
-                try:
-                    has_begun.set()
-                    await asyncio.sleep(0 if crashes else 1e6)
-                finally:
-                    lock.release()
-
-            def crash() -> None:
-                crashes.append(rmq.crash(rmq.processes[-1]))
-
-            async def crash_later() -> None:
-                await has_begun.wait()
-                crash()
-
-            for number in range(3):
-                rmq.producer().send("orders", b"%d" % number)
-            resting = rmq.run_until_idle()
-            crashing = asyncio.create_task(crash_later())
-            if is_early:
-                crash()
+        @rmq.consumer("billing").subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            begun[message.body] += 1
+            await acquire(lock)
+            try:
                 has_begun.set()
-                crashing.cancel()
-            await resting
-            assert Counter(one.outcome for one in rmq.delivered("billing")) == {"died": 3, "returned": 3}
-            assert set(begun.values()) == {1 if is_early else 2}
+                await asyncio.sleep(0 if crashes else 1e6)
+            finally:
+                lock.release()
 
-    asyncio.run(test())
+        def crash() -> None:
+            crashes.append(rmq.crash(rmq.processes[-1]))
+
+        async def crash_later() -> None:
+            await has_begun.wait()
+            crash()
+
+        for number in range(3):
+            rmq.producer().send("orders", b"%d" % number)
+        resting = rmq.run_until_idle()
+        crashing = asyncio.create_task(crash_later())
+        if is_early:
+            crash()
+            has_begun.set()
+            crashing.cancel()
+        await resting
+        assert Counter(one.outcome for one in rmq.delivered("billing")) == {"died": 3, "returned": 3}
+        assert set(begun.values()) == {1 if is_early else 2}
 
 
-def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
-    async def test() -> None:
-        lock, crashes = asyncio.Lock(), list[object]()
-        with Kit() as rmq:
+async def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
+    lock, crashes = asyncio.Lock(), list[object]()
+    with Kit() as rmq:
 
-            @rmq.consumer("billing").subscribe("orders")
-            async def charge(message: DeliveredMessage) -> None:
-                async with lock:
-                    await asyncio.sleep(0.001)  # meanwhile all others wait
-                if not crashes:
-                    crashes.append(None)
-                    rmq.crash(rmq.processes[1])
+        @rmq.consumer("billing").subscribe("orders")
+        async def charge(message: DeliveredMessage) -> None:
+            async with lock:
+                await asyncio.sleep(0.001)  # meanwhile all others wait
+            if not crashes:
+                crashes.append(None)
+                rmq.crash(rmq.processes[1])
 
-            @rmq.consumer("shipping").subscribe("orders")
-            async def ship(message: DeliveredMessage) -> None:
-                async with lock:
-                    pass
+        @rmq.consumer("shipping").subscribe("orders")
+        async def ship(message: DeliveredMessage) -> None:
+            async with lock:
+                pass
 
-            for number in range(2):
-                rmq.producer().send("orders", b"%d" % number)
-            await rmq.run_until_idle()
-            assert [one.outcome for one in rmq.delivered("billing")] == ["died", "died", "returned", "returned"]
-            assert [one.outcome for one in rmq.delivered("shipping")] == ["returned", "returned"]
-
-    asyncio.run(test())
+        for number in range(2):
+            rmq.producer().send("orders", b"%d" % number)
+        await rmq.run_until_idle()
+        assert [one.outcome for one in rmq.delivered("billing")] == ["died", "died", "returned", "returned"]
+        assert [one.outcome for one in rmq.delivered("shipping")] == ["returned", "returned"]
 
 
 def test_coroutines_that_never_began_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:
@@ -719,36 +698,33 @@ def test_a_crash_in_a_listener_ends_the_listener(rmq: Kit, is_async: bool) -> No
     assert [process.label for process in rmq.processes if not process.dead] == ["test", "shop~2"]
 
 
-def test_a_crash_ends_coroutines_where_they_wait() -> None:
-    async def scenario() -> None:
-        seen: list[str] = []
-        with Kit() as rmq:
+async def test_a_crash_ends_coroutines_where_they_wait() -> None:
+    seen: list[str] = []
+    with Kit() as rmq:
 
-            def setup(process: Process) -> PushConsumer:
-                consumer = process.consumer("billing")
+        def setup(process: Process) -> PushConsumer:
+            consumer = process.consumer("billing")
 
-                @consumer.subscribe("orders")
-                async def charge(message: DeliveredMessage) -> None:
-                    attempt = f"{process.generation} {message.body.decode()}"
-                    seen.append(f"{attempt} begins")
-                    if message.body == b"2" and process.generation == 1:
-                        rmq.crash(shop)
-                    try:
-                        await asyncio.sleep(0)
-                    except asyncio.CancelledError:
-                        seen.append(f"{attempt} is told")
-                        raise
-                    seen.append(f"{attempt} ends")
+            @consumer.subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                attempt = f"{process.generation} {message.body.decode()}"
+                seen.append(f"{attempt} begins")
+                if message.body == b"2" and process.generation == 1:
+                    rmq.crash(shop)
+                try:
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError:
+                    seen.append(f"{attempt} is told")
+                    raise
+                seen.append(f"{attempt} ends")
 
-                return consumer
+            return consumer
 
-            shop = rmq.app("shop", setup)
-            for body in (b"1", b"2"):
-                await rmq.producer().send_async("orders", body, queue=0)
-            await rmq.run_until_idle()
-        assert seen == ["1 1 begins", "1 2 begins", "2 1 begins", "2 2 begins", "2 1 ends", "2 2 ends"]
-
-    asyncio.run(scenario())
+        shop = rmq.app("shop", setup)
+        for body in (b"1", b"2"):
+            await rmq.producer().send_async("orders", body, queue=0)
+        await rmq.run_until_idle()
+    assert seen == ["1 1 begins", "1 2 begins", "2 1 begins", "2 2 begins", "2 1 ends", "2 2 ends"]
 
 
 def test_operations_that_a_process_refuses(rmq: Kit) -> None:
@@ -1047,25 +1023,22 @@ def test_settings_of_the_broker() -> None:
         rmq.producer().send("orders", b"x")
 
 
-def test_work_that_does_not_end_is_reported() -> None:
-    async def test() -> None:
-        never = asyncio.Event()
+async def test_work_that_does_not_end_is_reported() -> None:
+    never = asyncio.Event()
 
-        async def waits(message: DeliveredMessage) -> None:
-            await never.wait()
+    async def waits(message: DeliveredMessage) -> None:
+        await never.wait()
 
-        rmq = Kit(check=False)
-        rmq.consumer("billing").subscribe("orders")(waits)
-        rmq.producer().send("orders", b"x")
-        running = rmq.run_until_idle()
-        with pytest.raises(asyncio.TimeoutError):
-            async with asyncio.timeout(0):
-                await running
-        never.set()
-        await rmq.run_until_idle()
-        rmq.close()
-
-    asyncio.run(test())
+    rmq = Kit(check=False)
+    rmq.consumer("billing").subscribe("orders")(waits)
+    rmq.producer().send("orders", b"x")
+    running = rmq.run_until_idle()
+    with pytest.raises(asyncio.TimeoutError):
+        async with asyncio.timeout(0):
+            await running
+    never.set()
+    await rmq.run_until_idle()
+    rmq.close()
 
 
 @pytest.mark.parametrize("kind", ["concurrent", "orderly", "receive"])
