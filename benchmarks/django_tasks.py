@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from benchmarks.frame import Bench, Case, Target, last_line, main, started_server
+from benchmarks.frame import Bench, Case, Target, last_line, main, with_server
 
 COUNTS: Final = {"librmq": 3_000}
 """Tasks of a run; the databases get 500."""
@@ -65,10 +65,7 @@ def work(backend: str, database: str, store: str, count: str) -> float:
     return (len(begins) - 1) / max(begins[-1] - begins[0], 1e-9)
 
 
-def postgresql(bench: Bench) -> Iterator[tuple[Bench, str]]:
-    """Yield the scale and the address of a PostgreSQL on this machine."""
-    with started_server("PostgreSQL") as server:
-        yield bench, server.url
+postgresql: Final = partial(with_server, kind="PostgreSQL")
 
 
 def _run(backend: str, both: Bench | tuple[Bench, str], folder: Path) -> float:

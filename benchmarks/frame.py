@@ -72,6 +72,24 @@ def started_server(kind: str) -> Iterator[Any]:
         raise AbsentError(f"a {kind} server") from None
 
 
+@contextmanager
+def program(call: str, *words: object, is_killed: bool = False, **variables: str) -> Iterator[Any]:
+    """Start ``call``, such as ``share.sender``, in a process of its own, which ends with its input or is killed."""
+    # The checkout is the last place to import from, so that the installed librmq is measured.
+    path = f"import sys; sys.path.append({str(CHECKOUT)!r})"
+    code = f"{path}; from benchmarks import {call.partition('.')[0]}; {call}(*sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)], env={**os.environ, **variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if is_killed:
+            process.kill()
+        process.communicate()
+
+
 @dataclass(frozen=True)
 class Bench:
     """Scale and folder of the measurement."""
@@ -97,6 +115,12 @@ class Bench:
             yield path
         finally:
             shutil.rmtree(path)
+
+
+def with_server(bench: Bench, kind: str) -> Iterator[tuple[Bench, str]]:
+    """Yield the scale and the address of a server on this machine."""
+    with started_server(kind) as server:
+        yield bench, server.url
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,15 @@ and the memory of a process are as they are without settings. Bodies have 128 ch
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.frame import CHECKOUT, Bench, Case, Part, Target, main, started_server
+from benchmarks.frame import Bench, Case, Part, Target, main, program, with_server
 
 BODY: Final = "x" * 128
 COUNTS: Final = {"SQLAlchemy": 30, "filesystem": 600}
@@ -47,28 +46,13 @@ def worker(url: str, folder: str, queue_name: str) -> None:
         queue.close()
 
 
-@contextmanager
-def program(url: str, folder: Path, queue_name: str) -> Iterator[Any]:
-    """Start a worker in a process of its own, which ends with its input."""
-    # The checkout is the last place to import from, so that the installed librmq is measured.
-    code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks.kombu import worker; worker(*sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, url, str(folder), queue_name],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.communicate()
-
-
 def rates(address: Callable[[Path], str], processes: int, count: int, bench: Bench, folder: Path) -> dict[str, float]:
     """Return messages a second of both steps, by all processes together."""
     share = bench.count(count) // processes or 1
     with ExitStack() as opened:
         workers = []
         for number in range(processes):
-            workers.append(opened.enter_context(program(address(folder), folder, f"queue{number}")))
+            workers.append(opened.enter_context(program("kombu.worker", address(folder), folder, f"queue{number}")))
             assert workers[-1].stdout.readline() == "ready\n"
         figures = {}
         for kind in ("put", "get and acknowledge"):
@@ -82,12 +66,7 @@ def rates(address: Callable[[Path], str], processes: int, count: int, bench: Ben
     return figures
 
 
-def redis_server(bench: Bench) -> Iterator[tuple[Bench, str]]:
-    """Yield the scale and the address of a Redis on this machine."""
-    with started_server("Redis") as server:
-        yield bench, server.url
-
-
+redis_server: Final = partial(with_server, kind="Redis")
 ADDRESSES: Final[dict[str, Callable[[Path], str]]] = {
     "librmq": lambda folder: f"librmq://{folder}/store",
     "filesystem": lambda folder: "filesystem://",

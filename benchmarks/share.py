@@ -13,7 +13,6 @@ import asyncio
 import json
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, main
+from benchmarks.frame import Bench, Case, Run, Target, main, program
 
 BODY: Final = b"x" * 128
 TOPIC: Final = "bench"
@@ -35,19 +34,11 @@ FRAME: Final = bytes(313) + BODY
 
 
 @contextmanager
-def program(call: str, *words: object) -> Iterator[Any]:
-    """Start a function of this module in a process of its own, which ends with its input."""
-    # The checkout is the last place to import from, so that the installed librmq is measured.
-    code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks import share; share.{call}(*sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        process.stdout.readline()  # it is ready
+def ready(call: str, *words: object) -> Iterator[Any]:
+    """Start a function of this module in a process of its own, and wait until it is ready."""
+    with program(f"share.{call}", *words) as process:
+        process.stdout.readline()
         yield process
-    finally:
-        process.communicate()
 
 
 def ask(process: Any, kind: str, count: int) -> None:
@@ -60,15 +51,9 @@ def ask(process: Any, kind: str, count: int) -> None:
 
 def sender(way: str, place: str) -> None:
     """Print the seconds in which this process does what each line of input names, as often as it says."""
+    ways = {"litequeue": _litequeue, "huey": _huey, "echo": _echo, "bare": _bare}
     with ExitStack() as opened:
-        do = {
-            "share": _of_route,
-            "connect": _of_route,
-            "litequeue": _litequeue,
-            "huey": _huey,
-            "echo": _echo,
-            "bare": _bare,
-        }[way](way, place, opened)
+        do = ways.get(way, _of_route)(way, place, opened)
         print("ready", flush=True)
         for line in sys.stdin:
             kind, count = line.split()
@@ -283,16 +268,16 @@ def processes(bench: Bench) -> Iterator[Any]:
         for way in ("share", "connect", "litequeue", "huey", "echo", "bare"):
             place = str(folder / way)
             if way in ("share", "connect", "bare"):
-                owners[way] = opened.enter_context(program("owner", way, place))
+                owners[way] = opened.enter_context(ready("owner", way, place))
             elif way == "echo":
-                echoing = program("owner", way, place)
+                echoing = ready("owner", way, place)
                 process = echoing.__enter__()
                 opened.callback(process.kill)
                 owners[way] = process
             if way == "connect":
                 place = Path(f"{place}.address").read_text("utf-8")
-            clients[way] = [opened.enter_context(program("sender", way, place)) for _ in range(2)]
-        alone = opened.enter_context(program("owner", "share", folder / "alone"))
+            clients[way] = [opened.enter_context(ready("sender", way, place)) for _ in range(2)]
+        alone = opened.enter_context(ready("owner", "share", folder / "alone"))
         yield SimpleNamespace(owners=owners, clients=clients, alone=alone, bench=bench)
 
 

@@ -8,22 +8,20 @@ broker has timers, and its store is on disk. Clients of the 4.x protocol are raw
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
-from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, Timed, main
+from benchmarks import frame
+from benchmarks.frame import Bench, Case, Run, Target, Timed, main
 from librmq.broker import Broker, BrokerConfig
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
@@ -36,20 +34,7 @@ _OK: Final = 20000
 _RECEIVED: Final = 256 << 10
 
 
-@contextmanager
-def program(call: str, *arguments: object, **variables: str) -> Iterator[Any]:
-    """Start a function of this module in a process of its own, and kill it at the end."""
-    # The checkout is the last place to import from, so that the installed librmq serves.
-    code = f"import sys; sys.path.append({str(CHECKOUT)!r}); from benchmarks import wire; wire.{call}(*sys.argv[1:])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], env={**os.environ, **variables}, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+program: Final = partial(frame.program, is_killed=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------- gRPC
@@ -198,7 +183,7 @@ def grpc_servers(bench: Bench) -> Iterator[Any]:
         bench.folder() as folder,
         Broker.open(folder / "broker", BrokerConfig(timers=TimerConfig())) as broker,
         GrpcServer(broker) as server,
-        program("official_client", HOME=str(folder)) as client,
+        program("wire.official_client", HOME=str(folder)) as client,
     ):
         bare = BareStub()
         yield SimpleNamespace(librmq=server.address, bare=bare.address, client=client, bench=bench)
@@ -297,11 +282,11 @@ def pulls(count: int) -> list[bytes]:
 
 def remoting_servers(bench: Bench) -> Iterator[Any]:
     """Yield the ports of librmq's server and of the stub, which has the bytes of a pull, and two kinds of requests."""
-    with bench.folder() as folder, program("serve_librmq", folder) as librmq:
+    with bench.folder() as folder, program("wire.serve_librmq", folder) as librmq:
         port = int(librmq.stdout.readline())
         request_all(port, sends(200), WINDOW)
         (folder / "pulled").write_bytes(request_all(port, pulls(1), 1)[0].body)
-        with program("serve_bare", folder) as bare:
+        with program("wire.serve_bare", folder) as bare:
             requests = {"send": (sends(bench.count(5_000)), WINDOW), "pull": (pulls(bench.count(1_000)), 8)}
             yield SimpleNamespace(librmq=port, bare=int(bare.stdout.readline()), requests=requests, bench=bench)
 

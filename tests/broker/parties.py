@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from librmq import protocol
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
 from librmq.message.message import Message
-from librmq.protocol import (
-    ConsumeFrom,
-    ConsumerData,
-    Heartbeat,
-    MessageModel,
-    PullMessage,
-    PullResponse,
-    Request,
-    SendMessage,
-    SendResponse,
-    Subscription,
-)
 from librmq.runtime.runner import ManualRunner, Runner
 
 HOST = ("192.168.1.10", 54321)
@@ -56,38 +45,38 @@ def manual(broker: Broker) -> ManualRunner:
     return broker.runner
 
 
-def send(broker: Broker, topic: str, body: bytes = b"x", queue_id: int = 0, **fields: Any) -> SendResponse:
+def send(broker: Broker, topic: str, body: bytes = b"x", queue_id: int = 0, **fields: Any) -> protocol.SendResponse:
     names = ("sys_flag", "default_queues", "reconsume_times", "max_reconsume_times")
     of_request = {name: fields.pop(name) for name in names if name in fields}
     message = Message(topic, body, **fields)
-    return broker.call(SendMessage("p", message, queue_id, 1_600_000_000_000, HOST, **of_request))
+    return broker.call(protocol.SendMessage("p", message, queue_id, 1_600_000_000_000, HOST, **of_request))
 
 
-def pull(broker: Broker, topic: str, queue_offset: int = 0, queue_id: int = 0, **fields: Any) -> PullResponse:
-    fields.setdefault("subscription", Subscription(topic))
-    return broker.call(PullMessage("c1", "g", topic, queue_id, queue_offset, **fields))
+def pull(broker: Broker, topic: str, queue_offset: int = 0, queue_id: int = 0, **fields: Any) -> protocol.PullResponse:
+    fields.setdefault("subscription", protocol.Subscription(topic))
+    return broker.call(protocol.PullMessage("c1", "g", topic, queue_id, queue_offset, **fields))
 
 
 class Listening:
     """A client that records the requests it gets from the broker."""
 
     def __init__(self) -> None:
-        self.heard: list[Request[Any]] = []
+        self.heard: list[protocol.Request[Any]] = []
 
-    def call(self, request: Request[Any], /) -> Any:
+    def call(self, request: protocol.Request[Any], /) -> Any:
         self.heard.append(request)
 
 
 def beat(
     broker: Broker,
-    *subscriptions: Subscription,
+    *subscriptions: protocol.Subscription,
     client_id: str = "c1",
     group: str = "g",
     client: Listening | None = None,
-    model: MessageModel = MessageModel.CLUSTERING,
+    model: protocol.MessageModel = protocol.MessageModel.CLUSTERING,
 ) -> Listening:
     client = client or Listening()
     told = {one.topic: one for one in subscriptions}
-    consumers = (ConsumerData(group, "push", model, ConsumeFrom.LAST, told),)
-    broker.call(Heartbeat(client_id, client, frozenset(), consumers))
+    consumers = (protocol.ConsumerData(group, "push", model, protocol.ConsumeFrom.LAST, told),)
+    broker.call(protocol.Heartbeat(client_id, client, frozenset(), consumers))
     return client

@@ -9,32 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
-from librmq.protocol import (
-    ChannelClosed,
-    ClientRemoved,
-    ConsumeFrom,
-    ConsumerData,
-    ConsumerIds,
-    ConsumersChanged,
-    GroupSubscriptions,
-    Heartbeat,
-    LockQueues,
-    MaxOffset,
-    MessageModel,
-    PullMessage,
-    PullStatus,
-    QueryOffset,
-    Request,
-    SendMessage,
-    Subscription,
-    UnlockQueues,
-    Unregister,
-    UpdateOffset,
-)
 from librmq.runtime.runner import ManualRunner
 from tests.budget import examples
 
@@ -54,11 +33,11 @@ class Told:
         self.changed: list[str] = []
         self.forgotten = 0
 
-    def call(self, request: Request[Any], /) -> Any:
-        if isinstance(request, ClientRemoved):
+    def call(self, request: protocol.Request[Any], /) -> Any:
+        if isinstance(request, protocol.ClientRemoved):
             self.forgotten += 1
             return
-        assert isinstance(request, ConsumersChanged)
+        assert isinstance(request, protocol.ConsumersChanged)
         self.changed.append(request.group)
 
 
@@ -84,8 +63,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.members: dict[str, dict[str, dict[str, Subscription]]] = {}
-        self.subscribed: dict[str, dict[str, Subscription]] = {}
+        self.members: dict[str, dict[str, dict[str, protocol.Subscription]]] = {}
+        self.subscribed: dict[str, dict[str, protocol.Subscription]] = {}
         self.told: dict[str, Told] = {}
         self.expected_told: dict[str, list[str]] = {}
         self.locks: dict[tuple[str, MessageQueue], tuple[str, int]] = {}
@@ -104,7 +83,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(topic=TOPICS, queue_id=QUEUES, tag=TAGS, body=st.binary(max_size=20))
     def send(self, topic: str, queue_id: int, tag: str, body: bytes) -> None:
         expected = self.sent.setdefault((topic, queue_id), [])
-        response = self.broker.call(SendMessage("p", Message(topic, body, tags=tag), queue_id, 1, HOST))
+        response = self.broker.call(protocol.SendMessage("p", Message(topic, body, tags=tag), queue_id, 1, HOST))
         assert (response.queue_id, response.queue_offset) == (queue_id, len(expected))
         expected.append(body)
         for key, hold in list(self.held.items()):
@@ -120,17 +99,17 @@ class BrokerMachine(RuleBasedStateMachine):
         end = len(self.sent.get((topic, queue_id), []))
         hold = Hold(tag)
         response = self.broker.call(
-            PullMessage(
+            protocol.PullMessage(
                 client,
                 group,
                 topic,
                 queue_id,
                 end,
-                subscription=Subscription(topic, tag),
+                subscription=protocol.Subscription(topic, tag),
                 notify=lambda: hold.woken.append(self.now_ms),
             )
         )
-        assert (response.status, response.next_offset, response.messages) == (PullStatus.HELD, end, ())
+        assert (response.status, response.next_offset, response.messages) == (protocol.PullStatus.HELD, end, ())
         self.held[client, group, topic, queue_id] = hold
 
     @rule(client=CLIENTS, group=GROUPS, topic=TOPICS, queue_id=QUEUES)
@@ -138,9 +117,11 @@ class BrokerMachine(RuleBasedStateMachine):
         bodies: list[bytes] = []
         while True:
             response = self.broker.call(
-                PullMessage(client, group, topic, queue_id, len(bodies), subscription=Subscription(topic))
+                protocol.PullMessage(
+                    client, group, topic, queue_id, len(bodies), subscription=protocol.Subscription(topic)
+                )
             )
-            if response.status is not PullStatus.FOUND:
+            if response.status is not protocol.PullStatus.FOUND:
                 break
             bodies += [message.body for message in response.messages]
         assert bodies == self.sent.get((topic, queue_id), [])
@@ -160,13 +141,13 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(group=GROUPS, topic=TOPICS, queue_id=QUEUES, queue_offset=st.integers(0, 9), by_pull=st.booleans())
     def update(self, group: str, topic: str, queue_id: int, queue_offset: int, by_pull: bool) -> None:
         if by_pull:
-            request = PullMessage(
-                "c9", group, topic, queue_id, 0, subscription=Subscription(topic), commit_offset=queue_offset
+            request = protocol.PullMessage(
+                "c9", group, topic, queue_id, 0, subscription=protocol.Subscription(topic), commit_offset=queue_offset
             )
             self.broker.call(request)
             queue_offset = max(queue_offset, self.offsets.get((group, topic, queue_id), 0))
         else:
-            self.broker.call(UpdateOffset(group, topic, queue_id, queue_offset))
+            self.broker.call(protocol.UpdateOffset(group, topic, queue_id, queue_offset))
         if self.offsets.get((group, topic, queue_id)) != queue_offset:
             self.offsets[group, topic, queue_id] = queue_offset
             if self.save_ms is None:
@@ -175,8 +156,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(group=GROUPS, topic=TOPICS, queue_id=QUEUES)
     def query(self, group: str, topic: str, queue_id: int) -> None:
         expected = self.offsets.get((group, topic, queue_id), 0)  # the whole queue counts as in memory
-        assert self.broker.call(QueryOffset(group, topic, queue_id)) == expected
-        assert self.broker.call(MaxOffset(topic, queue_id)) == len(self.sent.get((topic, queue_id), []))
+        assert self.broker.call(protocol.QueryOffset(group, topic, queue_id)) == expected
+        assert self.broker.call(protocol.MaxOffset(topic, queue_id)) == len(self.sent.get((topic, queue_id), []))
 
     # ---- members
 
@@ -190,8 +171,12 @@ class BrokerMachine(RuleBasedStateMachine):
         endpoint = self.told.setdefault(client, Told())
         consumers = []
         for group, topics in told.items():
-            subscriptions = {topic: Subscription(topic, tag, "TAG", at) for topic, (tag, at) in topics.items()}
-            consumers.append(ConsumerData(group, "push", MessageModel.CLUSTERING, ConsumeFrom.LAST, subscriptions))
+            subscriptions = {topic: protocol.Subscription(topic, tag, "TAG", at) for topic, (tag, at) in topics.items()}
+            consumers.append(
+                protocol.ConsumerData(
+                    group, "push", protocol.MessageModel.CLUSTERING, protocol.ConsumeFrom.LAST, subscriptions
+                )
+            )
             known = self.subscribed.setdefault(group, {})
             before = set(known)
             for topic, subscription in subscriptions.items():
@@ -205,7 +190,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 self.expect_told(group)
         for group in sorted(self.members.keys() - told.keys()):
             self.leave(client, group)
-        self.broker.call(Heartbeat(client, endpoint, frozenset({"p"}), tuple(consumers)))
+        self.broker.call(protocol.Heartbeat(client, endpoint, frozenset({"p"}), tuple(consumers)))
 
     def expect_told(self, group: str) -> None:
         for member in self.members[group]:
@@ -223,7 +208,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def unregister(self, client: str, group: str) -> None:
         self.leave(client, group)
         self.held = {key: hold for key, hold in self.held.items() if key[:2] != (client, group)}
-        self.broker.call(Unregister(client, consumer_group=group))
+        self.broker.call(protocol.Unregister(client, consumer_group=group))
 
     @rule(client=CLIENTS)
     def channel_closed(self, client: str) -> None:
@@ -235,7 +220,7 @@ class BrokerMachine(RuleBasedStateMachine):
         woken = [len(hold.woken) for hold in gone.values()]
         told = self.told.setdefault(client, Told())
         forgotten = told.forgotten
-        self.broker.call(ChannelClosed(client))
+        self.broker.call(protocol.ChannelClosed(client))
         assert told.forgotten == forgotten + is_known
         assert [len(hold.woken) for hold in gone.values()] == [before + 1 for before in woken]
 
@@ -251,7 +236,7 @@ class BrokerMachine(RuleBasedStateMachine):
             if holder == client or self.now_ms - renewed_ms > LOCKED_MS:
                 self.locks[group, queue] = client, self.now_ms
                 expected.add(queue)
-        assert self.broker.call(LockQueues(group, client, queues)) == expected
+        assert self.broker.call(protocol.LockQueues(group, client, queues)) == expected
 
     @rule(
         client=CLIENTS, group=GROUPS, queues=st.frozensets(st.builds(MessageQueue, TOPICS, st.just("broker-a"), QUEUES))
@@ -260,7 +245,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for queue in queues:
             if self.locks.get((group, queue), ("", 0))[0] == client:
                 del self.locks[group, queue]
-        self.broker.call(UnlockQueues(group, client, queues))
+        self.broker.call(protocol.UnlockQueues(group, client, queues))
 
     # ---- life
 
@@ -285,9 +270,9 @@ class BrokerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         for group in ("g1", "g2"):
-            ids: tuple[str, ...] = self.broker.call(ConsumerIds(group))
+            ids: tuple[str, ...] = self.broker.call(protocol.ConsumerIds(group))
             assert set(ids) == self.members.get(group, {}).keys()
-            assert self.broker.call(GroupSubscriptions(group)) == self.members.get(group, {})
+            assert self.broker.call(protocol.GroupSubscriptions(group)) == self.members.get(group, {})
             for topic in ("A", "B"):
                 expected = {key[2]: at for key, at in self.offsets.items() if key[:2] == (group, topic)}
                 assert self.broker.consumer_offsets(group, topic) == expected
@@ -301,9 +286,9 @@ class BrokerMachine(RuleBasedStateMachine):
     def subscriptions_of_groups_agree(self) -> None:
         for group, subscriptions in self.subscribed.items():
             for topic in ("A", "B"):
-                request = PullMessage("c9", group, topic, 0, len(self.sent.get((topic, 0), [])))
+                request = protocol.PullMessage("c9", group, topic, 0, len(self.sent.get((topic, 0), [])))
                 if topic in subscriptions:
-                    assert self.broker.call(request).status is PullStatus.NO_NEW_MESSAGE
+                    assert self.broker.call(request).status is protocol.PullStatus.NO_NEW_MESSAGE
 
     def teardown(self) -> None:
         if hasattr(self, "broker"):

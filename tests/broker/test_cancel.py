@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from librmq import protocol
 from librmq.broker import Broker, BrokerConfig
 from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
@@ -30,19 +31,6 @@ from librmq.errors import BrokerError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
 from librmq.message.message import Message
-from librmq.protocol import (
-    CancelMessage,
-    CancelResult,
-    CopiedTables,
-    CopyTables,
-    Request,
-    ResponseCode,
-    SendBack,
-    StartGroup,
-    StartOutcome,
-    TransactionState,
-    UpdateOffset,
-)
 from librmq.runtime.runner import ManualRunner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
@@ -181,7 +169,7 @@ def test_a_coroutine_cancels() -> None:
         with threads.lock:  # the broker can't answer yet
             turns: list[int] = []
 
-            async def cancel() -> CancelResult:
+            async def cancel() -> protocol.CancelResult:
                 task = asyncio.ensure_future(producer.cancel_async(sent))
                 await asyncio.sleep(0)
                 turns.append(len(turns))
@@ -322,7 +310,9 @@ def test_what_does_not_wait() -> None:
     runner = ManualRunner()
     with open_broker(MemoryFiles(), runner) as broker, Producer(broker, "p") as producer:
         plain = producer.send("T", b"x")
-        assert producer.cancel(plain) == CancelResult(False, f"delivered already: T/{plain.queue.queue_id} has it at 0")
+        assert producer.cancel(plain) == protocol.CancelResult(
+            False, f"delivered already: T/{plain.queue.queue_id} has it at 0"
+        )
         assert "no message" in broker.cancel("nothing").why
         batch = producer.send_batch([Message("T", b"a"), Message("T", b"b")])
         with pytest.raises(MessageIllegalError, match="a batch has no delay"):
@@ -330,14 +320,14 @@ def test_what_does_not_wait() -> None:
         for receipt in (None, 7, b"id", object()):
             with pytest.raises(TypeError, match="receipt: expected what send returned, found"):
                 broker.cancel(receipt)  # type: ignore[arg-type]
-        with TransactionProducer(broker, "t", check=lambda message: TransactionState.UNKNOWN) as transactions:
+        with TransactionProducer(broker, "t", check=lambda message: protocol.TransactionState.UNKNOWN) as transactions:
             half = transactions.send_in_transaction(
-                Message("T", b"half"), execute=lambda message, argument: TransactionState.UNKNOWN
+                Message("T", b"half"), execute=lambda message, argument: protocol.TransactionState.UNKNOWN
             )
             why = "half messages can't be cancelled: roll the transaction back"
-            assert transactions.cancel(half) == CancelResult(False, why)
+            assert transactions.cancel(half) == protocol.CancelResult(False, why)
         (first,) = [message for message in broker.messages("T") if message.unique_key == plain.message_id]
-        broker.call(SendBack("g", first.physical_offset, 3))  # waits too, for its group
+        broker.call(protocol.SendBack("g", first.physical_offset, 3))  # waits too, for its group
         assert not broker.cancel(plain).cancelled
         runner.advance(11_000)
         assert len(list(broker.messages("%RETRY%g"))) == 1
@@ -445,12 +435,14 @@ def test_over_tcp(rmq: Kit) -> None:
 
 
 def test_a_broker_without_cancel_refuses() -> None:
-    answer = answer_to(Frame(31_007, {}), ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31007 not supported")
+    answer = answer_to(
+        Frame(31_007, {}), protocol.ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31007 not supported"
+    )
     with pytest.raises(
         BrokerError, match=r"with delay= or deliver_at=, not delay_level=.*librmq's brokers alone"
     ) as caught:
-        FORMS_OF_REQUESTS[CancelMessage].read(CancelMessage("U1", "T"), answer)
-    assert caught.value.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+        FORMS_OF_REQUESTS[protocol.CancelMessage].read(protocol.CancelMessage("U1", "T"), answer)
+    assert caught.value.code == protocol.ResponseCode.REQUEST_CODE_NOT_SUPPORTED
 
 
 # --- power failures and schedules
@@ -593,14 +585,14 @@ class EarlyCopies(ReplicaLink):
 
     def __init__(self, master: Broker) -> None:
         super().__init__(master, ManualClock(0))
-        self.answers: list[CopiedTables] = []
+        self.answers: list[protocol.CopiedTables] = []
         self.at_copy: Callable[[], object] = lambda: None
 
-    def call(self, request: Request[R], /) -> R:
-        if isinstance(request, CopyTables) and request.is_early:
+    def call(self, request: protocol.Request[R], /) -> R:
+        if isinstance(request, protocol.CopyTables) and request.is_early:
             self.at_copy()
         answer = super().call(request)
-        if isinstance(answer, CopiedTables) and isinstance(request, CopyTables) and request.is_early:
+        if isinstance(answer, protocol.CopiedTables) and isinstance(request, protocol.CopyTables) and request.is_early:
             self.answers.append(answer)
         return answer
 
@@ -612,7 +604,7 @@ class Copying:
         self.files, self.runner = MemoryFiles(), ManualRunner()
         self.broker = opened(self.files, self.runner, **{"replication": "sync", **fields})
         self.broker.create_topic("T", 1)
-        self.broker.call(UpdateOffset("other", "T", 0, 0))
+        self.broker.call(protocol.UpdateOffset("other", "T", 0, 0))
         self.link = EarlyCopies(self.broker)
         self.replica = Replica.open("/replica", of=self.link, files=self.files, runner=self.runner)
         self.producer = Producer(self.broker, "p")
@@ -629,15 +621,15 @@ class Copying:
 def test_a_replica_copies_early_only_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
     few = Copying()
     broker, link, ids = few.broker, few.link, few.ids
-    start = StartGroup("g", "T", 0, 0)
-    assert broker.call(CancelMessage(ids[0], dry_run=True)).cancelled
+    start = protocol.StartGroup("g", "T", 0, 0)
+    assert broker.call(protocol.CancelMessage(ids[0], dry_run=True)).cancelled
     assert not broker.cancel("unknown").cancelled
     assert link.answers == []
     assert broker.cancel(ids[0]).cancelled
-    assert broker.call(start) is StartOutcome.MOVED
+    assert broker.call(start) is protocol.StartOutcome.MOVED
     assert [list(answer.offsets) for answer in link.answers] == [[], ["T@g"]]
     assert broker.cancel(ids[0]).cancelled
-    assert broker.call(start) is StartOutcome.MOVED_BEFORE
+    assert broker.call(start) is protocol.StartOutcome.MOVED_BEFORE
     assert len(link.answers) == 2
     caplog.set_level(logging.INFO, "librmq.broker")
     link.cut()

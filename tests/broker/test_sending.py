@@ -6,21 +6,12 @@ from typing import Any
 
 import pytest
 
+from librmq import protocol
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.files import MemoryFiles
 from librmq.message import Message, record
-from librmq.protocol import (
-    PERM_READ,
-    QueryMessages,
-    ResponseCode,
-    SendBack,
-    SendBatch,
-    SendMessage,
-    SendStatus,
-    SendTogether,
-)
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.testing import Kit
@@ -36,7 +27,7 @@ def raw(broker: Broker, physical_offset: int) -> str:
 def test_a_send_tells_where_the_message_is(broker: Broker) -> None:
     send(broker, "T", queue_id=1)
     response = send(broker, "T", b"body", queue_id=1, tags="a", keys=["k"], properties={"u": "v"}, wait_store_ok=True)
-    assert response.status is SendStatus.SEND_OK
+    assert response.status is protocol.SendStatus.SEND_OK
     assert (response.queue_id, response.queue_offset) == (1, 1)
     stored = broker.store.message_at(response.physical_offset)
     assert stored is not None
@@ -50,7 +41,7 @@ def test_a_send_tells_where_the_message_is(broker: Broker) -> None:
 def test_the_senders_message_stays_as_it_is(broker: Broker) -> None:
     message = Message("T", b"x", tags="a", wait_store_ok=True, delay_level=2)
     before = dict(message.properties)
-    broker.call(SendMessage("p", message, 0, 1, HOST))
+    broker.call(protocol.SendMessage("p", message, 0, 1, HOST))
     assert (message.topic, message.properties) == ("T", before)
 
 
@@ -87,7 +78,7 @@ def test_a_send_makes_its_topic(broker: Broker, asked: int, queues: int) -> None
 def test_without_auto_creation_a_topic_must_be_there(broker: Broker) -> None:
     with pytest.raises(BrokerError, match="does not exist") as caught:
         send(broker, "T")
-    assert caught.value.code == ResponseCode.TOPIC_NOT_EXIST
+    assert caught.value.code == protocol.ResponseCode.TOPIC_NOT_EXIST
     assert broker.store.log.end == 0
     assert "TBW102" not in broker.topics()
     broker.create_topic("T", 2)
@@ -126,7 +117,7 @@ def test_topics_that_are_not_for_clients(broker: Broker, topic: str) -> None:
         with pytest.raises(MessageIllegalError):
             send(broker, topic)
     with pytest.raises(MessageIllegalError):
-        broker.call(SendBatch("p", (Message(topic, b"x"),), 0, 1, HOST))
+        broker.call(protocol.SendBatch("p", (Message(topic, b"x"),), 0, 1, HOST))
     with pytest.raises(MessageIllegalError):
         broker.create_topic(topic)
     assert broker.store.log.end == 0
@@ -172,27 +163,27 @@ def test_a_level_that_is_not_a_number_is_refused(broker: Broker) -> None:
     message = Message("T", b"x")
     message.properties["DELAY"] = "soon"
     with pytest.raises(MessageIllegalError, match="DELAY"):
-        broker.call(SendMessage("p", message, 0, 1, HOST))
+        broker.call(protocol.SendMessage("p", message, 0, 1, HOST))
 
 
 def test_a_batch_lies_side_by_side(broker: Broker) -> None:
     messages = tuple(Message("T", b"%d" % at, tags="a", wait_store_ok=True) for at in range(3))
-    response = broker.call(SendBatch("p", messages, 1, 1, HOST))
+    response = broker.call(protocol.SendBatch("p", messages, 1, 1, HOST))
     stored = list(broker.messages("T"))
     assert [message.body for message in stored] == [b"0", b"1", b"2"]
     assert response.offset_ids == tuple(message.offset_id for message in stored)
     assert (response.queue_id, response.queue_offset) == (1, 0)
     assert raw(broker, response.physical_offset) == "WAIT=true TAGS=a CLUSTER=DefaultCluster WAIT=true"
     with pytest.raises(BrokerError):
-        broker.call(SendBatch("p", (), 0, 1, HOST))
+        broker.call(protocol.SendBatch("p", (), 0, 1, HOST))
     with pytest.raises(MessageIllegalError, match="delayed"):
-        broker.call(SendBatch("p", (Message("T", b"x", delay_level=1),), 0, 1, HOST))
+        broker.call(protocol.SendBatch("p", (Message("T", b"x", delay_level=1),), 0, 1, HOST))
 
 
 def test_a_prepared_message_waits_for_its_end(broker: Broker) -> None:
     message = Message("T", b"x", wait_store_ok=True, delay_level=1)
     message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
-    response = broker.call(SendMessage("p", message, 3, 1, HOST, record.TRANSACTION_PREPARED))
+    response = broker.call(protocol.SendMessage("p", message, 3, 1, HOST, record.TRANSACTION_PREPARED))
     stored = broker.store.message_at(response.physical_offset)
     assert stored is not None
     assert (stored.topic, stored.queue_id, stored.sys_flag, response.queue_id) == (
@@ -215,7 +206,7 @@ def test_retries_take_longer_each_time_and_end_as_dead_letters(rmq: Kit, broker:
     for times in range(16):
         rmq.advance(ms=1_000 - rmq.clock.now_ms() % 1_000)
         sent_ms = rmq.clock.now_ms()
-        broker.call(SendBack("g", message.physical_offset, 0))
+        broker.call(protocol.SendBack("g", message.physical_offset, 0))
         rmq.advance(ms=7_200_000)
         message = list(broker.messages("%RETRY%g"))[times]
         waits.append((message.store_timestamp_ms - sent_ms) // 1_000)
@@ -223,7 +214,7 @@ def test_retries_take_longer_each_time_and_end_as_dead_letters(rmq: Kit, broker:
         assert message.properties["ORIGIN_MESSAGE_ID"] == first.offset_id
         assert message.properties["RETRY_TOPIC"] == "T"
     assert waits == [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200]
-    broker.call(SendBack("g", message.physical_offset, 0))
+    broker.call(protocol.SendBack("g", message.physical_offset, 0))
     (dead,) = broker.dead_letters("g")
     assert (dead.reconsume_times, dead.queue_id, dead.body) == (17, 0, b"hard")
     assert (dead.born_host, dead.born_timestamp_ms) == (first.born_host, first.born_timestamp_ms)
@@ -240,7 +231,7 @@ def test_a_send_back_chooses_its_delay(
 ) -> None:
     sent = send(broker, "T")
     end = broker.store.log.end
-    broker.call(SendBack("g", sent.physical_offset, level, most))
+    broker.call(protocol.SendBack("g", sent.physical_offset, level, most))
     stored = broker.store.message_at(end)
     assert stored is not None
     assert (stored.topic, stored.properties["DELAY"], stored.reconsume_times) == (topic, stored_level, 1)
@@ -251,29 +242,29 @@ def test_redeliveries_spread_over_the_queues_of_a_retry_topic(rmq: Kit, broker: 
     broker.create_topic("%RETRY%g", 4)
     sent = send(broker, "T")
     for _ in range(4):
-        broker.call(SendBack("g", sent.physical_offset, 1))
+        broker.call(protocol.SendBack("g", sent.physical_offset, 1))
     rmq.advance(ms=2_000)
     assert sorted(message.queue_id for message in broker.messages("%RETRY%g")) == [0, 1, 2, 3]
 
 
 def test_a_read_only_retry_topic_refuses_a_send_back(broker: Broker) -> None:
     """A retry topic without write permission refuses a send back."""
-    broker.create_topic("%RETRY%g", 1, permission=PERM_READ)
+    broker.create_topic("%RETRY%g", 1, permission=protocol.PERM_READ)
     sent = send(broker, "T")
     with pytest.raises(BrokerError) as caught:
-        broker.call(SendBack("g", sent.physical_offset, 0))
-    assert caught.value.code == ResponseCode.NO_PERMISSION
+        broker.call(protocol.SendBack("g", sent.physical_offset, 0))
+    assert caught.value.code == protocol.ResponseCode.NO_PERMISSION
 
 
 def test_a_query_ends_at_64(broker: Broker) -> None:
     for _ in range(70):
         send(broker, "T", keys="k")
-    assert len(broker.call(QueryMessages("T", "k", 100))) == 64
+    assert len(broker.call(protocol.QueryMessages("T", "k", 100))) == 64
 
 
 def test_a_group_has_its_own_maximum(broker: Broker) -> None:
     broker.set_group("g", retry_max_times=0)
-    broker.call(SendBack("g", send(broker, "T").physical_offset, 0))
+    broker.call(protocol.SendBack("g", send(broker, "T").physical_offset, 0))
     assert len(broker.dead_letters("g")) == 1
     assert broker.groups()["g"] == 0
 
@@ -282,12 +273,12 @@ def test_a_send_back_of_nothing() -> None:
     with opened() as broker:
         for physical_offset in (0, 17, 1 << 40, -1):
             with pytest.raises(BrokerError):
-                broker.call(SendBack("g", physical_offset, 0))
+                broker.call(protocol.SendBack("g", physical_offset, 0))
         assert broker.store.log.end == 0
     with opened(auto_create_group=False) as broker:
         with pytest.raises(BrokerError) as caught:
-            broker.call(SendBack("g", 0, 0))
-        assert caught.value.code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
+            broker.call(protocol.SendBack("g", 0, 0))
+        assert caught.value.code == protocol.ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
 
 
 def test_a_consumer_that_sends_to_its_retry_topic_itself(rmq: Kit, broker: Broker) -> None:
@@ -340,17 +331,17 @@ def test_errors_of_the_store_are_the_brokers() -> None:
         broker.store.run_due(manual(broker).now_ms())
         with pytest.raises(BrokerError) as caught:
             send(broker, "T")
-        assert caught.value.code == ResponseCode.SERVICE_NOT_AVAILABLE
+        assert caught.value.code == protocol.ResponseCode.SERVICE_NOT_AVAILABLE
         assert isinstance(caught.value, RmqError)
 
 
 def test_an_unknown_request(broker: Broker) -> None:
-    class Other(SendMessage):
+    class Other(protocol.SendMessage):
         pass
 
     with pytest.raises(BrokerError) as caught:
         broker.call(Other("p", Message("T", b"x"), 0, 1, HOST))
-    assert caught.value.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
+    assert caught.value.code == protocol.ResponseCode.REQUEST_CODE_NOT_SUPPORTED
 
 
 def test_killed_while_messages_wait(rmq: Kit) -> None:
@@ -376,8 +367,8 @@ def test_no_error_hides_what_is_stored_before_it(broker: Broker, monkeypatch: py
             raise error
 
     monkeypatch.setattr(MessageStore, "check_room", check_room)
-    sends = [SendMessage("p", Message("T", b"%d" % number), 0, 1, HOST) for number in range(3)]
-    assert [response.queue_offset for response in broker.call(SendTogether(sends))] == [1, 2]
+    sends = [protocol.SendMessage("p", Message("T", b"%d" % number), 0, 1, HOST) for number in range(3)]
+    assert [response.queue_offset for response in broker.call(protocol.SendTogether(sends))] == [1, 2]
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -387,7 +378,7 @@ def test_a_year_in_which_nothing_happens(on_disk: bool) -> None:
         runner = manual(broker)
         for _ in range(300):
             send(broker, "T", bytes(500))
-        broker.call(SendBack("g", 0, 0))
+        broker.call(protocol.SendBack("g", 0, 0))
         runner.advance(60_000)
         turns = 0
         end_ms = runner.now_ms() + 365 * 86_400_000

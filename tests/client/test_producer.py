@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.client import Client
@@ -35,20 +36,6 @@ from librmq.files._memory import MemoryFiles
 from librmq.message.batch import split_batch
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import (
-    PERM_READ,
-    CreateTopic,
-    Endpoint,
-    QueueData,
-    Request,
-    ResponseCode,
-    Route,
-    SendBatch,
-    SendLater,
-    SendMessage,
-    SendsLater,
-    SendStatus,
-)
 from librmq.runtime.runner import ManualRunner, Runner
 from tests.interrupting import at_each_call
 from tests.wrapped_route import WrappedRoute
@@ -62,7 +49,7 @@ def broker() -> Iterator[Broker]:
         yield broker
 
 
-class Cluster(Route):
+class Cluster(protocol.Route):
     """A route over brokers that can make sends fail: ``fail(broker_name)`` returns the error."""
 
     runner: Runner
@@ -78,25 +65,25 @@ class Cluster(Route):
         """Name clients as a kit does, so that producers start with the first queue."""
         return ("127.0.0.1", 0), f"client-{next(self._named)}"
 
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+    def topic_route(self, topic: str) -> tuple[protocol.QueueData, ...]:
         return tuple(data for broker in self.brokers.values() for data in broker.topic_route(topic))
 
     def broker_names(self) -> tuple[str, ...]:
         return tuple(sorted(self.brokers))
 
-    def endpoint(self, broker_name: str) -> Endpoint:
+    def endpoint(self, broker_name: str) -> protocol.Endpoint:
         return FailingEndpoint(self, broker_name)
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
 
-class FailingEndpoint(Endpoint):
+class FailingEndpoint(protocol.Endpoint):
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.name = cluster, name
 
-    def call(self, request: Request[R], /) -> R:
-        if isinstance(request, SendMessage | SendBatch):
+    def call(self, request: protocol.Request[R], /) -> R:
+        if isinstance(request, protocol.SendMessage | protocol.SendBatch):
             self.cluster.tried.append(self.name)
             failure = self.cluster.fail(self.name)
             if failure is not None:
@@ -112,7 +99,7 @@ def two() -> Iterator[tuple[Broker, Broker]]:
         Broker.temporary(name="broker-b", runner=runner) as second,
     ):
         for broker in (first, second):
-            broker.call(CreateTopic("T", 2, 2))
+            broker.call(protocol.CreateTopic("T", 2, 2))
         yield first, second
 
 
@@ -121,7 +108,7 @@ def bodies(broker: Broker) -> list[bytes]:
 
 
 def test_sends_use_the_queues_in_turn(broker: Broker) -> None:
-    broker.call(CreateTopic("T", 3, 3))
+    broker.call(protocol.CreateTopic("T", 3, 3))
     producer = Producer(broker, "shop")
     results = [producer.send("T", b"%d" % number, tags="a", keys=["k"]) for number in range(6)]
     first = results[0].queue.queue_id
@@ -148,7 +135,7 @@ def test_a_broker_of_the_process_stores_what_a_request_stores(options: dict[str,
     """What stands before a broker gets a request for each send."""
     requests: list[type] = []
 
-    def note(request: Request[Any], call: Callable[[Any], Any]) -> Any:
+    def note(request: protocol.Request[Any], call: Callable[[Any], Any]) -> Any:
         requests.append(type(request))
         return call(request)
 
@@ -166,12 +153,12 @@ def test_a_broker_of_the_process_stores_what_a_request_stores(options: dict[str,
                   message.born_timestamp_ms, message.properties_raw) for message in broker.store][1:],
             ))  # fmt: skip
     assert outcomes[0] == outcomes[1]
-    assert requests.count(SendMessage) == 7
+    assert requests.count(protocol.SendMessage) == 7
 
 
 def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
     """Twelve processes that each sent once all used queue 0 (issue 14, 2.14)."""
-    broker.call(CreateTopic("T", 8, 8))
+    broker.call(protocol.CreateTopic("T", 8, 8))
     begun = {Producer(broker, f"shop{number}").send("T", b"x").queue.queue_id for number in range(60)}
     assert len(begun) > 2
 
@@ -180,7 +167,7 @@ def test_a_route_that_changes_during_a_query_is_queried_again(broker: Broker) ->
     class Changing(Cluster):
         """Reports a change before it answers, and then answers with the old route."""
 
-        def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        def topic_route(self, topic: str) -> tuple[protocol.QueueData, ...]:
             before = super().topic_route(topic)
             if before and before[0].write_queues == 2:
                 broker.create_topic(topic, 5)
@@ -264,10 +251,10 @@ def test_a_failed_try_goes_to_another_broker(two: tuple[Broker, Broker]) -> None
     ("failure", "tries"),
     [
         (BrokerUnreachableError("gone"), 3),
-        (BrokerError(ResponseCode.SYSTEM_ERROR, "no"), 3),
-        (BrokerError(ResponseCode.NO_PERMISSION, "no"), 3),
-        (BrokerError(ResponseCode.MESSAGE_ILLEGAL, "no"), 1),
-        (BrokerBusyError(ResponseCode.SYSTEM_BUSY, "busy"), 1),
+        (BrokerError(protocol.ResponseCode.SYSTEM_ERROR, "no"), 3),
+        (BrokerError(protocol.ResponseCode.NO_PERMISSION, "no"), 3),
+        (BrokerError(protocol.ResponseCode.MESSAGE_ILLEGAL, "no"), 1),
+        (BrokerBusyError(protocol.ResponseCode.SYSTEM_BUSY, "busy"), 1),
     ],
 )
 def test_errors_that_are_retried(two: tuple[Broker, Broker], failure: Exception, tries: int) -> None:
@@ -284,7 +271,7 @@ def test_a_lost_answer_leads_to_a_visible_duplicate(two: tuple[Broker, Broker]) 
     def lose_the_first(name: str) -> Exception | None:
         if len(cluster.tried) == 1:
             producer_side = cluster.brokers[name]
-            producer_side.call(SendMessage("shop", Message("T", b"x", unique_key="U"), 0, 0, ("127.0.0.1", 0)))
+            producer_side.call(protocol.SendMessage("shop", Message("T", b"x", unique_key="U"), 0, 0, ("127.0.0.1", 0)))
             return BrokerUnreachableError("the answer was lost")
         return None
 
@@ -315,11 +302,11 @@ def test_a_slow_look_up_of_queues_takes_no_time_from_the_first_send(two: tuple[B
     clock = runner.manual_clock
 
     class Slow(Cluster):
-        def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        def topic_route(self, topic: str) -> tuple[protocol.QueueData, ...]:
             clock.advance(seconds=4)
             return super().topic_route(topic)
 
-    assert Producer(Slow(*two), "shop").send("T", b"x").status is SendStatus.SEND_OK
+    assert Producer(Slow(*two), "shop").send("T", b"x").status is protocol.SendStatus.SEND_OK
     assert [message.born_timestamp_ms for broker in two for message in broker.store] == [clock.now_ms()]
 
 
@@ -330,13 +317,13 @@ def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broke
     clock = runner.manual_clock
 
     class Late(Cluster):
-        def endpoint(self, broker_name: str) -> Endpoint:
+        def endpoint(self, broker_name: str) -> protocol.Endpoint:
             return LateEndpoint(self, broker_name)
 
     class LateEndpoint(FailingEndpoint):
-        def call(self, request: Request[R], /) -> R:
+        def call(self, request: protocol.Request[R], /) -> R:
             answer = super().call(request)
-            if isinstance(request, SendMessage):
+            if isinstance(request, protocol.SendMessage):
                 clock.advance(seconds=4)
             return answer
 
@@ -355,7 +342,7 @@ def test_a_hook_that_fails_after_a_send_does_not_undo_it(broker: Broker, caplog:
     def fails(result: object, error: object) -> None:
         raise ValueError("of the hook")
 
-    assert Producer(broker, "shop", hooks=[lambda context: fails]).send("T", b"x").status is SendStatus.SEND_OK
+    assert Producer(broker, "shop", hooks=[lambda context: fails]).send("T", b"x").status is protocol.SendStatus.SEND_OK
     assert "a hook has failed" in caplog.text
 
 
@@ -450,7 +437,7 @@ class NoBrokers(RouteTable):
     def broker_names(self) -> tuple[str, ...]:
         return ()
 
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+    def topic_route(self, topic: str) -> tuple[protocol.QueueData, ...]:
         return ()
 
 
@@ -460,7 +447,7 @@ def test_a_send_without_any_broker_says_so(broker: Broker) -> None:
 
 
 def test_topics_that_cannot_be_written(broker: Broker) -> None:
-    broker.call(CreateTopic("ReadOnly", 2, 2, PERM_READ))
+    broker.call(protocol.CreateTopic("ReadOnly", 2, 2, protocol.PERM_READ))
     producer = Producer(broker, "shop")
     with pytest.raises(NoRouteError, match="'ReadOnly', requested by producer group 'shop'"):
         producer.send("ReadOnly", b"x")
@@ -501,7 +488,7 @@ def test_hooks_see_each_try(two: tuple[Broker, Broker]) -> None:
     metrics = Metrics()
     cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone") if name == "broker-a" else None)
     Producer(cluster, "shop", hooks=[hook], metrics=metrics).send("T", b"xyz")
-    assert seen == [(0, "broker-a"), BrokerUnreachableError, (1, "broker-b"), SendStatus.SEND_OK]
+    assert seen == [(0, "broker-a"), BrokerUnreachableError, (1, "broker-b"), protocol.SendStatus.SEND_OK]
     counted = metrics.snapshot()
     assert counted["sends"] == {("T", "ERROR"): 1, ("T", "SEND_OK"): 1}
     assert counted["send_retries"] == {("T",): 1}
@@ -519,7 +506,7 @@ def test_awaited(broker: Broker) -> None:
     async def send() -> SendResult:
         return await Producer(broker, "shop").send_async("T", b"x", tags="a")
 
-    assert asyncio.run(send()).status is SendStatus.SEND_OK
+    assert asyncio.run(send()).status is protocol.SendStatus.SEND_OK
     assert bodies(broker) == [b"x"]
 
 
@@ -535,7 +522,7 @@ def test_queue_and_selector_exclude_each_other(broker: Broker) -> None:
 
 
 def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
-    broker.call(CreateTopic("T", 4, 4))
+    broker.call(protocol.CreateTopic("T", 4, 4))
     Producer(broker, "shop").send_oneway("T", b"x", queue=3)
     assert [message.queue_id for message in broker.messages("T")] == [3]
 
@@ -623,14 +610,14 @@ def test_an_endpoint_that_passes_a_late_send_on_is_asked_again() -> None:
     """It gives the send up at its second look: at the first one another endpoint was about to get it."""
     error = BrokerUnreachableError("silent")
 
-    class Passing(SendsLater):
-        def call(self, request: SendLater) -> bool:
+    class Passing(protocol.SendsLater):
+        def call(self, request: protocol.SendLater) -> bool:
             looks = iter((None, error))
             request.give_up = lambda _: next(looks)
             return True
 
     async def send() -> None:
-        message = SendMessage("P", Message("T", b"x"), 0, 1, ("127.0.0.1", 10911))
+        message = protocol.SendMessage("P", Message("T", b"x"), 0, 1, ("127.0.0.1", 10911))
         sends = LoopSends(asyncio.get_running_loop())
         await asyncio.wait_for(sends.begin(cast("Endpoint", Passing()), message, 1), 60)
 

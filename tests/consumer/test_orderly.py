@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 
+from librmq import protocol
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.errors import BrokerError
 from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
-from librmq.protocol import (
-    ConsumeFrom,
-    LockQueues,
-    MessageModel,
-    PullMessage,
-    QueryOffset,
-    Request,
-    ResponseCode,
-    SendMessage,
-    UnlockQueues,
-    Unregister,
-)
 from librmq.testing import Kit
 from tests.consumer.parties import (
     Noted,
@@ -47,7 +36,7 @@ def ordered(rmq: Kit, listener: Any = lambda message: None, **settings: Any) -> 
 
 
 def unlocked(seam: Seam) -> set[MessageQueue]:
-    return {queue for request in seam.asked if isinstance(request, UnlockQueues) for queue in request.queues}
+    return {queue for request in seam.asked if isinstance(request, protocol.UnlockQueues) for queue in request.queues}
 
 
 def test_a_new_queue_is_consumed_in_order_without_a_wait(one_queue: Kit) -> None:
@@ -60,7 +49,7 @@ def test_a_new_queue_is_consumed_in_order_without_a_wait(one_queue: Kit) -> None
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) -> None:
     """The next broker knows no locks, so that another client can have the queue. RocketMQ's trust theirs for 30 s."""
-    rmq, other = one_queue, LockQueues("g", "other", frozenset((T0,)))
+    rmq, other = one_queue, protocol.LockQueues("g", "other", frozenset((T0,)))
     listener = Noted(rmq, {"a": 5})
     ordered(rmq, listener)
     send(rmq, "a", "b")
@@ -75,7 +64,7 @@ def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) 
     assert rmq.broker.call(other) == {T0}
     rmq.advance(seconds=15)
     assert len(bodies(rmq)) == attempts
-    rmq.broker.call(UnlockQueues("g", "other", other.queues))
+    rmq.broker.call(protocol.UnlockQueues("g", "other", other.queues))
     rmq.advance(seconds=40)
     assert bodies(rmq) == [*"aaaaaa", "b"]
 
@@ -83,11 +72,11 @@ def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) 
 def test_a_new_group_keeps_what_it_holds_while_its_broker_is_away(one_queue: Kit) -> None:
     """A broker knows no progress of a new group where the first messages of a queue were deleted."""
     rmq, seam = one_queue, seam_of(one_queue)
-    seam.answers[QueryOffset] = None
+    seam.answers[protocol.QueryOffset] = None
     ordered(rmq, Noted(rmq, {"a": 5}), route=seam)
     send(rmq, "a", "b")
     rmq.advance(seconds=1)
-    seam.cut(PullMessage)
+    seam.cut(protocol.PullMessage)
     send(rmq, "c")
     rmq.advance(seconds=1)
     seam.cut()
@@ -103,7 +92,7 @@ def test_attempts_count_on_after_the_broker_was_away(one_queue: Kit) -> None:
     for body, tags in (("left out", "other"), ("a", "wanted")):
         producer.send("t", body, tags=tags)
     rmq.advance(seconds=1)
-    seam.cut(PullMessage)
+    seam.cut(protocol.PullMessage)
     producer.send("t", "b", tags="wanted")
     rmq.advance(seconds=1)
     seam.cut()
@@ -114,14 +103,14 @@ def test_attempts_count_on_after_the_broker_was_away(one_queue: Kit) -> None:
 def test_a_refused_pull_is_repeated_after_a_pause(one_queue: Kit) -> None:
     """The consumer asks for its lock again after each, since the broker can be another."""
     seam = seam_of(one_queue)
-    seam.answers[QueryOffset] = None
+    seam.answers[protocol.QueryOffset] = None
     ordered(one_queue, route=seam)
-    refusal = BrokerError(ResponseCode.NO_PERMISSION, "not readable")
-    seam.fail = lambda request: refusal if isinstance(request, PullMessage) else None
+    refusal = BrokerError(protocol.ResponseCode.NO_PERMISSION, "not readable")
+    seam.fail = lambda request: refusal if isinstance(request, protocol.PullMessage) else None
     send(one_queue, "a")
     seam.asked.clear()
     one_queue.advance(seconds=9)
-    pulls = [request for request in seam.asked if isinstance(request, PullMessage) and request.topic == "t"]
+    pulls = [request for request in seam.asked if isinstance(request, protocol.PullMessage) and request.topic == "t"]
     assert len(pulls) == 4
     seam.cut()
     one_queue.advance(seconds=3)
@@ -187,7 +176,7 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit, capl
     one_queue.advance(seconds=3)
     assert bodies(one_queue) == ["bad", "bad", "bad", "good"]
     assert last == ["bad"]
-    sent = next(request for request in seam.asked if isinstance(request, SendMessage))
+    sent = next(request for request in seam.asked if isinstance(request, protocol.SendMessage))
     properties = sent.message.properties
     assert (sent.group, sent.message.topic, sent.reconsume_times, sent.max_reconsume_times) == (
         "CLIENT_INNER_PRODUCER",
@@ -229,7 +218,7 @@ def test_dead_letter_ends_an_orderly_message_immediately(one_queue: Kit, caplog:
 
 def test_an_unsent_dead_letter_keeps_the_queue_waiting(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
-    seam.cut(SendMessage)
+    seam.cut(protocol.SendMessage)
     ordered(one_queue, Noted(one_queue, {"bad": 3}), max_reconsume_times=0, route=seam)
     send(one_queue, "bad", "good")
     one_queue.advance(seconds=10)
@@ -338,12 +327,12 @@ def test_an_idle_lock_is_renewed_when_it_is_needed(one_queue: Kit) -> None:
     one_queue.advance(seconds=4)
     del seam.asked[:]
     one_queue.advance(hours=1)  # no work: the lock is now too old to be trusted
-    assert [request for request in seam.asked if isinstance(request, LockQueues)] == []
+    assert [request for request in seam.asked if isinstance(request, protocol.LockQueues)] == []
     listener.since()
     send(one_queue, "a")
     one_queue.run_until_idle()
     one_queue.advance(seconds=100)
-    seam.cut(LockQueues)
+    seam.cut(protocol.LockQueues)
     listener.since()
     send(one_queue, "b")
     one_queue.advance(seconds=10)
@@ -359,7 +348,7 @@ def test_after_a_lost_lock_a_client_continues_behind_others(one_queue: Kit) -> N
     first = ordered(one_queue, route=seam)
     send(one_queue, "1")
     one_queue.run_until_idle()
-    seam.cut(Request)
+    seam.cut(protocol.Request)
     one_queue.lose(seam.inner)
     second = subscribed(one_queue, orderly=True)
     one_queue.advance(seconds=100)
@@ -382,8 +371,8 @@ def test_broadcasting_in_order_needs_no_lock(one_queue: Kit) -> None:
         one_queue,
         Noted(one_queue, {"1": 2}),
         orderly=True,
-        model=MessageModel.BROADCASTING,
-        consume_from=ConsumeFrom.FIRST,
+        model=protocol.MessageModel.BROADCASTING,
+        consume_from=protocol.ConsumeFrom.FIRST,
         max_reconsume_times=1,
         files=one_queue.files,
         offsets_folder="/offsets",
@@ -392,7 +381,7 @@ def test_broadcasting_in_order_needs_no_lock(one_queue: Kit) -> None:
     send(one_queue, "1", "2")
     one_queue.advance(seconds=10)
     assert bodies(one_queue) == ["1", "1", "2"]
-    assert not [request for request in seam.asked if isinstance(request, LockQueues)]
+    assert not [request for request in seam.asked if isinstance(request, protocol.LockQueues)]
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -400,9 +389,9 @@ def test_shutdown_releases_the_locks(one_queue: Kit, is_cut: bool, caplog: pytes
     seam = seam_of(one_queue)
     consumer = ordered(one_queue, route=seam)
     if is_cut:
-        seam.cut(UnlockQueues, Unregister)
+        seam.cut(protocol.UnlockQueues, protocol.Unregister)
     assert consumer.shutdown()
-    assert one_queue.broker.call(LockQueues("g", "other", frozenset((T0,)))) == (set() if is_cut else {T0})
+    assert one_queue.broker.call(protocol.LockQueues("g", "other", frozenset((T0,)))) == (set() if is_cut else {T0})
     failure = "g@g: could not release locks at broker-a, where they end within a minute: no answer"
     assert (failure in caplog.text) == is_cut
     assert ("broker-a refused Unregister: no answer" in caplog.text) == is_cut

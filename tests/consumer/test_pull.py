@@ -8,21 +8,12 @@ from typing import Any
 
 import pytest
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.consumer import PullConsumer
 from librmq.errors import ClientStateError, NoRouteError
 from librmq.message.message import MessageQueue
-from librmq.protocol import (
-    ConsumeFrom,
-    ConsumerIds,
-    PullMessage,
-    PullResponse,
-    PullStatus,
-    Request,
-    ResetGroup,
-    UpdateOffset,
-)
 from librmq.testing import Kit
 from tests.consumer.parties import Seam, seam_of, send
 from tests.interrupting import at_each_call
@@ -122,10 +113,10 @@ class CountedLock:
 class PassesOver(Seam):
     """Answers pulls like a broker that checks three messages at a time and finds no match."""
 
-    def call(self, request: Request[Any], /) -> Any:
-        if isinstance(request, PullMessage) and request.queue_offset < 9:
+    def call(self, request: protocol.Request[Any], /) -> Any:
+        if isinstance(request, protocol.PullMessage) and request.queue_offset < 9:
             self.fail(request)
-            return PullResponse(PullStatus.NO_MATCHED_MESSAGE, request.queue_offset + 3, 0, 10)
+            return protocol.PullResponse(protocol.PullStatus.NO_MATCHED_MESSAGE, request.queue_offset + 3, 0, 10)
         return super().call(request)
 
 
@@ -139,8 +130,8 @@ def test_a_poll_that_passes_over_messages_yields_the_lock(filled: Kit, monkeypat
     monkeypatch.setattr(filled.runner, "lock", lock)
     asked: list[tuple[int, int, int]] = []
 
-    def note(request: Request[Any]) -> None:
-        if isinstance(request, PullMessage):
+    def note(request: protocol.Request[Any]) -> None:
+        if isinstance(request, protocol.PullMessage):
             asked.append((lock.times, request.queue_id, request.queue_offset))
 
     seam.fail = note
@@ -315,7 +306,7 @@ def test_misuse(filled: Kit) -> None:
 
 @pytest.mark.parametrize("chosen", [{"tags": "b"}, {"sql": "TAGS = 'b'"}])
 def test_assigned_queues_are_read_by_a_filter(filled: Kit, chosen: dict[str, Any]) -> None:
-    consumer = reader(filled, consume_from=ConsumeFrom.FIRST)
+    consumer = reader(filled, consume_from=protocol.ConsumeFrom.FIRST)
     consumer.assign(QUEUES[1:2], **chosen)
     with consumer:
         assert [(message.tags, message.queue.queue_id) for message in consumer] == [("b", 1)] * 5
@@ -341,7 +332,7 @@ def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
     consumer.assign([MessageQueue("t", "elsewhere", 0)])
     with pytest.raises(NoRouteError, match="elsewhere"):
         consumer.start()
-    assert filled.broker.call(ConsumerIds("g")) == ()
+    assert filled.broker.call(protocol.ConsumerIds("g")) == ()
     assert consumer.assignment == ()
     filled.advance(seconds=60)
     again = reader(filled)  # has the same name
@@ -349,7 +340,7 @@ def test_a_queue_of_an_unknown_broker(filled: Kit) -> None:
     again.start()
     with pytest.raises(ClientStateError, match="start only once"):
         again.start()
-    assert filled.broker.call(ConsumerIds("g")) == (again.client.client_id,)
+    assert filled.broker.call(protocol.ConsumerIds("g")) == (again.client.client_id,)
 
 
 def test_faults(filled: Kit) -> None:
@@ -357,7 +348,7 @@ def test_faults(filled: Kit) -> None:
     consumer = PullConsumer(seam, "g")
     consumer.assign(QUEUES[:1])
     consumer.start()
-    seam.cut(PullMessage, UpdateOffset)
+    seam.cut(protocol.PullMessage, protocol.UpdateOffset)
     assert consumer.poll() == []
     with pytest.raises(ClientStateError, match="not stored"):
         consumer.commit({QUEUES[0]: 3})
@@ -366,7 +357,7 @@ def test_faults(filled: Kit) -> None:
 
 
 def test_a_position_that_the_queue_does_not_have(filled: Kit) -> None:
-    filled.broker.call(UpdateOffset("g", "t", 0, 99))
+    filled.broker.call(protocol.UpdateOffset("g", "t", 0, 99))
     consumer = reading(filled, 1)
     assert polled(consumer) == []
     send(filled, "x", queue=0)
@@ -375,7 +366,7 @@ def test_a_position_that_the_queue_does_not_have(filled: Kit) -> None:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_corrected_position_is_stored(filled: Kit, moves: bool) -> None:
-    filled.broker.call(UpdateOffset("g", "t", 0, 99))
+    filled.broker.call(protocol.UpdateOffset("g", "t", 0, 99))
     consumer = subscribed(filled)
     assert len(polled(consumer)) == 20
     send(filled, "x", queue=0)
@@ -407,10 +398,10 @@ def test_a_position_set_back_is_stored_when_its_queue_moves(filled: Kit, saves: 
 
 
 def test_reset_of_a_running_group(filled: Kit) -> None:
-    consumer = subscribed(filled, consume_from=ConsumeFrom.FIRST)
+    consumer = subscribed(filled, consume_from=protocol.ConsumeFrom.FIRST)
     assert len(polled(consumer)) == 30
     filled.advance(seconds=20)
-    filled.broker.call(ResetGroup("g", "t", 0))
+    filled.broker.call(protocol.ResetGroup("g", "t", 0))
     assert len(polled(consumer)) == 30
 
 

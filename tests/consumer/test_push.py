@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.client.client import Client
 from librmq.client.producer import Producer
@@ -28,21 +29,6 @@ from librmq.errors import (
 from librmq.listener import DeadLetter, DownstreamDown, ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
-from librmq.protocol import (
-    ConsumeFrom,
-    ConsumerIds,
-    MaxOffset,
-    PullMessage,
-    PullResponse,
-    PullStatus,
-    QueryOffset,
-    Request,
-    ResetGroup,
-    ResponseCode,
-    SendBack,
-    SetGroup,
-    UpdateOffset,
-)
 from librmq.testing import Kit, Process, explore
 from tests.consumer.parties import (
     Noted,
@@ -201,12 +187,12 @@ def test_retries_then_dead_letter(rmq: Kit) -> None:
 
 def test_a_group_without_retry_queues_can_get_some(rmq: Kit) -> None:
     rmq.expect("lost")  # the first message
-    rmq.broker.call(SetGroup("g", {"retryQueueNums": 0}))
+    rmq.broker.call(protocol.SetGroup("g", {"retryQueueNums": 0}))
     subscribed(rmq, Noted(rmq, {"a": 1, "b": 1}))
     send(rmq, "a")
     rmq.advance(minutes=1)
     assert bodies(rmq) == ["a"]
-    rmq.broker.call(SetGroup("g", {"retryQueueNums": 1}))
+    rmq.broker.call(protocol.SetGroup("g", {"retryQueueNums": 1}))
     send(rmq, "b")
     rmq.advance(minutes=1)
     assert bodies(rmq) == ["a", "b", "b"]
@@ -254,7 +240,7 @@ def test_own_maximum_and_hook_before_the_last_attempt(one_queue: Kit) -> None:
 
 def test_a_failed_send_back_is_retried_after_5_seconds(one_queue: Kit) -> None:
     seam, listener = seam_of(one_queue), Noted(one_queue, {"a": 2, "b": 2})
-    seam.cut(SendBack)
+    seam.cut(protocol.SendBack)
     consumer = subscribed(one_queue, listener, route=seam)
     send(one_queue, "a")
     one_queue.advance(seconds=4)
@@ -365,7 +351,7 @@ def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None
     subscribed(one_queue, route=seam)
     send(one_queue, "a")
     one_queue.advance(ms=9_999)
-    assert not [request for request in seam.asked if isinstance(request, UpdateOffset)]
+    assert not [request for request in seam.asked if isinstance(request, protocol.UpdateOffset)]
     one_queue.advance(ms=1)
     assert stored(one_queue) == 1
     del seam.asked[:]
@@ -376,7 +362,7 @@ def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None
     assert stored(one_queue) == 1
     one_queue.advance(ms=1)
     assert stored(one_queue) == 2
-    seam.cut(UpdateOffset)
+    seam.cut(protocol.UpdateOffset)
     send(one_queue, "c")
     one_queue.advance(seconds=14)
     assert stored(one_queue) == 2
@@ -399,7 +385,7 @@ def test_shutdown_saves_and_leaves(one_queue: Kit) -> None:
     one_queue.run_until_idle()
     assert consumer.shutdown()
     assert stored(one_queue) == 1
-    assert one_queue.broker.call(ConsumerIds("g")) == ()
+    assert one_queue.broker.call(protocol.ConsumerIds("g")) == ()
     assert consumer.shutdown()
     send(one_queue, "b")
     one_queue.advance(minutes=1)
@@ -409,8 +395,8 @@ def test_shutdown_saves_and_leaves(one_queue: Kit) -> None:
     assert bodies(one_queue, "g-2") == ["b"]
 
 
-@pytest.mark.parametrize("begin", list(ConsumeFrom))
-def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: ConsumeFrom) -> None:
+@pytest.mark.parametrize("begin", list(protocol.ConsumeFrom))
+def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: protocol.ConsumeFrom) -> None:
     """A new group reads a queue whose first message is in memory."""
     send(one_queue, "a", "b")
     one_queue.advance(minutes=1)
@@ -421,17 +407,18 @@ def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: Cons
 
 
 @pytest.mark.parametrize(
-    ("begin", "expected"), [(ConsumeFrom.FIRST, "abc"), (ConsumeFrom.LAST, ""), (ConsumeFrom.TIMESTAMP, "bc")]
+    ("begin", "expected"),
+    [(protocol.ConsumeFrom.FIRST, "abc"), (protocol.ConsumeFrom.LAST, ""), (protocol.ConsumeFrom.TIMESTAMP, "bc")],
 )
 def test_the_setting_decides_without_stored_progress(
-    one_queue: Kit, caplog: pytest.LogCaptureFixture, begin: ConsumeFrom, expected: str
+    one_queue: Kit, caplog: pytest.LogCaptureFixture, begin: protocol.ConsumeFrom, expected: str
 ) -> None:
     for body in "abc":
         time_ms = one_queue.clock.now_ms()
         send(one_queue, body)
         one_queue.advance(minutes=1)
     seam = seam_of(one_queue)
-    seam.answers[QueryOffset] = None
+    seam.answers[protocol.QueryOffset] = None
     subscribed(one_queue, route=seam, consume_from=begin, consume_from_timestamp_ms=time_ms - 60_000)
     one_queue.advance(seconds=10)
     assert bodies(one_queue) == list(expected)
@@ -443,8 +430,8 @@ def test_the_setting_decides_without_stored_progress(
 
 
 def test_progress_is_saved_while_pulls_are_refused(one_queue: Kit) -> None:
-    seam, refusal = seam_of(one_queue), BrokerError(ResponseCode.NO_PERMISSION, "t can't be read")
-    seam.fail = lambda request: refusal if isinstance(request, PullMessage) and request.queue_offset else None
+    seam, refusal = seam_of(one_queue), BrokerError(protocol.ResponseCode.NO_PERMISSION, "t can't be read")
+    seam.fail = lambda request: refusal if isinstance(request, protocol.PullMessage) and request.queue_offset else None
     subscribed(one_queue, route=seam)
     one_queue.advance(ms=500)
     send(one_queue, "a")
@@ -458,7 +445,7 @@ def test_progress_is_saved_while_pulls_are_refused(one_queue: Kit) -> None:
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
     """The offset that the broker names is stored at once, and the queue is taken again there."""
     send(one_queue, "a", "b")
-    one_queue.broker.call(UpdateOffset("g", "t", 0, 99))
+    one_queue.broker.call(protocol.UpdateOffset("g", "t", 0, 99))
     consumer = subscribed(one_queue)
     one_queue.advance(ms=500)
     assert stored(one_queue) == 2
@@ -470,10 +457,10 @@ def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> 
 
 def test_an_offset_that_is_never_right_is_corrected_at_once_only_once(one_queue: Kit) -> None:
     seam, pulled_ms = seam_of(one_queue), list[int]()
-    seam.answers[PullMessage] = PullResponse(PullStatus.OFFSET_ILLEGAL, 5, 0, 5)
+    seam.answers[protocol.PullMessage] = protocol.PullResponse(protocol.PullStatus.OFFSET_ILLEGAL, 5, 0, 5)
 
-    def note(request: Request[Any]) -> None:
-        if isinstance(request, PullMessage) and request.topic == "t":
+    def note(request: protocol.Request[Any]) -> None:
+        if isinstance(request, protocol.PullMessage) and request.topic == "t":
             pulled_ms.append(one_queue.clock.now_ms())
 
     seam.fail = note
@@ -492,12 +479,12 @@ def test_reset_of_a_running_group(one_queue: Kit) -> None:
     subscribed(one_queue)
     one_queue.advance(seconds=30)
     assert bodies(one_queue) == ["a", "b", "c"]
-    one_queue.broker.call(ResetGroup("g", "t", time_ms))
+    one_queue.broker.call(protocol.ResetGroup("g", "t", time_ms))
     one_queue.advance(seconds=9)
     assert bodies(one_queue)[3:] == []
     one_queue.advance(seconds=2)
     assert bodies(one_queue)[3:] == ["b", "c"]
-    one_queue.broker.call(ResetGroup("g", "t", -1))
+    one_queue.broker.call(protocol.ResetGroup("g", "t", -1))
     one_queue.advance(seconds=30)
     send(one_queue, "d")
     one_queue.run_until_idle()
@@ -514,7 +501,7 @@ def test_a_failing_shutdown_still_leaves_the_group(one_queue: Kit, monkeypatch: 
     monkeypatch.setattr(consumer.locks, "release_all", oops)
     with pytest.raises(RuntimeError, match="oops"):
         consumer.shutdown()
-    assert one_queue.broker.call(ConsumerIds("g")) == ()
+    assert one_queue.broker.call(protocol.ConsumerIds("g")) == ()
     assert not consumer.assigned
 
 
@@ -554,7 +541,7 @@ def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: Kit) -> None:
 
 
 def test_a_topic_that_is_created_later_is_noticed(rmq: Kit) -> None:
-    subscribed(rmq, topic="later", consume_from=ConsumeFrom.FIRST)
+    subscribed(rmq, topic="later", consume_from=protocol.ConsumeFrom.FIRST)
     rmq.advance(seconds=100)
     send(rmq, "a", topic="later")
     rmq.run_until_idle()
@@ -576,11 +563,11 @@ def test_topics_and_queues_may_be_added_while_it_runs(one_queue: Kit) -> None:
 
 def test_open_questions_are_repeated_every_20_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
-    seam.cut(ConsumerIds)
+    seam.cut(protocol.ConsumerIds)
     consumer = subscribed(one_queue, route=seam)
     one_queue.advance(seconds=19)
     assert assigned(consumer) == []
-    seam.cut(QueryOffset)
+    seam.cut(protocol.QueryOffset)
     one_queue.advance(seconds=20)
     assert assigned(consumer) == []
     seam.cut()
@@ -666,7 +653,7 @@ def test_pulling_stops_while_offsets_span_too_much(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
 
     def note(request: Any) -> None:
-        if isinstance(request, PullMessage) and request.topic == "t":
+        if isinstance(request, protocol.PullMessage) and request.topic == "t":
             spans.append(consumer.assigned[T0].messages.span)
 
     seam.fail = note
@@ -885,7 +872,7 @@ def test_nothing_is_due_while_nothing_happens(four_queues: Kit) -> None:
 async def test_coroutines_run_on_the_loop_of_the_start() -> None:
     loops = []
     with Broker.temporary() as broker:
-        consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST)
+        consumer = PushConsumer(broker, "g", consume_from=protocol.ConsumeFrom.FIRST)
         arrived = asyncio.Event()
 
         @consumer.subscribe("t")
@@ -975,7 +962,7 @@ def test_a_shutdown_ends_beside_a_stuck_listener(interrupted: bool, monkeypatch:
         else:
             assert consumer.shutdown(timeout=0.01) is False
         assert broker.consumer_offset("g", "t", 0) == 1  # the second message is delivered again
-        assert broker.call(ConsumerIds("g")) == ()
+        assert broker.call(protocol.ConsumerIds("g")) == ()
         release.set()
 
 
@@ -1023,7 +1010,7 @@ def test_the_lag_at_a_broker_that_is_away_is_unknown(one_queue: Kit) -> None:
             seam.runner.lock.release()
 
     def note(request: object) -> None:
-        if isinstance(request, MaxOffset):
+        if isinstance(request, protocol.MaxOffset):
             other = threading.Thread(target=try_lock)
             other.start()
             other.join()
@@ -1033,7 +1020,7 @@ def test_the_lag_at_a_broker_that_is_away_is_unknown(one_queue: Kit) -> None:
     seam.fail = note
     assert metrics.snapshot()["lag"]["t", "g"] == 0
     assert set(held) == {False}
-    seam.cut(MaxOffset)
+    seam.cut(protocol.MaxOffset)
     values = metrics.snapshot()
     assert "lag" not in values
     assert values["waiting_messages"]["t", "g"] == 0
@@ -1061,7 +1048,7 @@ def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.Log
     seam = seam_of(four_queues)
     subscribed(four_queues, route=seam)
     four_queues.advance(seconds=1)
-    seam.cut(PullMessage, UpdateOffset, ConsumerIds)
+    seam.cut(protocol.PullMessage, protocol.UpdateOffset, protocol.ConsumerIds)
     send(four_queues, *"abcd")
     with caplog.at_level(logging.INFO, "librmq.consumer"):
         four_queues.advance(minutes=1)
@@ -1077,7 +1064,7 @@ def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.Log
 
 def test_a_pull_that_fails_is_retried_after_3_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
-    seam.cut(PullMessage)
+    seam.cut(protocol.PullMessage)
     subscribed(one_queue, route=seam)
     send(one_queue, "a")
     one_queue.advance(ms=2_900)
@@ -1102,7 +1089,7 @@ def test_a_forgotten_client_notices_it(one_queue: Kit, has_another: bool) -> Non
     send(one_queue, "later")
     one_queue.run_until_idle()
     assert bodies(one_queue)[-1] == "later"
-    ids: tuple[str, ...] = one_queue.broker.call(ConsumerIds("g"))
+    ids: tuple[str, ...] = one_queue.broker.call(protocol.ConsumerIds("g"))
     assert consumer.client.client_id in ids
 
 
@@ -1113,7 +1100,7 @@ def test_joining_members_do_not_disturb_pulls(one_queue: Kit) -> None:
     del seam.asked[:]
     subscribed(one_queue)
     one_queue.run_until_idle()
-    assert not [request for request in seam.asked if isinstance(request, PullMessage)]
+    assert not [request for request in seam.asked if isinstance(request, protocol.PullMessage)]
 
 
 def test_a_failing_strategy_moves_no_queue(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
@@ -1143,7 +1130,7 @@ def test_a_lost_pull_is_repeated_after_120_seconds(one_queue: Kit) -> None:
     consumer = subscribed(one_queue, route=seam)
     one_queue.advance(seconds=30)
     before = consumer.assigned[T0]
-    seam.fail = lambda request: RuntimeError("oops") if isinstance(request, PullMessage) else None
+    seam.fail = lambda request: RuntimeError("oops") if isinstance(request, protocol.PullMessage) else None
     send(one_queue, "a")
     with pytest.raises(RuntimeError, match="oops"):
         one_queue.run_until_idle()

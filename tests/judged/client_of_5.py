@@ -6,38 +6,29 @@ import sys
 import time
 from typing import Any
 
-from rocketmq import (
-    ClientConfiguration,
-    Credentials,
-    FilterExpression,
-    Message,
-    Producer,
-    SimpleConsumer,
-    TransactionChecker,
-    TransactionResolution,
-)
+import rocketmq
 from rocketmq.v5.exception import IllegalArgumentException
 
 
-class Commits(TransactionChecker):  # type: ignore[misc]
+class Commits(rocketmq.TransactionChecker):  # type: ignore[misc]
     def check(self, message: Any) -> Any:
-        return TransactionResolution.COMMIT
+        return rocketmq.TransactionResolution.COMMIT
 
 
 class Stand:
     """A producer and a consumer of one topic."""
 
     def __init__(self, address: str, topic: str, tag: str) -> None:
-        configuration = ClientConfiguration(address, Credentials())
+        configuration = rocketmq.ClientConfiguration(address, rocketmq.Credentials())
         self._topic = topic
-        self.producer = Producer(configuration, (topic,), checker=Commits())
+        self.producer = rocketmq.Producer(configuration, (topic,), checker=Commits())
         self.producer.startup()
-        self.consumer = SimpleConsumer(configuration, f"{topic}-readers", await_duration=5)
+        self.consumer = rocketmq.SimpleConsumer(configuration, f"{topic}-readers", await_duration=5)
         self.consumer.startup()
-        self.consumer.subscribe(topic, FilterExpression(tag))
+        self.consumer.subscribe(topic, rocketmq.FilterExpression(tag))
 
     def send(self, body: str, *transaction: Any, **fields: Any) -> None:
-        message = Message()
+        message = rocketmq.Message()
         message.topic, message.body = self._topic, body.encode()
         for name, value in fields.items():
             setattr(message, name, value)

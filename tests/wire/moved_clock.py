@@ -5,19 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rocketmq import (
-    ClientConfiguration,
-    ConsumeResult,
-    Credentials,
-    FilterExpression,
-    Message,
-    MessageListener,
-    Producer,
-    PushConsumer,
-    SimpleConsumer,
-    TransactionChecker,
-    TransactionResolution,
-)
+import rocketmq
 
 from librmq import BrokerConfig, TimerConfig
 from librmq.clock import SystemClock
@@ -34,29 +22,29 @@ def seconds() -> float:
     return (kit.clock.now_ms() - begin_ms) / 1000
 
 
-class Commits(TransactionChecker):  # type: ignore[misc]
+class Commits(rocketmq.TransactionChecker):  # type: ignore[misc]
     def check(self, message: Any) -> Any:
         checks.append(seconds())
-        return TransactionResolution.COMMIT
+        return rocketmq.TransactionResolution.COMMIT
 
 
-class Fails(MessageListener):  # type: ignore[misc]
+class Fails(rocketmq.MessageListener):  # type: ignore[misc]
     def consume(self, message: Any) -> Any:
         attempts.append((seconds(), message.delivery_attempt))
-        return ConsumeResult.FAILURE
+        return rocketmq.ConsumeResult.FAILURE
 
 
 def message(topic: str) -> Any:
-    made = Message()
+    made = rocketmq.Message()
     made.topic, made.body = topic, b"x"
     return made
 
 
 with kit, ServedKit(kit) as served:
-    configuration = ClientConfiguration(served.address, Credentials())
-    producer = Producer(configuration, ("t", "tx"), checker=Commits())
+    configuration = rocketmq.ClientConfiguration(served.address, rocketmq.Credentials())
+    producer = rocketmq.Producer(configuration, ("t", "tx"), checker=Commits())
     producer.startup()
-    pusher = PushConsumer(configuration, "g", Fails(), {"t": FilterExpression()})
+    pusher = rocketmq.PushConsumer(configuration, "g", Fails(), {"t": rocketmq.FilterExpression()})
     pusher.startup()
     served.settle()
     producer.send(message("t"))
@@ -89,9 +77,9 @@ def one_message() -> float:
     begin = clock.monotonic()
     small = Kit(now_ms=clock.now_ms(), broker_config=BrokerConfig(timers=TimerConfig()))
     with small, ServedKit(small) as served:
-        configuration = ClientConfiguration(served.address, Credentials())
-        sender = Producer(configuration, ("t",))
-        receiver = SimpleConsumer(configuration, "g", {"t": FilterExpression()}, 5)
+        configuration = rocketmq.ClientConfiguration(served.address, rocketmq.Credentials())
+        sender = rocketmq.Producer(configuration, ("t",))
+        receiver = rocketmq.SimpleConsumer(configuration, "g", {"t": rocketmq.FilterExpression()}, 5)
         sender.startup()
         receiver.startup()
         sender.send(message("t"))

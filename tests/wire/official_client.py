@@ -10,27 +10,15 @@ import threading
 import time
 from typing import Any
 
-from rocketmq import (
-    ClientConfiguration,
-    ConsumeResult,
-    Credentials,
-    FilterExpression,
-    Message,
-    MessageListener,
-    Producer,
-    PushConsumer,
-    SimpleConsumer,
-    TransactionChecker,
-    TransactionResolution,
-)
+import rocketmq
 
 
-class Commits(TransactionChecker):  # type: ignore[misc]
+class Commits(rocketmq.TransactionChecker):  # type: ignore[misc]
     def check(self, message: Any) -> Any:
-        return TransactionResolution.COMMIT
+        return rocketmq.TransactionResolution.COMMIT
 
 
-class Listens(MessageListener):  # type: ignore[misc]
+class Listens(rocketmq.MessageListener):  # type: ignore[misc]
     """Fails "bad" always, and bodies that end in a question mark at the first attempt."""
 
     def __init__(self, count: int) -> None:
@@ -45,11 +33,11 @@ class Listens(MessageListener):  # type: ignore[misc]
         if len(self.seen) == self._count:
             self.done.set()
         fails = body == "bad" or (body.endswith("?") and is_first)
-        return ConsumeResult.FAILURE if fails else ConsumeResult.SUCCESS
+        return rocketmq.ConsumeResult.FAILURE if fails else rocketmq.ConsumeResult.SUCCESS
 
 
 def message(topic: str, body: bytes, **fields: Any) -> Any:
-    made = Message()
+    made = rocketmq.Message()
     made.topic, made.body = topic, body
     for name, value in fields.items():
         setattr(made, name, value)
@@ -70,14 +58,14 @@ def received(consumer: Any, count: int) -> list[Any]:
 
 
 def main(address: str, *words: str) -> None:
-    configuration = ClientConfiguration(address, Credentials())
+    configuration = rocketmq.ClientConfiguration(address, rocketmq.Credentials())
     tls = {"tls_enable": True} if words else {}
-    producer = Producer(configuration, ("orders", "transfers", "jobs", "steps"), checker=Commits(), **tls)
+    producer = rocketmq.Producer(configuration, ("orders", "transfers", "jobs", "steps"), checker=Commits(), **tls)
     producer.startup()
     listener, in_order = Listens(4), Listens(6)
     pushers = [
-        PushConsumer(configuration, "workers", listener, {"jobs": FilterExpression()}, **tls),
-        PushConsumer(configuration, "in-order", in_order, {"steps": FilterExpression()}, **tls),
+        rocketmq.PushConsumer(configuration, "workers", listener, {"jobs": rocketmq.FilterExpression()}, **tls),
+        rocketmq.PushConsumer(configuration, "in-order", in_order, {"steps": rocketmq.FilterExpression()}, **tls),
     ]
     for pusher in pushers:
         pusher.startup()
@@ -85,14 +73,14 @@ def main(address: str, *words: str) -> None:
         producer.send(message("jobs", body))
     for body in (b"1", b"2?", b"bad", b"3"):
         producer.send(message("steps", body, message_group="one"))
-    consumer = SimpleConsumer(configuration, "readers", await_duration=5, **tls)
+    consumer = rocketmq.SimpleConsumer(configuration, "readers", await_duration=5, **tls)
     consumer.startup()
 
     for number in range(50):
         sent = message("orders", str(number).encode(), tag="odd" if number % 2 else "even", keys=f"k{number}")
         sent.add_property("number", str(number))
         producer.send(sent)
-    consumer.subscribe("orders", FilterExpression("odd"))
+    consumer.subscribe("orders", rocketmq.FilterExpression("odd"))
     found = received(consumer, 25)
     assert sorted(int(one.body) for one in found) == list(range(1, 50, 2))
     if found[0].properties:  # clients before 5.1 drop these
@@ -109,7 +97,7 @@ def main(address: str, *words: str) -> None:
     assert [one.body for one in received(consumer, 1)] == [b"later"]
 
     consumer.unsubscribe("orders")
-    consumer.subscribe("transfers", FilterExpression())
+    consumer.subscribe("transfers", rocketmq.FilterExpression())
     for body, ends in ((b"committed", "commit"), (b"rolled back", "rollback"), (b"orphan", None)):
         transaction = producer.begin_transaction()
         producer.send(message("transfers", body), transaction)

@@ -7,22 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from librmq import Broker, Message, StoreConfig
+from librmq import Broker, Message, StoreConfig, protocol
 from librmq.errors import BrokerError
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
-from librmq.protocol import (
-    MaxOffset,
-    PullMessage,
-    QueryOffset,
-    QueueOffsetAt,
-    Receive,
-    Request,
-    ResetOffsets,
-    SendMessage,
-    Subscription,
-    UpdateOffset,
-)
 from librmq.wire.frame_links import FrameLinks
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.remoting import RemotingServer
@@ -33,13 +21,13 @@ from tests.wire.remoting_client import RawClient
 from tests.wire.stub import Stub
 
 SYNC = StoreConfig.tiny(durability="sync")
-B = Subscription("t", "b")
+B = protocol.Subscription("t", "b")
 WAIT_S = 60.0
 
 
 def put(broker: Broker, body: bytes, tags: str = "a") -> None:
     """Store a message whose sender does not wait, so that no one has to flush it."""
-    broker.call(SendMessage("p", Message("t", body, tags=tags, wait_store_ok=False), 0, 5, HOST))
+    broker.call(protocol.SendMessage("p", Message("t", body, tags=tags, wait_store_ok=False), 0, 5, HOST))
 
 
 @contextmanager
@@ -48,7 +36,7 @@ def with_unflushed(files: Files | None = None) -> Iterator[Broker]:
     with opened(files, store=SYNC) as broker:
         broker.create_topic("t", 1)
         put(broker, b"first")
-        broker.call(UpdateOffset("g", "t", 0, 2))
+        broker.call(protocol.UpdateOffset("g", "t", 0, 2))
         broker.store.flush()
         put(broker, b"second")
         assert not is_flushed(broker)
@@ -60,8 +48,10 @@ def is_flushed(broker: Broker) -> bool:
     return broker.store.writer.durability.commit.flushed == broker.store.log.end
 
 
-def pull(queue_offset: int = 0, subscription: Subscription | None = None, number: int = 32) -> PullMessage:
-    return PullMessage("c", "g", "t", 0, queue_offset, number, subscription or Subscription("t"))
+def pull(
+    queue_offset: int = 0, subscription: protocol.Subscription | None = None, number: int = 32
+) -> protocol.PullMessage:
+    return protocol.PullMessage("c", "g", "t", 0, queue_offset, number, subscription or protocol.Subscription("t"))
 
 
 TELLING = [
@@ -69,16 +59,18 @@ TELLING = [
     pull(1),
     pull(0, B),  # nothing matches, and the next offset is behind the message
     pull(9),  # beyond the end: it goes on there
-    Receive("c", "h", "t", 32, 10_000, Subscription("t")),
-    MaxOffset("t", 0),
-    QueryOffset("g", "t", 0),
-    QueueOffsetAt("t", 0, 1 << 40),
+    protocol.Receive("c", "h", "t", 32, 10_000, protocol.Subscription("t")),
+    protocol.MaxOffset("t", 0),
+    protocol.QueryOffset("g", "t", 0),
+    protocol.QueueOffsetAt("t", 0, 1 << 40),
 ]
 
 
 @pytest.mark.parametrize("request_", TELLING, ids=lambda request: type(request).__name__)
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_only_a_connection_of_this_machine_is_answered_before(request_: Request[object], is_shared: bool) -> None:
+def test_only_a_connection_of_this_machine_is_answered_before(
+    request_: protocol.Request[object], is_shared: bool
+) -> None:
     with with_unflushed() as broker:
         links = FrameLinks(broker.runner, is_shared=is_shared)
         beat(broker, B)
@@ -87,8 +79,8 @@ def test_only_a_connection_of_this_machine_is_answered_before(request_: Request[
         links.close()
 
 
-@pytest.mark.parametrize("request_", [pull(2), pull(0, number=1), pull(0, Subscription("t", "a"), 1)])
-def test_an_answer_of_flushed_messages_does_not_wait(request_: PullMessage) -> None:
+@pytest.mark.parametrize("request_", [pull(2), pull(0, number=1), pull(0, protocol.Subscription("t", "a"), 1)])
+def test_an_answer_of_flushed_messages_does_not_wait(request_: protocol.PullMessage) -> None:
     with with_unflushed() as broker:
         broker.await_device(request_, broker.call(request_))
         assert not is_flushed(broker)
@@ -109,8 +101,8 @@ def test_a_failed_flush_is_the_answer() -> None:
 
 def test_a_reset_names_no_place_before() -> None:
     class Noting(Listening):
-        def call(self, request: Request[object], /) -> object:
-            if isinstance(request, ResetOffsets):
+        def call(self, request: protocol.Request[object], /) -> object:
+            if isinstance(request, protocol.ResetOffsets):
                 flushed.append(is_flushed(broker))
             return super().call(request)
 

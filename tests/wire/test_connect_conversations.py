@@ -17,24 +17,9 @@ from typing import Any, Final
 import pytest
 
 import librmq
-from librmq import BrokerError, MessageQueue, SendStatus
+from librmq import BrokerError, MessageQueue, SendStatus, protocol
 from librmq.errors import ClientError
 from librmq.java import json as java_json
-from librmq.protocol import (
-    CheckTransaction,
-    ConsumeDirectly,
-    ConsumeFrom,
-    ConsumerData,
-    ConsumerOffsets,
-    DirectlyConsumed,
-    DirectResult,
-    Heartbeat,
-    MessageModel,
-    PullStatus,
-    Request,
-    ResetOffsets,
-    ResponseCode,
-)
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remote._dialing import AccessKeys
 from librmq.wire.remoting._bodies import group_clients_body, heartbeat_of, messages_of
@@ -56,10 +41,10 @@ DIFFERENT_REQUESTS: Final = {
 """Fields that differ from those of the recorded requests, with the reason."""
 SIGNATURE: Final = {"AccessKey", "Signature", "SecurityToken"}
 PULLED: Final = {
-    0: PullStatus.FOUND,
-    19: PullStatus.NO_NEW_MESSAGE,
-    20: PullStatus.NO_MATCHED_MESSAGE,
-    21: PullStatus.OFFSET_ILLEGAL,
+    0: protocol.PullStatus.FOUND,
+    19: protocol.PullStatus.NO_NEW_MESSAGE,
+    20: protocol.PullStatus.NO_MATCHED_MESSAGE,
+    21: protocol.PullStatus.OFFSET_ILLEGAL,
 }
 SENT: Final = {
     0: SendStatus.SEND_OK,
@@ -68,7 +53,7 @@ SENT: Final = {
     12: SendStatus.FLUSH_SLAVE_TIMEOUT,
 }
 ONLINE: Final = group_clients_body(
-    ConsumerData("g", "push", MessageModel.CLUSTERING, ConsumeFrom.FIRST, {}),
+    protocol.ConsumerData("g", "push", protocol.MessageModel.CLUSTERING, protocol.ConsumeFrom.FIRST, {}),
     [{"clientId": "c", "clientAddr": "127.0.0.1:1", "language": "JAVA", "version": 401}],
 )
 BESIDES: Final[dict[str, dict[int, bytes]]] = {
@@ -423,7 +408,7 @@ def test_answers_to_tools(replay: Replay, route: RemoteRoute, monkeypatch: pytes
 
 def route_in(answer: Side) -> tuple[object, object]:
     """Return the brokers' addresses and the queues in the answer of a name server; none in one without a route."""
-    if answer.code == ResponseCode.TOPIC_NOT_EXIST:
+    if answer.code == protocol.ResponseCode.TOPIC_NOT_EXIST:
         return {}, []
     body = java_json.loads(answer.body)
     rows = body["brokerAddrTable"].values() if "brokerAddrTable" in body else body["brokerDatas"]
@@ -473,7 +458,7 @@ def test_heartbeats_are_written_alike(replay: Replay) -> None:
             named = heartbeat_of(one.request.body)
             groups = named.producer_groups, named.consumers, named.checking_groups
             with librmq.connect(replay.address) as route:
-                route.endpoint("fake").call(Heartbeat(named.client_id, Asked([]), *groups))
+                route.endpoint("fake").call(protocol.Heartbeat(named.client_id, Asked([]), *groups))
             frame = next(frame for frame in reversed(replay.asked) if frame.code == RequestCode.HEART_BEAT)
             assert java_json.loads(frame.body) == java_json.loads(one.request.body), (recording, one.at_ms)
             compared += 1
@@ -487,11 +472,11 @@ class Asked:
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers = answers
 
-    def call(self, request: Request[Any], /) -> Any:
+    def call(self, request: protocol.Request[Any], /) -> Any:
         self.requests.put(request)
-        if isinstance(request, ConsumeDirectly):
-            request.ended(DirectlyConsumed(DirectResult.SUCCESS, False, 0))
-        return self._answers.pop() if isinstance(request, ConsumerOffsets) else None
+        if isinstance(request, protocol.ConsumeDirectly):
+            request.ended(protocol.DirectlyConsumed(protocol.DirectResult.SUCCESS, False, 0))
+        return self._answers.pop() if isinstance(request, protocol.ConsumerOffsets) else None
 
 
 def asked_in(one: Exchange) -> Any:
@@ -508,15 +493,15 @@ def asked_in(one: Exchange) -> Any:
 
 def understood(request: Any) -> Any:
     """Return what a client understood, in the form of `asked_in`."""
-    if isinstance(request, CheckTransaction):
+    if isinstance(request, protocol.CheckTransaction):
         half = request.message
         assert request.group == half.properties["PGROUP"]
         return request.transaction_id, half.raw, half.physical_offset, half.queue_offset
-    if isinstance(request, ResetOffsets):
+    if isinstance(request, protocol.ResetOffsets):
         return request.group, request.topic, request.offsets
-    if isinstance(request, ConsumerOffsets):
+    if isinstance(request, protocol.ConsumerOffsets):
         return request.group, request.topic
-    return request.group, request.message.raw if isinstance(request, ConsumeDirectly) else None
+    return request.group, request.message.raw if isinstance(request, protocol.ConsumeDirectly) else None
 
 
 def test_requests_of_the_broker(replay: Replay) -> None:
@@ -534,7 +519,7 @@ def test_requests_of_the_broker(replay: Replay) -> None:
             replay.pushed = one.request.raw()
             try:
                 with librmq.connect(replay.address) as route:
-                    route.endpoint("fake").call(Heartbeat("c", client, frozenset(("p",)), ()))
+                    route.endpoint("fake").call(protocol.Heartbeat("c", client, frozenset(("p",)), ()))
                     assert understood(client.requests.get(timeout=60)) == asked_in(one), (recording, one.at_ms)
                     if one.answer is not None:
                         until(lambda: replay.asked[-1].is_answer)

@@ -20,24 +20,9 @@ from typing import Any, cast
 import pytest
 
 import librmq
-from librmq import Broker, BrokerUnreachableError, ClientStateError, ConsumeFrom, Message, TransactionState
+from librmq import Broker, BrokerUnreachableError, ClientStateError, ConsumeFrom, Message, TransactionState, protocol
 from librmq.clock import SystemClock
 from librmq.errors import ClientError
-from librmq.protocol import (
-    ConsumerIds,
-    Endpoint,
-    LockQueues,
-    MaxOffset,
-    PullMessage,
-    QueryMessages,
-    QueryOffset,
-    ResponseCode,
-    SendBack,
-    SendStatus,
-    SentBack,
-    TopicGroups,
-    ViewMessage,
-)
 from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
@@ -200,7 +185,7 @@ def test_requests_are_signed() -> None:
 
     with FakeServer(answer) as server:
         with librmq.connect(server.address, access_key="ak", secret_key="secret", security_token="t") as route:
-            assert route.endpoint("fake").call(MaxOffset("orders", 3)) == 7
+            assert route.endpoint("fake").call(protocol.MaxOffset("orders", 3)) == 7
         frame = server.asked[-1]
     signed = "ak" + "t" + "3" + "orders"  # the values of AccessKey, SecurityToken, queueId and topic
     digest = hmac.new(b"secret", signed.encode() + frame.body, hashlib.sha1).digest()
@@ -214,13 +199,13 @@ def test_a_key_needs_its_secret() -> None:
 
 
 REQUESTS = (
-    MaxOffset("orders", 0),
-    QueryOffset("g", "orders", 0),
-    ConsumerIds("g"),
-    LockQueues("c", "g", frozenset((librmq.MessageQueue("orders", "fake", 0),))),
-    PullMessage("c", "g", "orders", 0, 0),
-    ViewMessage(0),
-    QueryMessages("orders", "k"),
+    protocol.MaxOffset("orders", 0),
+    protocol.QueryOffset("g", "orders", 0),
+    protocol.ConsumerIds("g"),
+    protocol.LockQueues("c", "g", frozenset((librmq.MessageQueue("orders", "fake", 0),))),
+    protocol.PullMessage("c", "g", "orders", 0, 0),
+    protocol.ViewMessage(0),
+    protocol.QueryMessages("orders", "k"),
 )
 
 
@@ -250,8 +235,8 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
 @pytest.mark.parametrize(
     ("ask", "body"),
     [
-        (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b'{"groupList":7}'),
-        (lambda route: route.endpoint("fake").call(TopicGroups("orders")), b"{"),
+        (lambda route: route.endpoint("fake").call(protocol.TopicGroups("orders")), b'{"groupList":7}'),
+        (lambda route: route.endpoint("fake").call(protocol.TopicGroups("orders")), b"{"),
         (lambda route: route.groups_of("orders"), b'{"groupList":7}'),
         (lambda route: route.find_by_key("orders", "k"), b"no records"),
         (lambda route: route.topics(), b'{"topicConfigTable":{"t":{"perm":6}}}'),
@@ -288,7 +273,7 @@ def test_bytes_that_are_no_frames_end_a_connection(raw: bytes) -> None:
         librmq.connect(server.address) as route,
         pytest.raises(BrokerUnreachableError, match=r"sends no frames|can't be read"),
     ):
-        route.endpoint("fake").call(MaxOffset("orders", 0))
+        route.endpoint("fake").call(protocol.MaxOffset("orders", 0))
 
 
 @pytest.mark.parametrize(("used", "is_full"), [("0.91", True), ("0.51", False)])
@@ -335,23 +320,25 @@ def test_messages_of_another_queue_are_not_handed_out(
         librmq.connect(server.address) as route,
         pytest.raises(BrokerUnreachableError, match=f"the answer to a pull of orders can't be read: {error}"),
     ):
-        route.endpoint("fake").call(PullMessage("c", "g", "orders", 0, 0))
+        route.endpoint("fake").call(protocol.PullMessage("c", "g", "orders", 0, 0))
 
 
 @pytest.mark.parametrize(
     ("sent", "groups", "expected"),
     [
-        (SendBack("g", 0, 0, 2, reconsume_times=1), None, SentBack(False, 2)),
-        (SendBack("g", 0, 0, 2, reconsume_times=2), None, SentBack(True, 2)),
-        (SendBack("g", 0, -1), None, SentBack(True, 0)),
-        (SendBack("g", 0, 0, reconsume_times=3), {"g": {"retryMaxTimes": 4}}, SentBack(False, 4)),
-        (SendBack("g", 0, 0, reconsume_times=4), {"g": {"retryMaxTimes": 4}}, SentBack(True, 4)),
-        (SendBack("g", 0, 0), {"h": {"retryMaxTimes": 4}}, None),
-        (SendBack("g", 0, 0), ["g"], None),
-        (SendBack("g", 0, 0), None, None),
+        (protocol.SendBack("g", 0, 0, 2, reconsume_times=1), None, protocol.SentBack(False, 2)),
+        (protocol.SendBack("g", 0, 0, 2, reconsume_times=2), None, protocol.SentBack(True, 2)),
+        (protocol.SendBack("g", 0, -1), None, protocol.SentBack(True, 0)),
+        (protocol.SendBack("g", 0, 0, reconsume_times=3), {"g": {"retryMaxTimes": 4}}, protocol.SentBack(False, 4)),
+        (protocol.SendBack("g", 0, 0, reconsume_times=4), {"g": {"retryMaxTimes": 4}}, protocol.SentBack(True, 4)),
+        (protocol.SendBack("g", 0, 0), {"h": {"retryMaxTimes": 4}}, None),
+        (protocol.SendBack("g", 0, 0), ["g"], None),
+        (protocol.SendBack("g", 0, 0), None, None),
     ],
 )
-def test_the_fate_of_a_message_is_derived(sent: SendBack, groups: object, expected: SentBack | None) -> None:
+def test_the_fate_of_a_message_is_derived(
+    sent: protocol.SendBack, groups: object, expected: protocol.SentBack | None
+) -> None:
     """The answer to a message that is sent back has nothing; the settings of the group say how often it can be."""
     asked: list[int] = []
 
@@ -381,7 +368,7 @@ def test_an_answer_that_never_comes_ends_the_send_in_time() -> None:
             pytest.raises((BrokerUnreachableError, librmq.SendTimeoutError)),
         ):
             producer.send("orders", b"x", timeout=0.3)
-        assert route.endpoint("fake").call(MaxOffset("orders", 0)) == 7
+        assert route.endpoint("fake").call(protocol.MaxOffset("orders", 0)) == 7
 
 
 def test_a_signal_handler_can_send_within_a_send() -> None:
@@ -429,7 +416,7 @@ def test_async_sends_survive_cuts() -> None:
 
 @pytest.mark.parametrize("refusals", [2, 3])
 def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
-    codes = [int(ResponseCode.SYSTEM_ERROR)] * refusals
+    codes = [int(protocol.ResponseCode.SYSTEM_ERROR)] * refusals
     fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
     def answer(frame: Frame) -> Frame | None:
@@ -450,18 +437,18 @@ def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
 
 
 RULES: dict[str, tuple[dict[str, Any], int, int, int, object]] = {
-    "stored": ({}, 0, 0, 1, SendStatus.SEND_OK),
+    "stored": ({}, 0, 0, 1, protocol.SendStatus.SEND_OK),
     "stored too late": ({}, 0, 600_000, 1, librmq.SendTimeoutError),
-    "not flushed": ({}, ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, SendStatus.FLUSH_DISK_TIMEOUT),
+    "not flushed": ({}, protocol.ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, protocol.SendStatus.FLUSH_DISK_TIMEOUT),
     "not flushed, and to be sent again": (
         {"retry_another_broker_when_not_ok": True},
-        ResponseCode.FLUSH_DISK_TIMEOUT,
+        protocol.ResponseCode.FLUSH_DISK_TIMEOUT,
         0,
         3,
-        SendStatus.FLUSH_DISK_TIMEOUT,
+        protocol.SendStatus.FLUSH_DISK_TIMEOUT,
     ),
-    "refused for now": ({}, ResponseCode.SYSTEM_ERROR, 0, 3, librmq.BrokerError),
-    "refused": ({}, ResponseCode.MESSAGE_ILLEGAL, 0, 1, librmq.BrokerError),
+    "refused for now": ({}, protocol.ResponseCode.SYSTEM_ERROR, 0, 3, librmq.BrokerError),
+    "refused": ({}, protocol.ResponseCode.MESSAGE_ILLEGAL, 0, 1, librmq.BrokerError),
 }
 
 
@@ -488,7 +475,7 @@ def test_usual_sends_keep_the_rules_of_tries(
         producer.send("orders", b"first")
         for part in (producer, producer.sender):
             monkeypatch.setattr(part, "_now_ms", lambda: now_ms)
-        if isinstance(outcome, SendStatus):
+        if isinstance(outcome, protocol.SendStatus):
             assert producer.send("orders", b"x").status is outcome
         else:
             with pytest.raises(cast("type[Exception]", outcome)):
@@ -710,7 +697,7 @@ def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.Mon
             seen.append("subclass")
             return super().send(*given, **named)
 
-    class Passing(Endpoint):
+    class Passing(protocol.Endpoint):
         def __init__(self, behind: Any) -> None:
             self.behind = behind
 

@@ -9,33 +9,8 @@ from typing import Any, Final
 import pytest
 
 import librmq
-from librmq import Broker, ManualClock, ManualRunner, Message
+from librmq import Broker, ManualClock, ManualRunner, Message, protocol
 from librmq.java import json as java_json
-from librmq.protocol import (
-    CheckSubscription,
-    ConsumerIds,
-    CreateTopic,
-    DeleteGroup,
-    DeleteTopic,
-    EndTransaction,
-    Heartbeat,
-    LockQueues,
-    MaxOffset,
-    MinOffset,
-    QueryMessages,
-    QueryOffset,
-    QueueOffsetAt,
-    Request,
-    ResetGroup,
-    SendBack,
-    SendBatch,
-    SendMessage,
-    SetGroup,
-    Subscription,
-    UnlockQueues,
-    UpdateOffset,
-    ViewMessage,
-)
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._codec import FORMS, heartbeat_frame, send_frame
 from librmq.wire.remoting._frames import Frame
@@ -129,7 +104,7 @@ def prepare(broker: Broker, client: RawClient) -> int:
     for topic in TOPICS[:-1]:
         for queue_id in range(4):
             message = Message(topic, b"x", tags="a", keys="KEY9", unique_key=f"U{queue_id}")
-            sent = broker.call(SendMessage("p", message, queue_id, 1, ("127.0.0.1", 1)))
+            sent = broker.call(protocol.SendMessage("p", message, queue_id, 1, ("127.0.0.1", 1)))
     for topic, group in (("T4", "CID-x"), ("TJ", "CID-j"), ("TG", "CID-go"), ("TO", "CID-o"), ("TO", "CID-l")):
         client.beat(f"own-{group}", group, topics=(topic, f"%RETRY%{group}"), producers=("PID-m",))
         for queue_id in range(4):
@@ -164,28 +139,28 @@ def test_answers_have_equal_fields(broker: Broker) -> None:
 
 
 QUEUES = frozenset((librmq.MessageQueue("T", "b", 0),))
-SUBSCRIPTION = Subscription("T", "a", "TAG", 1)
-OF_CLIENTS: Final[dict[Code, Request[Any]]] = {
-    Code.SEND_MESSAGE_V2: SendMessage("p", Message("T", b"x"), 0, 1, ("127.0.0.1", 1)),
-    Code.SEND_BATCH_MESSAGE: SendBatch("p", (Message("T", b"x"),), 0, 1, ("127.0.0.1", 1)),
-    Code.END_TRANSACTION: EndTransaction("p", librmq.TransactionState.COMMIT, 0, 0, "ID"),
-    Code.GET_CONSUMER_LIST_BY_GROUP: ConsumerIds("g"),
-    Code.QUERY_CONSUMER_OFFSET: QueryOffset("g", "T", 0),
-    Code.UPDATE_CONSUMER_OFFSET: UpdateOffset("g", "T", 0, 1),
-    Code.GET_MAX_OFFSET: MaxOffset("T", 0),
-    Code.GET_MIN_OFFSET: MinOffset("T", 0),
-    Code.SEARCH_OFFSET_BY_TIMESTAMP: QueueOffsetAt("T", 0, 0),
-    Code.LOCK_BATCH_MQ: LockQueues("g", "c", QUEUES),
-    Code.UNLOCK_BATCH_MQ: UnlockQueues("g", "c", QUEUES),
-    Code.CONSUMER_SEND_MSG_BACK: SendBack("g", 0, 0, 16, "T", "ID"),
-    Code.CHECK_CLIENT_CONFIG: CheckSubscription("c", "g", SUBSCRIPTION),
-    Code.VIEW_MESSAGE_BY_ID: ViewMessage(0),
-    Code.QUERY_MESSAGE: QueryMessages("T", "k"),
-    Code.UPDATE_AND_CREATE_TOPIC: CreateTopic("T", 4, 4),
-    Code.DELETE_TOPIC_IN_BROKER: DeleteTopic("T"),
-    Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: SetGroup("g", {"retryMaxTimes": 3}),
-    Code.DELETE_SUBSCRIPTIONGROUP: DeleteGroup("g"),
-    Code.INVOKE_BROKER_TO_RESET_OFFSET: ResetGroup("g", "T", 0, True),
+SUBSCRIPTION = protocol.Subscription("T", "a", "TAG", 1)
+OF_CLIENTS: Final[dict[Code, protocol.Request[Any]]] = {
+    Code.SEND_MESSAGE_V2: protocol.SendMessage("p", Message("T", b"x"), 0, 1, ("127.0.0.1", 1)),
+    Code.SEND_BATCH_MESSAGE: protocol.SendBatch("p", (Message("T", b"x"),), 0, 1, ("127.0.0.1", 1)),
+    Code.END_TRANSACTION: protocol.EndTransaction("p", librmq.TransactionState.COMMIT, 0, 0, "ID"),
+    Code.GET_CONSUMER_LIST_BY_GROUP: protocol.ConsumerIds("g"),
+    Code.QUERY_CONSUMER_OFFSET: protocol.QueryOffset("g", "T", 0),
+    Code.UPDATE_CONSUMER_OFFSET: protocol.UpdateOffset("g", "T", 0, 1),
+    Code.GET_MAX_OFFSET: protocol.MaxOffset("T", 0),
+    Code.GET_MIN_OFFSET: protocol.MinOffset("T", 0),
+    Code.SEARCH_OFFSET_BY_TIMESTAMP: protocol.QueueOffsetAt("T", 0, 0),
+    Code.LOCK_BATCH_MQ: protocol.LockQueues("g", "c", QUEUES),
+    Code.UNLOCK_BATCH_MQ: protocol.UnlockQueues("g", "c", QUEUES),
+    Code.CONSUMER_SEND_MSG_BACK: protocol.SendBack("g", 0, 0, 16, "T", "ID"),
+    Code.CHECK_CLIENT_CONFIG: protocol.CheckSubscription("c", "g", SUBSCRIPTION),
+    Code.VIEW_MESSAGE_BY_ID: protocol.ViewMessage(0),
+    Code.QUERY_MESSAGE: protocol.QueryMessages("T", "k"),
+    Code.UPDATE_AND_CREATE_TOPIC: protocol.CreateTopic("T", 4, 4),
+    Code.DELETE_TOPIC_IN_BROKER: protocol.DeleteTopic("T"),
+    Code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: protocol.SetGroup("g", {"retryMaxTimes": 3}),
+    Code.DELETE_SUBSCRIPTIONGROUP: protocol.DeleteGroup("g"),
+    Code.INVOKE_BROKER_TO_RESET_OFFSET: protocol.ResetGroup("g", "T", 0, True),
 }
 EXTRA: Final = {Code.END_TRANSACTION: {"transactionId"}}
 """Fields of librmq that Java leaves out if they are empty."""
@@ -198,16 +173,16 @@ def names_in(body: bytes) -> object:
 
 
 def frame_of(request: Any) -> Frame:
-    if isinstance(request, Heartbeat):
+    if isinstance(request, protocol.Heartbeat):
         return heartbeat_frame(request)
-    if isinstance(request, SendMessage | SendBatch):
+    if isinstance(request, protocol.SendMessage | protocol.SendBatch):
         return send_frame(request)
     return FORMS[type(request)].write(request)
 
 
 def test_the_client_writes_the_fields_of_java() -> None:
     """Each request has the fields of Java's, and a body of the same form."""
-    requests = OF_CLIENTS | {Code.HEART_BEAT: Heartbeat("c", None, frozenset(("p",)), ())}  # type: ignore[arg-type]
+    requests = OF_CLIENTS | {Code.HEART_BEAT: protocol.Heartbeat("c", None, frozenset(("p",)), ())}  # type: ignore[arg-type]
     ours = {code: frame_of(request) for code, request in requests.items()}
     left = set(ours)
     for row in recorded():

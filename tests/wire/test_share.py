@@ -47,25 +47,11 @@ from librmq import (
     TimerConfig,
     TransactionProducer,
     TransactionState,
+    protocol,
 )
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
 from librmq.message.topics import TopicType
-from librmq.protocol import (
-    PERM_WRITE,
-    ChangeInvisible,
-    ChannelClosed,
-    EndTransaction,
-    Heartbeat,
-    PullMessage,
-    QueryOffset,
-    ResetGroup,
-    SendBack,
-    SendBatch,
-    SendMessage,
-    SetGroup,
-    Unregister,
-)
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.peer_appends import PeerAppender
@@ -200,7 +186,7 @@ class Scene:
             def is_drained() -> bool:
                 with librmq.MessageStore.open(self.store, read_only=True) as store:
                     ends = {queue: store.queue_range(*queue)[1] for queue in store.queues if queue[0] == "orders"}
-                progress = [(shared.call(QueryOffset(group, *queue)) or 0, end) for queue, end in ends.items()]
+                progress = [(shared.call(protocol.QueryOffset(group, *queue)) or 0, end) for queue, end in ends.items()]
                 return all(offset >= end for offset, end in progress)
 
             wait_until(is_drained, "everything is consumed", 90)
@@ -713,7 +699,7 @@ def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None
                 signal.signal(signal.SIGUSR1, before)
             peer.close()
             with pytest.raises(BrokerUnreachableError):
-                peer.call(QueryOffset("g", "orders", 0))
+                peer.call(protocol.QueryOffset("g", "orders", 0))
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
@@ -763,7 +749,7 @@ def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in folder.iterdir()) == ["lock"]
     assert repr(first).endswith("closed>")
     with pytest.raises(BrokerUnreachableError, match="closed; make another"):
-        first.call(QueryOffset("g", "orders", 0))
+        first.call(protocol.QueryOffset("g", "orders", 0))
     with Broker.open(tmp_path / "store") as broker:
         assert [message.body for message in broker.messages("orders")] == [b"kept"]
         with pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
@@ -909,8 +895,8 @@ def test_wrong_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "store").exists()
 
 
-def _send(message: Message, queue_id: int = 0) -> SendMessage:
-    return SendMessage("shop", message, queue_id, CLOCK.now_ms(), ("127.0.0.1", 0))
+def _send(message: Message, queue_id: int = 0) -> protocol.SendMessage:
+    return protocol.SendMessage("shop", message, queue_id, CLOCK.now_ms(), ("127.0.0.1", 0))
 
 
 def full(error: Exception) -> Callable[[SharedBroker], object]:
@@ -932,10 +918,10 @@ REFUSALS: dict[str, Callable[[SharedBroker], object]] = {
     "too large": lambda shared: shared.call(_send(Message("orders", bytes(5 << 20)))),
     "no queue of a timer": lambda shared: shared.call(_send(Message("orders", b"x", delay=9e9))),
     "a delayed batch": lambda shared: shared.call(
-        SendBatch("shop", (Message("orders", b"x", delay_level=3),), 0, CLOCK.now_ms(), ("127.0.0.1", 0))
+        protocol.SendBatch("shop", (Message("orders", b"x", delay_level=3),), 0, CLOCK.now_ms(), ("127.0.0.1", 0))
     ),
     "no such topic": lambda shared: shared.call(_send(Message("absent", b"x"))),
-    "no permission": lambda shared: shared.call(PullMessage("c", "billing", "secret", 0, 0, 32, None)),
+    "no permission": lambda shared: shared.call(protocol.PullMessage("c", "billing", "secret", 0, 0, 32, None)),
     "a full disk": full(DiskFullError("full")),
     "a full store": full(StoreFullError("full")),
     "a failed flush": full(FlushFailedError(OSError(5, "Input/output error"))),
@@ -946,14 +932,14 @@ REFUSALS: dict[str, Callable[[SharedBroker], object]] = {
     "no topic to delete": lambda shared: shared.delete_topic("absent"),
     "the broker's own to delete": lambda shared: shared.delete_topic("SCHEDULE_TOPIC_XXXX"),
     "no group to delete": lambda shared: shared.delete_group("absent"),
-    "a group's name": lambda shared: shared.call(SetGroup("no!", {})),
-    "a group's setting": lambda shared: shared.call(SetGroup("billing", {"retryMaxTimes": "many"})),
-    "no progress": lambda shared: shared.call(ResetGroup("billing", "orders", -1)),
-    "no half": lambda shared: shared.call(EndTransaction("shop", TransactionState.COMMIT, 0, 1 << 40, "x")),
-    "no message": lambda shared: shared.call(SendBack("billing", 1 << 40, 0)),
-    "a receipt": lambda shared: shared.call(ChangeInvisible("billing", "orders", "rubbish", 1000)),
-    "no subscription": lambda shared: shared.call(PullMessage("c", "billing", "orders", 0, 0, 32, None)),
-    "no topic to read": lambda shared: shared.call(PullMessage("c", "billing", "absent", 0, 0, 32, None)),
+    "a group's name": lambda shared: shared.call(protocol.SetGroup("no!", {})),
+    "a group's setting": lambda shared: shared.call(protocol.SetGroup("billing", {"retryMaxTimes": "many"})),
+    "no progress": lambda shared: shared.call(protocol.ResetGroup("billing", "orders", -1)),
+    "no half": lambda shared: shared.call(protocol.EndTransaction("shop", TransactionState.COMMIT, 0, 1 << 40, "x")),
+    "no message": lambda shared: shared.call(protocol.SendBack("billing", 1 << 40, 0)),
+    "a receipt": lambda shared: shared.call(protocol.ChangeInvisible("billing", "orders", "rubbish", 1000)),
+    "no subscription": lambda shared: shared.call(protocol.PullMessage("c", "billing", "orders", 0, 0, 32, None)),
+    "no topic to read": lambda shared: shared.call(protocol.PullMessage("c", "billing", "absent", 0, 0, 32, None)),
 }
 
 
@@ -962,7 +948,7 @@ def test_errors_are_those_of_the_owner(tmp_path: Path) -> None:
     config = BrokerConfig(auto_create_topic=False, timers=TimerConfig())
     with pair(tmp_path, config=config) as shared:
         shared[0].create_topic("orders", 2)
-        shared[0].create_topic("secret", 2, permission=PERM_WRITE)
+        shared[0].create_topic("secret", 2, permission=protocol.PERM_WRITE)
         for what, refused in REFUSALS.items():
             errors: list[Any] = []
             for broker in shared:
@@ -1156,11 +1142,11 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
         monkeypatch.setattr(SharedBroker, "_wait_for_owner", fail)
         for left_s in (2.0, -1.0):
             with pytest.raises(BrokerUnreachableError, match="no owner"):
-                peer._call_next(QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
+                peer._call_next(protocol.QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
         assert 0 < waits[0] <= 2.0
         assert waits[1] == 0.0
         monkeypatch.undo()
-        sends: list[SendMessage] = []
+        sends: list[protocol.SendMessage] = []
         monkeypatch.setattr(SharedBroker, "_call_owner", lambda *words: sends.append(words[3]))
         peer._call_next(replace(_send(Message("orders", b"x")), timeout_ms=60_000.0), CLOCK.monotonic() + 2)
         assert sends[0].timeout_ms is not None
@@ -1175,9 +1161,9 @@ def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
         try:
             with peer.runner.lock:
                 for name in ("ended", "stays"):
-                    peer.call(Heartbeat(name, peer.endpoint(peer.name), frozenset({"shop", "bank"}), ()))
-                peer.call(ChannelClosed("ended"))
-                peer.call(Unregister("stays", producer_group="shop"))
+                    peer.call(protocol.Heartbeat(name, peer.endpoint(peer.name), frozenset({"shop", "bank"}), ()))
+                peer.call(protocol.ChannelClosed("ended"))
+                peer.call(protocol.Unregister("stays", producer_group="shop"))
             assert {name: beat.producer_groups for name, beat in peer._beats.items()} == {"stays": {"bank"}}
         finally:
             peer.link = link
@@ -1187,15 +1173,17 @@ def test_a_client_that_comes_while_others_are_registered(tmp_path: Path, monkeyp
     """The next owner learns of it once, after the others."""
     registered, register = list[list[str]](), StoreOwner.register
 
-    def register_and_come(owner: StoreOwner, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
+    def register_and_come(
+        owner: StoreOwner, beats: dict[str, protocol.Heartbeat], gives_up: Callable[[], bool]
+    ) -> None:
         registered.append(sorted(beats))
         register(owner, beats, gives_up)
         if len(registered) == 1:
             with peer.runner.lock:
-                peer.call(Heartbeat("comes", peer.endpoint(peer.name), frozenset({"shop"}), ()))
+                peer.call(protocol.Heartbeat("comes", peer.endpoint(peer.name), frozenset({"shop"}), ()))
 
     with pair(tmp_path) as (owner, peer):
-        peer.call(Heartbeat("was there", peer.endpoint(peer.name), frozenset({"shop"}), ()))
+        peer.call(protocol.Heartbeat("was there", peer.endpoint(peer.name), frozenset({"shop"}), ()))
         monkeypatch.setattr(StoreOwner, "register", register_and_come)
         owner.close()
         wait_until(lambda: peer.is_owner, "the peer takes over", 30)
@@ -1234,7 +1222,7 @@ def test_a_call_waits_beyond_an_owner_that_ends_at_once(tmp_path: Path, monkeypa
 
         monkeypatch.setattr(SystemClock, "wait", wait_for_owners)
         try:
-            peer.call(QueryOffset("audit", "orders", 0))
+            peer.call(protocol.QueryOffset("audit", "orders", 0))
         finally:
             peer.link = link
         assert len(waits) == 2
@@ -1244,7 +1232,7 @@ def test_calls_wait_for_the_next_owner_of_one_that_ended_early(tmp_path: Path, m
     """A call can find that an owner has ended while the clients that come last are registered there."""
     registered, register = list[StorePeer](), StorePeer.register
 
-    def register_and_end(link: StorePeer, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
+    def register_and_end(link: StorePeer, beats: dict[str, protocol.Heartbeat], gives_up: Callable[[], bool]) -> None:
         registered.append(link)
         register(link, beats, gives_up)
         if len(registered) == 2:
