@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -89,16 +90,13 @@ def test_no_count_is_lost_among_threads() -> None:
     metrics = Metrics()
     gate = threading.Barrier(4)
 
-    def work() -> None:
+    def work(_: int) -> None:
         gate.wait()
         for number in range(2000):
             metrics.count("messages_in", topic=str(number % 3))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert sum(metrics.snapshot()["messages_in"].values()) == 8000
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -308,11 +308,8 @@ class Run:
                     self.promise(result.physical_offset + result.size)
                 self.note(result)
 
-        threads = [threading.Thread(target=produce, args=(self.rng.random(),)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(produce, [self.rng.random() for _ in range(3)]))
 
     STEPS: tuple[tuple[Callable[[Any], None], int], ...] = (
         (submit, 10),

@@ -22,7 +22,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.conftest import SlowBudget
 from tests.file_seams import CrashImages, RecordingFiles
-from tests.stores import ROOT, SMALL, START_MS, died
+from tests.stores import ROOT, SMALL, START_MS, apply, died
 
 SYNC = replace(SMALL, durability="sync")
 WHEEL = TimerConfig(slots_total=90, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=3)
@@ -180,30 +180,9 @@ def test_pending_messages_survive_a_kill_at_any_write(number: int) -> None:
     life = live(seed, steps=25)
     for crash_point in range(0, len(life.files.trace) + 1, 7):
         files = MemoryFiles()
-        replay(life, files, crash_point)
+        for event in life.files.trace[:crash_point]:
+            apply(files, event)
         check_after(life, files, crash_point, f"{seed} at event {crash_point}".__str__)
-
-
-def replay(life: Life, files: MemoryFiles, crash_point: int) -> None:
-    """Repeat the file changes of a run up to an event."""
-    open_files = {}
-    for event in life.files.trace[:crash_point]:
-        if event.call == "make_folder":
-            files.make_folder(event.path)
-        elif event.call == "create":
-            open_files[event.path] = files.create(event.path, event.offset)
-        elif event.call == "write":
-            open_files[event.path].buffer[event.offset : event.offset + len(event.data)] = event.data
-        elif event.call == "replace":
-            files.write(event.path, event.data)
-        elif event.call == "rename":
-            files.rename(event.path, event.data.decode())
-            if event.path in open_files:
-                open_files[event.data.decode()] = open_files.pop(event.path)
-        elif event.call == "link":
-            files.link(event.path, event.data.decode())
-        elif event.call == "delete":
-            files.delete(event.path)
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -853,32 +853,26 @@ def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
     """Each thread follows its own queue: in order, without a hole, no message twice."""
     folder, count = str(tmp_path / "store"), 4000
     config = StoreConfig.tiny(max_total_size=64 << 20)
-    failures: list[BaseException] = []
-    with MessageStore.open(folder, config) as writer, MessageStore.open(folder, config, read_only=True) as reader:
+    with (
+        MessageStore.open(folder, config) as writer,
+        MessageStore.open(folder, config, read_only=True) as reader,
+        ThreadPoolExecutor(3) as pool,
+    ):
 
         def follow(queue_id: int) -> None:
-            try:
-                queue_offset = 0
-                while queue_offset < count // 2:
-                    found = reader.read("T", queue_id, queue_offset)
-                    for message in found.messages:
-                        assert (message.queue_offset, message.queue_id) == (queue_offset, queue_id)
-                        assert message.body == b"%d" % (2 * queue_offset + queue_id)
-                        queue_offset += 1
-                    assert found.next_offset == queue_offset or not found.messages
-                    if failures:
-                        return
-            except BaseException as error:
-                failures.append(error)
+            queue_offset = 0
+            while queue_offset < count // 2:
+                result = reader.read("T", queue_id, queue_offset)
+                for message in result.messages:
+                    assert (message.queue_offset, message.queue_id) == (queue_offset, queue_id)
+                    assert message.body == b"%d" % (2 * queue_offset + queue_id)
+                    queue_offset += 1
+                assert result.next_offset == queue_offset or not result.messages
 
-        threads = [threading.Thread(target=follow, args=(queue_id,)) for queue_id in (0, 1, 0)]
-        for thread in threads:
-            thread.start()
+        following = pool.map(follow, (0, 1, 0))
         for number in range(count):
             writer.append(Message("T", b"%d" % number, keys="k" if number % 7 else ""), number % 2)
-        for thread in threads:
-            thread.join()
-        assert not failures, failures[0]
+        list(following)
 
 
 def test_a_look_makes_nothing_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from pathlib import Path
@@ -658,13 +659,12 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
     assert lock.taken == 20 + trims  # for each file, and for what is about it
 
 
-def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for each thread)
+def test_with_producers_and_readers() -> None:
     """Nothing is lost during retention, no reader fails, and the size limit holds."""
     config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
     retention = Retention(retained(store, config, store.appender.lock, store.flush))
-    errors: list[BaseException] = []
     producing = threading.Event()
 
     def produce() -> None:
@@ -677,7 +677,7 @@ def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for eac
 
     def read() -> None:
         at = 0
-        while not errors and (not producing.is_set() or at < 1500):
+        while not producing.is_set() or at < 1500:
             result = store.read("A", 0, at)
             for message in result.messages:
                 assert message.queue_offset >= at
@@ -685,23 +685,12 @@ def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for eac
                 continue
             at = result.next_offset
 
-    def watched(target: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                target()
-            except BaseException as error:
-                errors.append(error)
-
-        return run
-
-    threads = [threading.Thread(target=watched(target)) for target in (produce, read)]
-    for thread in threads:
-        thread.start()
-    while not producing.is_set():
-        retention.run_due(MIDNIGHT)
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = [pool.submit(produce), pool.submit(read)]
+        while not producing.is_set():
+            retention.run_due(MIDNIGHT)
+    for outcome in outcomes:
+        outcome.result()
     while retention.run_due(MIDNIGHT) in (MIDNIGHT + 100, MIDNIGHT + 1000):
         pass
     assert len(store.log.sequence.starts) == 4

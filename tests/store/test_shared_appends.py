@@ -6,8 +6,8 @@ import os
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -238,11 +238,8 @@ def test_threads_of_peers_and_of_the_owner(shared: Shared) -> None:
             if peer == 2 or shared.peers[peer].append(message, 0) is None:
                 shared.send(message)
 
-    threads = [threading.Thread(target=run, args=(number % 3,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run, (0, 1, 2) * 2))
     bodies = shared.bodies()[1:]
     assert len(bodies) == 1800
     for peer in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,11 +87,8 @@ def test_threads_of_peers_share_flushes(shared: Shared) -> None:
         for _ in range(20):
             reached.append(shared.peers[peer].reach(end_of(appended(shared, peer)), 20))
 
-    threads = [threading.Thread(target=run, args=(number % 2,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run, (0, 1) * 3))
     assert reached == [True] * 120
 
 

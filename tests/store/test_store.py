@@ -6,8 +6,8 @@ import inspect
 import itertools
 import os
 import random
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -651,19 +651,13 @@ def test_iterating_while_appending(store: MessageStore) -> None:
 
 def test_producers_in_many_threads(files: MemoryFiles) -> None:
     with opened(files) as store:
-        results: list[list[tuple[int, int]]] = [[] for _ in range(4)]
 
-        def produce(number: int) -> None:
-            for n in range(60):
-                result = store.append(Message("T", b"%d %d" % (number, n), keys=f"p{number}"), n % 2)
-                results[number].append((n % 2, result.queue_offset))
+        def produce(number: int) -> list[tuple[int, int]]:
+            messages = [Message("T", b"%d %d" % (number, n), keys=f"p{number}") for n in range(60)]
+            return [(n % 2, store.append(message, n % 2).queue_offset) for n, message in enumerate(messages)]
 
-        threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        taken = sorted(place for found in results for place in found)
+        with ThreadPoolExecutor(4) as pool:
+            taken = sorted(itertools.chain.from_iterable(pool.map(produce, range(4))))
         assert taken == [(queue_id, n) for queue_id in range(2) for n in range(120)]
         for number in range(4):
             bodies = [message.body for message in store.find_by_key("T", f"p{number}", max_messages=100)]
