@@ -21,18 +21,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import librmq
-from librmq import (
-    Broker,
-    DeliveredMessage,
-    Message,
-    Producer,
-    PullConsumer,
-    PushConsumer,
-    ReconsumeLater,
-    SimpleConsumer,
-    TransactionProducer,
-    TransactionState,
-)
 from librmq.client import Client
 from librmq.errors import ClientError
 from librmq.idempotence import Outbox, OutboxSender, upgrade_tables
@@ -201,7 +189,7 @@ def test_the_span_is_current_in_a_coroutine(rmq: Kit, spans: Spans, awaits: bool
     instrument(rmq.broker, spans.provider)
     seen: list[tuple[int, object]] = []
 
-    async def listener(message: DeliveredMessage) -> None:
+    async def listener(message: librmq.DeliveredMessage) -> None:
         await asyncio.sleep(0)
         seen.append((trace.get_current_span().get_span_context().span_id, baggage.get_baggage("tenant")))
 
@@ -222,14 +210,14 @@ def test_the_span_is_current_in_threads(spans: Spans) -> None:
     """A thread keeps nothing of a listener's span for the next one."""
     current: list[tuple[bool, int]] = []
 
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         current.append((message.body == b"no context", trace.get_current_span().get_span_context().span_id))
 
-    with Broker.temporary() as broker:
+    with librmq.Broker.temporary() as broker:
         instrument(broker, spans.provider)
-        consumer = PushConsumer(broker, "mailer", consume_from=librmq.ConsumeFrom.FIRST, threads=1)
+        consumer = librmq.PushConsumer(broker, "mailer", consume_from=librmq.ConsumeFrom.FIRST, threads=1)
         consumer.subscribe("orders", listener)
-        with consumer, Producer(broker) as producer:
+        with consumer, librmq.Producer(broker) as producer:
             for number in range(3):
                 producer.send("orders", str(number))
             broker.join(timeout=10)
@@ -241,7 +229,7 @@ def test_a_sent_batch_has_one_context(rmq: Kit, spans: Spans) -> None:
     consumer = rmq.consumer("mailer", batch_size=8)
     consumer.subscribe("orders", lambda messages: None, batch=True)
     consumer.start()
-    rmq.producer().send_batch([Message("orders", b"a"), Message("orders", b"b")], queue=0)
+    rmq.producer().send_batch([librmq.Message("orders", b"a"), librmq.Message("orders", b"b")], queue=0)
     rmq.producer().send("orders", "c", queue=0)
     rmq.advance(seconds=5)
     batch, single = spans.named("send orders")
@@ -258,9 +246,9 @@ def test_a_sent_batch_has_one_context(rmq: Kit, spans: Spans) -> None:
 
 def test_a_batch_without_room_for_contexts_is_sent(spans: Spans) -> None:
     body = b"x" * ((2 << 20) - 200)
-    with Broker.temporary() as broker, Producer(broker) as producer:
+    with librmq.Broker.temporary() as broker, librmq.Producer(broker) as producer:
         instrument(broker, spans.provider)
-        producer.send_batch([Message("orders", body), Message("orders", body)])
+        producer.send_batch([librmq.Message("orders", body), librmq.Message("orders", body)])
         assert all("traceparent" not in message.properties for message in broker.messages("orders"))
     assert spans.one("send orders").status.status_code is StatusCode.UNSET
 
@@ -268,9 +256,9 @@ def test_a_batch_without_room_for_contexts_is_sent(spans: Spans) -> None:
 def test_a_retry_links_to_the_first_send_until_it_is_a_dead_letter(rmq: Kit, spans: Spans) -> None:
     instrument(rmq.broker, spans.provider)
 
-    def fail(message: DeliveredMessage) -> None:
+    def fail(message: librmq.DeliveredMessage) -> None:
         if message.reconsume_times == 0:
-            raise ReconsumeLater
+            raise librmq.ReconsumeLater
         raise KeyError("stock")
 
     consumer = rmq.consumer("mailer", max_reconsume_times=1, fail_fast=False)
@@ -302,12 +290,12 @@ def test_a_listener_that_does_not_acknowledge(rmq: Kit, spans: Spans) -> None:
 
 def test_pulls(rmq: Kit, spans: Spans) -> None:
     rmq.broker.create_topic("orders", 1)
-    with PullConsumer(rmq.broker, "reader") as consumer:
+    with librmq.PullConsumer(rmq.broker, "reader") as consumer:
         end = instrument(consumer, spans.provider)
         consumer.subscribe("orders")
         assert consumer.poll(0) == []
         instrument(rmq.broker, spans.provider)
-        with Producer(rmq.broker) as producer:
+        with librmq.Producer(rmq.broker) as producer:
             producer.send("orders", "1", queue=0)
             producer.send("orders", "2", queue=0)
         while consumer.poll(0):
@@ -320,7 +308,7 @@ def test_pulls(rmq: Kit, spans: Spans) -> None:
 
 def test_receive_and_acknowledge(rmq: Kit, spans: Spans) -> None:
     instrument(rmq.broker, spans.provider)
-    with SimpleConsumer(rmq.broker, "worker") as consumer:
+    with librmq.SimpleConsumer(rmq.broker, "worker") as consumer:
         consumer.subscribe("orders")
         rmq.producer().send("orders", "1")
         (message,) = consumer.receive(1, wait=0)
@@ -359,7 +347,7 @@ RECEIVED = [
 @pytest.mark.parametrize(("name", "count", "own"), RECEIVED, ids=[f"{name} {count}" for name, count, _ in RECEIVED])
 def test_every_attribute_that_applies(rmq: Kit, spans: Spans, name: str, count: int, own: str) -> None:
     rmq.broker.create_topic("orders", 1)
-    with SimpleConsumer(rmq.broker, "worker") as simple, PullConsumer(rmq.broker, "reader") as pull:
+    with librmq.SimpleConsumer(rmq.broker, "worker") as simple, librmq.PullConsumer(rmq.broker, "reader") as pull:
         for consumer in (simple, pull):
             consumer.subscribe("orders")
         pull.poll(0)
@@ -382,7 +370,7 @@ def test_every_attribute_that_applies(rmq: Kit, spans: Spans, name: str, count: 
 
 def test_a_failed_receive(rmq: Kit, spans: Spans) -> None:
     instrument(rmq.broker, spans.provider)
-    with SimpleConsumer(rmq.broker, "worker") as consumer:
+    with librmq.SimpleConsumer(rmq.broker, "worker") as consumer:
         consumer.subscribe("orders")
         rmq.broker.create_topic("orders", 1)
         with pytest.raises(ClientError):
@@ -393,10 +381,10 @@ def test_a_failed_receive(rmq: Kit, spans: Spans) -> None:
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_transaction(rmq: Kit, spans: Spans, commits: bool) -> None:
     instrument(rmq.broker, spans.provider)
-    state = TransactionState.COMMIT if commits else TransactionState.ROLLBACK
-    with TransactionProducer(rmq.broker, "shop", lambda message: state) as producer:
-        producer.send_in_transaction(Message("orders", b"1"), execute=lambda message, arg: state)
-        producer.send_in_transaction(Message("orders", b"2"), execute=lambda message, arg: None)
+    state = librmq.TransactionState.COMMIT if commits else librmq.TransactionState.ROLLBACK
+    with librmq.TransactionProducer(rmq.broker, "shop", lambda message: state) as producer:
+        producer.send_in_transaction(librmq.Message("orders", b"1"), execute=lambda message, arg: state)
+        producer.send_in_transaction(librmq.Message("orders", b"2"), execute=lambda message, arg: None)
         rmq.advance(minutes=2)
     sends = spans.named("send orders")
     assert [(span.attributes or {})["messaging.rocketmq.message.type"] for span in sends] == ["transaction"] * 2
@@ -411,7 +399,7 @@ def test_request_and_reply(rmq: Kit, spans: Spans) -> None:
     producer = rmq.producer()
     consumer = rmq.consumer("prices")
 
-    def answer_it(message: DeliveredMessage) -> None:
+    def answer_it(message: librmq.DeliveredMessage) -> None:
         producer.reply(message, "3")
 
     consumer.subscribe("ask", answer_it)
@@ -455,7 +443,7 @@ def test_a_context_of_the_user_stays(rmq: Kit, spans: Spans) -> None:
 def test_each_way_to_send(rmq: Kit, spans: Spans, call: str) -> None:
     instrument(rmq.broker, spans.provider)
     producer = rmq.producer()
-    message = Message("orders", b"one")
+    message = librmq.Message("orders", b"one")
     ways: dict[str, Callable[[], Any]] = {
         "send": lambda: producer.send(message),
         "send_async": lambda: asyncio.run(producer.send_async(message)),
@@ -500,7 +488,7 @@ def test_the_outbox_keeps_the_context_of_the_request(rmq: Kit, spans: Spans, tmp
     place = str(tmp_path / "shop.db")
     with closing(sqlite3.connect(place)) as connection:
         upgrade_tables(connection)
-        message = Message("orders", b"one")
+        message = librmq.Message("orders", b"one")
         with spans.tracer.start_as_current_span("POST /orders") as request:
             Outbox().add(connection, message)
             connection.commit()
@@ -512,14 +500,14 @@ def test_the_outbox_keeps_the_context_of_the_request(rmq: Kit, spans: Spans, tmp
 
 
 def test_addresses_of_a_broker_elsewhere(spans: Spans) -> None:
-    with Broker.temporary() as broker, RemotingServer(broker) as server, librmq.connect(server.address) as route:
+    with librmq.Broker.temporary() as broker, RemotingServer(broker) as server, librmq.connect(server.address) as route:
         instrument(route, spans.provider)
         broker.create_topic("orders", 1)
-        with Producer(route) as producer, SimpleConsumer(route, "worker") as consumer:
+        with librmq.Producer(route) as producer, librmq.SimpleConsumer(route, "worker") as consumer:
             producer.send("orders", "one")
             consumer.subscribe("orders")
             consumer.ack(*consumer.receive(1, wait=10))
-        own = Producer(broker, "own")
+        own = librmq.Producer(broker, "own")
         own.send("orders", "two")  # by another route
     assert [span.name for span in spans.exporter.get_finished_spans()] == [
         "send orders",
@@ -538,13 +526,13 @@ def test_peers_of_a_share(spans: Spans, tmp_path: Path) -> None:
         current: list[int] = []
         called = threading.Event()
 
-        def listener(message: DeliveredMessage) -> None:
+        def listener(message: librmq.DeliveredMessage) -> None:
             current.append(trace.get_current_span().get_span_context().span_id)
             called.set()
 
-        consumer = PushConsumer(peer, "mailer", consume_from=librmq.ConsumeFrom.FIRST)
+        consumer = librmq.PushConsumer(peer, "mailer", consume_from=librmq.ConsumeFrom.FIRST)
         consumer.subscribe("orders", listener)
-        with consumer, Producer(owner) as producer:
+        with consumer, librmq.Producer(owner) as producer:
             producer.send("orders", "one")
             assert called.wait(20)
     assert current == ids([spans.one("process orders")])

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -664,11 +665,8 @@ def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(few.broker._replication, "copy_tables_early", counted)
     few.link.at_copy = lambda: all_wait.wait(60)
-    threads = [threading.Thread(target=few.broker.cancel, args=(message_id,)) for message_id in few.ids]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(few.ids)) as pool:
+        list(pool.map(few.broker.cancel, few.ids))
     assert [len(answer.cancelled) for answer in few.link.answers] == [8]
     few.broker.abandon()
     assert few.delivered_after_promotion() == 0

@@ -11,16 +11,7 @@ from typing import Any, Final, TypeVar, cast
 from librmq.cli._json_rows import Row, read_rows, standard_input
 from librmq.cli._output import Output
 from librmq.cli.commands.filters import read_case
-from librmq.client.allocation import (
-    AllocationStrategy,
-    allocate_averagely,
-    allocate_averagely_by_circle,
-    allocate_by_config,
-    allocate_by_machine_room,
-    allocate_consistent_hash,
-    allocate_machine_room_nearby,
-    room_before_dash,
-)
+from librmq.client import allocation
 from librmq.client.queue_selectors import select_by_hash
 from librmq.errors import (
     AllocationError,
@@ -149,27 +140,27 @@ def _shares(row: Row) -> list[list[Any]] | None:
     return [list(queue) for queue in _strategy(name, row)(client_id, queues, clients)]
 
 
-def _strategy(name: str, row: Row) -> AllocationStrategy:
+def _strategy(name: str, row: Row) -> allocation.AllocationStrategy:
     match name:
         case "AVG":
-            return allocate_averagely
+            return allocation.allocate_averagely
         case "AVG_BY_CIRCLE":
-            return allocate_averagely_by_circle
+            return allocation.allocate_averagely_by_circle
         case "CONSISTENT_HASH":
             nodes = fields.int64(row, "virtual_nodes", 10)
             if nodes < 0:  # refused before any queue is read
                 raise AllocationError(f"virtual_nodes: expected 0 or more, found {nodes}")
-            return partial(allocate_consistent_hash, virtual_nodes=nodes)
+            return partial(allocation.allocate_consistent_hash, virtual_nodes=nodes)
         case "CONFIG":
             queues = _queues(row, "config")
-            return _fail_on_null if row["config"] is None else allocate_by_config(queues)
+            return _fail_on_null if row["config"] is None else allocation.allocate_by_config(queues)
         case "MACHINE_ROOM":
             rooms = _texts(row, "consumer_idcs")
-            return _by_unknown_rooms if row["consumer_idcs"] is None else allocate_by_machine_room(rooms)
+            return _by_unknown_rooms if row["consumer_idcs"] is None else allocation.allocate_by_machine_room(rooms)
         case "MACHINE_ROOM_NEARBY" if fields.text(row, "inner") != name:
             inner = _strategy(row["inner"], row)
-            return allocate_machine_room_nearby(
-                inner, lambda queue: room_before_dash(queue.broker_name), room_before_dash
+            return allocation.allocate_machine_room_nearby(
+                inner, lambda queue: allocation.room_before_dash(queue.broker_name), allocation.room_before_dash
             )
     raise InputError(f"unknown strategy {name!r:.80}; known are {_STRATEGIES}")
 
@@ -182,7 +173,7 @@ def _fail_on_null(client_id: str, queues: Sequence[MessageQueue], clients: Seque
 def _by_unknown_rooms(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
     """Allocate by rooms that are null: RocketMQ fails only at the first queue with a room."""
     rooms = {queue.broker_name.partition("@")[0] for queue in queues}
-    if allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
+    if allocation.allocate_by_machine_room(rooms)(client_id, queues, [client_id] if client_id in clients else clients):
         return _fail_on_null(client_id, queues, clients)
     return []
 

@@ -9,20 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from librmq import (
-    Broker,
-    BrokerConfig,
-    ManualClock,
-    ManualRunner,
-    Message,
-    Producer,
-    PushConsumer,
-    ReconsumeLater,
-    StoreConfig,
-    TimerConfig,
-    TransactionProducer,
-    TransactionState,
-)
+import librmq
 from librmq.cli._syntax import PAST
 from tests.cli.stand import Shell
 
@@ -46,8 +33,10 @@ COPYING = {"export", "extract"}
 """Commands that write what they read."""
 
 
-SETTINGS = BrokerConfig(timers=TimerConfig(slots_total=1200, timer_log_file_size=4096, timer_roll_window_slot=600))
-SIZES = StoreConfig.tiny(commitlog_file_size=1 << 16)
+SETTINGS = librmq.BrokerConfig(
+    timers=librmq.TimerConfig(slots_total=1200, timer_log_file_size=4096, timer_roll_window_slot=600)
+)
+SIZES = librmq.StoreConfig.tiny(commitlog_file_size=1 << 16)
 """Small, because the store is copied again and again."""
 
 
@@ -68,30 +57,30 @@ class Recorded(NamedTuple):
 
 def consume(message: Any) -> None:
     if "k1" in message.keys:
-        raise ReconsumeLater
+        raise librmq.ReconsumeLater
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Return a store with sends, delays, timers, transactions, retries and dead letters."""
     folder, moments = tmp_path_factory.mktemp("past"), []
-    clock, states = ManualClock(1_700_000_000_000), list(TransactionState)
+    clock, states = librmq.ManualClock(1_700_000_000_000), list(librmq.TransactionState)
     for number in range(5):
-        runner = ManualRunner(clock)
-        with Broker.open(folder / "store", SETTINGS, store_config=SIZES, runner=runner) as broker:
+        runner = librmq.ManualRunner(clock)
+        with librmq.Broker.open(folder / "store", SETTINGS, store_config=SIZES, runner=runner) as broker:
             if number == 0:
                 broker.create_topic("orders", 2)
-            consumer = PushConsumer(broker, "billing", max_reconsume_times=1)
+            consumer = librmq.PushConsumer(broker, "billing", max_reconsume_times=1)
             consumer.subscribe("orders", consume)
             with (
                 consumer,
-                Producer(broker, "shop") as producer,
-                TransactionProducer(broker, "sales", lambda _: TransactionState.UNKNOWN) as transactions,
+                librmq.Producer(broker, "shop") as producer,
+                librmq.TransactionProducer(broker, "sales", lambda _: librmq.TransactionState.UNKNOWN) as transactions,
             ):
                 producer.send("orders", b"x", keys="k1", queue=0)
                 producer.send("orders", b"y", keys=f"k{number + 2}", delay=5 + 40 * number)
                 producer.send("orders", b"z", delay_level=5)
-                half = Message("orders", b"half", keys=f"half{number}")
+                half = librmq.Message("orders", b"half", keys=f"half{number}")
                 transactions.send_in_transaction(half, execute=lambda *_, at=number: states[at % len(states)])
                 runner.advance(43_000)
             end = broker.store.log.end

@@ -9,16 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.broker.groups import group_differences
-from librmq.client.allocation import (
-    AllocationStrategy,
-    allocate_averagely,
-    allocate_averagely_by_circle,
-    allocate_by_machine_room,
-    allocate_consistent_hash,
-    allocate_machine_room_nearby,
-    own_share,
-    unowned_queues,
-)
+from librmq.client import allocation
 from librmq.message.message import MessageQueue
 
 ROOMS = ("r1", "r2", "r3")
@@ -37,18 +28,18 @@ def room(name: str) -> str:
     return name.partition("@")[0]
 
 
-def nearby(inner: AllocationStrategy) -> AllocationStrategy:
-    return allocate_machine_room_nearby(inner, lambda queue: room(queue.broker_name), room)
+def nearby(inner: allocation.AllocationStrategy) -> allocation.AllocationStrategy:
+    return allocation.allocate_machine_room_nearby(inner, lambda queue: room(queue.broker_name), room)
 
 
-STRATEGIES: dict[str, AllocationStrategy] = {
-    "averagely": allocate_averagely,
-    "circle": allocate_averagely_by_circle,
-    "rooms": allocate_by_machine_room(ROOMS),
-    "hash": allocate_consistent_hash,
-    "hash with one node": partial(allocate_consistent_hash, virtual_nodes=1),
-    "nearby": nearby(allocate_averagely),
-    "nearby, hash": nearby(allocate_consistent_hash),
+STRATEGIES: dict[str, allocation.AllocationStrategy] = {
+    "averagely": allocation.allocate_averagely,
+    "circle": allocation.allocate_averagely_by_circle,
+    "rooms": allocation.allocate_by_machine_room(ROOMS),
+    "hash": allocation.allocate_consistent_hash,
+    "hash with one node": partial(allocation.allocate_consistent_hash, virtual_nodes=1),
+    "nearby": nearby(allocation.allocate_averagely),
+    "nearby, hash": nearby(allocation.allocate_consistent_hash),
 }
 
 
@@ -56,19 +47,21 @@ STRATEGIES: dict[str, AllocationStrategy] = {
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
 @given(queues=QUEUES, clients=CLIENTS, data=st.data())
 def test_each_queue_has_one_owner_in_any_order_of_asking(
-    strategy: AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
+    strategy: allocation.AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
 ) -> None:
     """Each queue has exactly one owner, for any number and order of clients."""
     shares = []
     for client in clients:
-        shares += own_share(client, data.draw(st.permutations(queues)), data.draw(st.permutations(clients)), strategy)
+        shares += allocation.own_share(
+            client, data.draw(st.permutations(queues)), data.draw(st.permutations(clients)), strategy
+        )
     assert sorted(shares) == sorted(queues)
 
 
 @pytest.mark.parametrize("name", ["averagely", "circle", "rooms"])
 @given(queues=QUEUES, clients=CLIENTS)
 def test_equal_shares_differ_by_one_at_most(name: str, queues: list[MessageQueue], clients: list[str]) -> None:
-    sizes = [len(own_share(client, queues, clients, STRATEGIES[name])) for client in clients]
+    sizes = [len(allocation.own_share(client, queues, clients, STRATEGIES[name])) for client in clients]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -77,15 +70,15 @@ def test_consistent_hash_moves_only_queues_of_a_leaver(queues: list[MessageQueue
     """With consistent hashing, only the queues of a leaving client move."""
     rest = clients[1:]
     for client in rest:
-        before = set(own_share(client, queues, clients, allocate_consistent_hash))
-        assert before <= set(own_share(client, queues, rest, allocate_consistent_hash))
+        before = set(allocation.own_share(client, queues, clients, allocation.allocate_consistent_hash))
+        assert before <= set(allocation.own_share(client, queues, rest, allocation.allocate_consistent_hash))
 
 
 @given(queues=QUEUES, clients=CLIENTS)
 def test_queues_stay_in_their_room_where_it_has_clients(queues: list[MessageQueue], clients: list[str]) -> None:
     manned = set(map(room, clients))
     for client in clients:
-        for queue in own_share(client, queues, clients, STRATEGIES["nearby"]):
+        for queue in allocation.own_share(client, queues, clients, STRATEGIES["nearby"]):
             assert room(queue.broker_name) == room(client) or room(queue.broker_name) not in manned
 
 
@@ -99,4 +92,4 @@ def test_queues_lack_an_owner_only_where_instances_differ(group: dict[str, dict[
     """A queue has no reader only if the instances of its group differ."""
     queues = [MessageQueue(topic, "b", number) for topic in "ABC" for number in range(8)]
     differing = {difference.topic for difference in group_differences(group) if difference.without}
-    assert {queue.topic for queue in unowned_queues(group, queues)} == differing
+    assert {queue.topic for queue in allocation.unowned_queues(group, queues)} == differing

@@ -619,7 +619,7 @@ def test_an_endpoint_that_passes_a_late_send_on_is_asked_again() -> None:
     async def send() -> None:
         message = protocol.SendMessage("P", Message("T", b"x"), 0, 1, ("127.0.0.1", 10911))
         sends = LoopSends(asyncio.get_running_loop())
-        await asyncio.wait_for(sends.begin(cast("Endpoint", Passing()), message, 1), 60)
+        await asyncio.wait_for(sends.begin(cast("protocol.Endpoint", Passing()), message, 1), 60)
 
     with pytest.raises(BrokerUnreachableError, match="silent"):
         asyncio.run(send())

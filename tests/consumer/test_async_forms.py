@@ -8,49 +8,38 @@ from pathlib import Path
 
 import pytest
 
-from librmq import (
-    Broker,
-    ManualRunner,
-    Message,
-    Producer,
-    PushConsumer,
-    SimpleConsumer,
-    StoreLockedError,
-    ThreadRunner,
-    TransactionProducer,
-    TransactionState,
-)
+import librmq
 from librmq.runtime import Runner
 
-RUNNERS = pytest.mark.parametrize("make_runner", [ManualRunner, ThreadRunner])
+RUNNERS = pytest.mark.parametrize("make_runner", [librmq.ManualRunner, librmq.ThreadRunner])
 
 
 async def test_a_broker_opens_without_blocking_the_loop(tmp_path: Path) -> None:
-    async with await Broker.open_async(tmp_path / "data", name="broker-x") as broker:
+    async with await librmq.Broker.open_async(tmp_path / "data", name="broker-x") as broker:
         assert broker.name == "broker-x"
-        with pytest.raises(StoreLockedError):
-            await Broker.open_async(tmp_path / "data")
+        with pytest.raises(librmq.StoreLockedError):
+            await librmq.Broker.open_async(tmp_path / "data")
 
 
 def test_a_broker_that_is_opened_too_late_is_closed(tmp_path: Path) -> None:
     async def scenario() -> None:
-        opening = asyncio.create_task(Broker.open_async(tmp_path / "data"))
+        opening = asyncio.create_task(librmq.Broker.open_async(tmp_path / "data"))
         await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
 
     asyncio.run(scenario())
-    with Broker.open(tmp_path / "data", wait=60) as broker:
+    with librmq.Broker.open(tmp_path / "data", wait=60) as broker:
         assert broker.topics() == broker.topics()
 
 
 @RUNNERS
 async def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> None:
     async with (
-        Broker.temporary(runner=make_runner()) as broker,
-        Producer(broker, "shop") as producer,
-        SimpleConsumer(broker, "billing") as consumer,
+        librmq.Broker.temporary(runner=make_runner()) as broker,
+        librmq.Producer(broker, "shop") as producer,
+        librmq.SimpleConsumer(broker, "billing") as consumer,
     ):
         broker.create_topic("orders", 1)
         consumer.subscribe("orders")
@@ -64,33 +53,37 @@ async def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> N
 
 
 @RUNNERS
-@pytest.mark.parametrize("state", [TransactionState.COMMIT, TransactionState.ROLLBACK])
-def test_a_local_transaction_may_be_a_coroutine(make_runner: Callable[[], Runner], state: TransactionState) -> None:
+@pytest.mark.parametrize("state", [librmq.TransactionState.COMMIT, librmq.TransactionState.ROLLBACK])
+def test_a_local_transaction_may_be_a_coroutine(
+    make_runner: Callable[[], Runner], state: librmq.TransactionState
+) -> None:
     async def scenario() -> list[bytes]:
-        async with Broker.temporary(runner=make_runner()) as broker:
+        async with librmq.Broker.temporary(runner=make_runner()) as broker:
 
-            async def execute(message: Message, arg: object) -> TransactionState:
+            async def execute(message: librmq.Message, arg: object) -> librmq.TransactionState:
                 await asyncio.sleep(0)
                 assert arg == "o-1"
                 return state
 
-            async with TransactionProducer(broker, "shop", check=lambda message: None) as producer:
-                result = await producer.send_in_transaction_async(Message("orders", b"x"), "o-1", execute=execute)
+            async with librmq.TransactionProducer(broker, "shop", check=lambda message: None) as producer:
+                result = await producer.send_in_transaction_async(
+                    librmq.Message("orders", b"x"), "o-1", execute=execute
+                )
                 assert result.state is state
             return [message.body for message in broker.messages("orders")]
 
-    assert asyncio.run(scenario()) == ([b"x"] if state is TransactionState.COMMIT else [])
+    assert asyncio.run(scenario()) == ([b"x"] if state is librmq.TransactionState.COMMIT else [])
 
 
 async def test_a_failing_local_transaction_is_unknown() -> None:
-    async with Broker.temporary(runner=ManualRunner()) as broker:
+    async with librmq.Broker.temporary(runner=librmq.ManualRunner()) as broker:
 
-        async def execute(message: Message, arg: object) -> TransactionState:
+        async def execute(message: librmq.Message, arg: object) -> librmq.TransactionState:
             raise ValueError("no stock")
 
-        producer = TransactionProducer(broker, "shop", check=lambda message: None, execute=None)
-        result = await producer.send_in_transaction_async(Message("orders", b"x"), execute=execute)
-        assert result.state is TransactionState.UNKNOWN
+        producer = librmq.TransactionProducer(broker, "shop", check=lambda message: None, execute=None)
+        result = await producer.send_in_transaction_async(librmq.Message("orders", b"x"), execute=execute)
+        assert result.state is librmq.TransactionState.UNKNOWN
         await producer.shutdown_async()
 
 
@@ -99,8 +92,8 @@ async def test_a_coroutine_listener_is_cancelled_after_the_shutdown(make_runner:
     """It would wait forever; its message is not consumed."""
     began, cancelled = asyncio.Event(), asyncio.Event()
 
-    async with Broker.temporary(runner=make_runner()) as broker, Producer(broker, "shop") as producer:
-        consumer = PushConsumer(broker, "billing", shutdown_timeout=0.01)
+    async with librmq.Broker.temporary(runner=make_runner()) as broker, librmq.Producer(broker, "shop") as producer:
+        consumer = librmq.PushConsumer(broker, "billing", shutdown_timeout=0.01)
 
         @consumer.subscribe("orders")
         async def charge(message: object) -> None:
@@ -112,7 +105,7 @@ async def test_a_coroutine_listener_is_cancelled_after_the_shutdown(make_runner:
 
         consumer.start()
         await producer.send_async("orders", b"x")
-        if isinstance(broker.runner, ManualRunner):
+        if isinstance(broker.runner, librmq.ManualRunner):
             advancing = asyncio.create_task(broker.runner.advance_async(1000))
             await asyncio.wait_for(began.wait(), 60)
             advancing.cancel()

@@ -12,39 +12,27 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from librmq import (
-    Broker,
-    BrokerConfig,
-    ManualClock,
-    ManualRunner,
-    Message,
-    Producer,
-    PushConsumer,
-    SimpleConsumer,
-    StoreConfig,
-    TransactionProducer,
-    TransactionState,
-)
+import librmq
 from librmq.dedup import DedupListener
 from librmq.idempotence import SqliteDedupStore
 
 START_MS = 1_700_000_000_000
-CONFIG = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4000, enable_consumequeue_ext=True)
+CONFIG = librmq.StoreConfig.tiny(commitlog_file_size=8192, max_message_size=4000, enable_consumequeue_ext=True)
 
 
 def write(path: Path) -> None:
     """Write a store with 24 orders, of which a group has consumed 12, and some of all that waits."""
-    clock = ManualClock(START_MS)
-    runner = ManualRunner(clock)
-    with Broker.open(str(path), BrokerConfig(hops=True), store_config=CONFIG, runner=runner) as broker:
+    clock = librmq.ManualClock(START_MS)
+    runner = librmq.ManualRunner(clock)
+    with librmq.Broker.open(str(path), librmq.BrokerConfig(hops=True), store_config=CONFIG, runner=runner) as broker:
         broker.create_topic("orders", 2)
-        billing = PushConsumer(broker, "billing", instance_name="one", max_reconsume_times=0)
+        billing = librmq.PushConsumer(broker, "billing", instance_name="one", max_reconsume_times=0)
         guard = SqliteDedupStore(path / "guard.sqlite", clock=clock)
         billing.subscribe("orders", sql="amount > 3 OR amount IS NULL")(
             DedupListener(charge, guard, group="billing", clock=clock)
         )
         billing.start()
-        with Producer(broker, "shop") as producer:
+        with librmq.Producer(broker, "shop") as producer:
             for number in range(24):
                 if number == 12:
                     runner.advance(1000)
@@ -56,11 +44,11 @@ def write(path: Path) -> None:
             producer.send("orders", b"by time", deliver_at=datetime.datetime(2023, 11, 15, 2, tzinfo=datetime.UTC))
             producer.cancel(producer.send("orders", b"cancelled", delay_level=17))
             producer.send("held", b"received")
-            broker.store.append_batch([Message("orders", b"batched %d" % number) for number in range(3)])
-        with TransactionProducer(broker, "payments", lambda _: TransactionState.UNKNOWN) as payments:
-            unknown = TransactionState.UNKNOWN
-            payments.send_in_transaction(Message("orders", b"open"), execute=lambda *_: unknown)
-        receiver = SimpleConsumer(broker, "workers", instance_name="one")
+            broker.store.append_batch([librmq.Message("orders", b"batched %d" % number) for number in range(3)])
+        with librmq.TransactionProducer(broker, "payments", lambda _: librmq.TransactionState.UNKNOWN) as payments:
+            unknown = librmq.TransactionState.UNKNOWN
+            payments.send_in_transaction(librmq.Message("orders", b"open"), execute=lambda *_: unknown)
+        receiver = librmq.SimpleConsumer(broker, "workers", instance_name="one")
         receiver.subscribe("held")
         receiver.start()
         receiver.receive(invisible=3600)
@@ -69,7 +57,7 @@ def write(path: Path) -> None:
         guard.close()
 
 
-def charge(message: Message) -> None:
+def charge(message: librmq.Message) -> None:
     """Refuse an order, which becomes a dead letter."""
     if message.body == b"order 7 ":
         raise ValueError("no such customer")

@@ -7,16 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq import (
-    Broker,
-    DeadLetter,
-    Message,
-    Producer,
-    PushConsumer,
-    ReconsumeLater,
-    TransactionProducer,
-    TransactionState,
-)
+import librmq
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis import StoreView, StoryEvent, plan_skip, skip, story
 from librmq.diagnosis.view import Source
@@ -103,7 +94,7 @@ def test_a_delayed_message(rmq: Kit) -> None:
 
 def test_retries_up_to_the_dead_letter(rmq: Kit) -> None:
     def fail(message: object) -> None:
-        raise ReconsumeLater
+        raise librmq.ReconsumeLater
 
     rmq.consumer("G", max_reconsume_times=2).subscribe("orders", fail)
     sent = rmq.producer().send("orders", b"x")
@@ -115,7 +106,7 @@ def test_retries_up_to_the_dead_letter(rmq: Kit) -> None:
 
 def test_a_dead_letter_tells_its_cause(rmq: Kit) -> None:
     def fail(message: object) -> None:
-        raise DeadLetter("no such customer")
+        raise librmq.DeadLetter("no such customer")
 
     rmq.consumer("G").subscribe("orders", fail)
     sent = rmq.producer().send("orders", b"x")
@@ -131,7 +122,7 @@ def test_a_retry_that_succeeds_ends_passed(rmq: Kit) -> None:
     def fail_once(message: DeliveredMessage) -> None:
         attempts.append(message.reconsume_times)
         if len(attempts) == 1:
-            raise ReconsumeLater
+            raise librmq.ReconsumeLater
 
     rmq.consumer("G").subscribe("orders", fail_once)
     sent = rmq.producer().send("orders", b"x")
@@ -145,7 +136,7 @@ def test_a_dead_letter_that_was_sent_again_and_consumed(rmq: Kit) -> None:
     def fail_once(message: DeliveredMessage) -> None:
         seen.append(message.body)
         if len(seen) == 1:
-            raise DeadLetter("no such customer")
+            raise librmq.DeadLetter("no such customer")
 
     rmq.consumer("G").subscribe("orders", fail_once)
     sent = rmq.producer().send("orders", b"x")
@@ -159,11 +150,11 @@ def test_a_dead_letter_that_was_sent_again_and_consumed(rmq: Kit) -> None:
 def test_a_message_that_the_groups_filter_rejects(rmq: Kit, tmp_path: Path) -> None:
     """The running broker knows filters by SQL and by tags; its files only the registered ones, by SQL."""
     seen: list[bytes] = []
-    with Broker.open(tmp_path / "store", runner=rmq.runner) as broker:
-        producer = Producer(broker, "P")
+    with librmq.Broker.open(tmp_path / "store", runner=rmq.runner) as broker:
+        producer = librmq.Producer(broker, "P")
         cheap = producer.send("orders", b"cheap", tags="b", properties={"price": "1"}).message_id
         dear = producer.send("orders", b"dear", tags="b", properties={"price": "9"}).message_id
-        by_sql, by_tags = PushConsumer(broker, "sql"), PushConsumer(broker, "tags")
+        by_sql, by_tags = librmq.PushConsumer(broker, "sql"), librmq.PushConsumer(broker, "tags")
         by_sql.subscribe("orders", lambda message: seen.append(message.body), sql="price > 5")
         by_tags.subscribe("orders", lambda message: seen.append(message.body), tags="a")
         by_sql.start()
@@ -210,26 +201,28 @@ def test_a_message_that_the_group_skipped(rmq: Kit) -> None:
     assert ends(rmq.broker, sent.message_id) == {"G": "not_passed"}
 
 
-def transaction(rmq: Kit, state: TransactionState, later: TransactionState = TransactionState.UNKNOWN) -> str:
-    producer = TransactionProducer(rmq.route, "P", lambda message: later)
-    result = producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, argument: state)
+def transaction(
+    rmq: Kit, state: librmq.TransactionState, later: librmq.TransactionState = librmq.TransactionState.UNKNOWN
+) -> str:
+    producer = librmq.TransactionProducer(rmq.route, "P", lambda message: later)
+    result = producer.send_in_transaction(librmq.Message("orders", b"x"), execute=lambda message, argument: state)
     return result.sent.message_id
 
 
-@pytest.mark.parametrize("state", [TransactionState.COMMIT, TransactionState.ROLLBACK])
-def test_a_transaction_that_ends_at_once(rmq: Kit, state: TransactionState) -> None:
-    end = {TransactionState.COMMIT: "committed", TransactionState.ROLLBACK: "rolled_back"}[state]
+@pytest.mark.parametrize("state", [librmq.TransactionState.COMMIT, librmq.TransactionState.ROLLBACK])
+def test_a_transaction_that_ends_at_once(rmq: Kit, state: librmq.TransactionState) -> None:
+    end = {librmq.TransactionState.COMMIT: "committed", librmq.TransactionState.ROLLBACK: "rolled_back"}[state]
     assert events(rmq, transaction(rmq, state)) == ["half", end]
 
 
 def test_a_transaction_that_is_checked_and_then_ends(rmq: Kit) -> None:
-    name = transaction(rmq, TransactionState.UNKNOWN, TransactionState.ROLLBACK)
+    name = transaction(rmq, librmq.TransactionState.UNKNOWN, librmq.TransactionState.ROLLBACK)
     rmq.advance(seconds=200)
     assert events(rmq, name) == ["half", "checked", "rolled_back"]
 
 
 def test_a_transaction_that_is_given_up(rmq: Kit) -> None:
-    name = transaction(rmq, TransactionState.UNKNOWN)
+    name = transaction(rmq, librmq.TransactionState.UNKNOWN)
     rmq.advance(seconds=60 * 20)
     found = events(rmq, name)
     assert found == ["half", *["checked"] * 15, "given_up"]
@@ -238,7 +231,7 @@ def test_a_transaction_that_is_given_up(rmq: Kit) -> None:
 
 def test_a_duplicate_is_reported(rmq: Kit) -> None:
     for _ in range(2):
-        rmq.broker.store.append(Message("orders", b"x", unique_key="U1"))
+        rmq.broker.store.append(librmq.Message("orders", b"x", unique_key="U1"))
     first, second = story(rmq.broker, "U1")
     assert (first.event, first.note) == ("stored", "")
     assert "duplicate" in second.note
@@ -252,10 +245,10 @@ def test_all_messages_of_a_key(rmq: Kit) -> None:
 
 def test_an_op_message_without_its_tag_ends_no_half(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SMALL) as store:
-        half = Message(SystemTopic.HALF, b"x")
+        half = librmq.Message(SystemTopic.HALF, b"x")
         half.properties.update({"UNIQ_KEY": "K", PropertyName.REAL_TOPIC: "orders"})
         store.append(half, 0)
-        store.append(Message(SystemTopic.OP, b"0"), 0)
+        store.append(librmq.Message(SystemTopic.OP, b"0"), 0)
         assert [one.event for one in story(StoreView.over(store), "K")] == ["half"]
 
 

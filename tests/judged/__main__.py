@@ -26,17 +26,6 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 import librmq
-from librmq import (
-    BrokerError,
-    ConsumeFrom,
-    Message,
-    Producer,
-    PullConsumer,
-    PushConsumer,
-    SimpleConsumer,
-    TransactionProducer,
-    TransactionState,
-)
 from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.message.topics import TopicType
@@ -97,7 +86,7 @@ class Stand:
         self._changed = threading.Condition()
 
     def send(self, *bodies: str, **fields: Any) -> None:
-        with Producer(self.route, f"{self.topic}-p") as producer:
+        with librmq.Producer(self.route, f"{self.topic}-p") as producer:
             for body in bodies:
                 producer.send(self.topic, body.encode(), **fields)
 
@@ -105,7 +94,7 @@ class Stand:
         """Return the bodies of the next messages of a group."""
         bodies: list[str] = []
         deadline = _clock.monotonic() + WAIT_S
-        with PullConsumer(self.route, group or self.group, consume_from=ConsumeFrom.FIRST) as consumer:
+        with librmq.PullConsumer(self.route, group or self.group, consume_from=librmq.ConsumeFrom.FIRST) as consumer:
             consumer.subscribe(self.topic)
             while len(bodies) < count and _clock.monotonic() < deadline:
                 bodies += [message.body.decode() for message in consumer.poll(1)]
@@ -125,7 +114,7 @@ class Stand:
             if body == fails_first and is_first:
                 raise RuntimeError("not yet")
 
-        consumer = PushConsumer(self.route, self.group, orderly=orderly, consume_from=ConsumeFrom.FIRST)
+        consumer = librmq.PushConsumer(self.route, self.group, orderly=orderly, consume_from=librmq.ConsumeFrom.FIRST)
         consumer.subscribe(self.topic, listen, **fields)
         with consumer:
             yield
@@ -150,8 +139,8 @@ def progress(stand: Stand) -> None:
 
 
 def batch(stand: Stand) -> None:
-    with Producer(stand.route, f"{stand.topic}-p") as producer:
-        producer.send_batch([Message(stand.topic, str(number).encode()) for number in range(5)])
+    with librmq.Producer(stand.route, f"{stand.topic}-p") as producer:
+        producer.send_batch([librmq.Message(stand.topic, str(number).encode()) for number in range(5)])
     assert stand.poll(5) == list("01234")
 
 
@@ -190,9 +179,11 @@ def delay(stand: Stand) -> None:
 
 
 def transactions(stand: Stand) -> None:
-    with TransactionProducer(stand.route, f"{stand.topic}-t", lambda message: TransactionState.COMMIT) as producer:
-        for state in (TransactionState.ROLLBACK, TransactionState.COMMIT):
-            message = Message(stand.topic, state.name.encode())
+    with librmq.TransactionProducer(
+        stand.route, f"{stand.topic}-t", lambda message: librmq.TransactionState.COMMIT
+    ) as producer:
+        for state in (librmq.TransactionState.ROLLBACK, librmq.TransactionState.COMMIT):
+            message = librmq.Message(stand.topic, state.name.encode())
             producer.send_in_transaction(message, state, execute=lambda message, arg: arg)
     assert stand.poll(1) == ["COMMIT"]
 
@@ -240,7 +231,7 @@ def reset_running(stand: Stand) -> None:
 @contextmanager
 def receiving(stand: Stand) -> Iterator[Callable[[float], Any]]:
     """Yield a function that receives one message for some seconds; `LeftOut` at a broker without POP."""
-    with SimpleConsumer(stand.route, stand.group) as consumer:
+    with librmq.SimpleConsumer(stand.route, stand.group) as consumer:
         consumer.subscribe(stand.topic)
 
         def receive(invisible: float) -> Any:
@@ -252,7 +243,7 @@ def receiving(stand: Stand) -> Iterator[Callable[[float], Any]]:
 
         try:
             consumer.receive(1, wait=0)
-        except BrokerError as error:
+        except librmq.BrokerError as error:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 raise LeftOut("the broker has no POP") from error
             raise
@@ -296,12 +287,12 @@ def late_receipt(stand: Stand) -> None:
 
 
 def cancel(stand: Stand) -> None:
-    with Producer(stand.route, f"{stand.topic}-p") as producer, stand.listening():
+    with librmq.Producer(stand.route, f"{stand.topic}-p") as producer, stand.listening():
         waiting = producer.send(stand.topic, b"cancelled", delay=5)
         producer.send(stand.topic, b"kept", delay=5)
         try:
             assert producer.cancel(waiting).cancelled
-        except BrokerError as error:
+        except librmq.BrokerError as error:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 raise LeftOut("the broker has no cancel") from error
             raise
@@ -316,8 +307,10 @@ def batch_queues(stand: Stand) -> None:
         header = CreateTopicHeader(topic, "TBW102", 1, 1, 6, attributes="+queue.type=BatchCQ")
         answer = stand.route.broker(name).request(frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header))
         assert answer.code == 0, answer.remark
-    messages = [Message(topic, str(number).encode(), tags="ab"[number % 2], keys=f"k-{number}") for number in range(5)]
-    with Producer(stand.route, f"{stand.topic}-p") as producer:
+    messages = [
+        librmq.Message(topic, str(number).encode(), tags="ab"[number % 2], keys=f"k-{number}") for number in range(5)
+    ]
+    with librmq.Producer(stand.route, f"{stand.topic}-p") as producer:
         producer.send_batch(messages)
     batches = Stand(stand.route, topic, None)
     assert batches.poll(5) == list("01234")

@@ -15,17 +15,6 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import (
-    Broker,
-    ManualRunner,
-    MessageStore,
-    Producer,
-    PullConsumer,
-    PushConsumer,
-    StoreConfig,
-    ThreadRunner,
-    errors,
-)
 from librmq.client import TransactionProducer
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
@@ -100,8 +89,10 @@ def shipped_files(package: Path) -> list[str]:
 
 def test_every_error_is_librmqs_own() -> None:
     """One `except RmqError` is enough; control flow is not an error."""
-    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert [error.__name__ for error in found if not issubclass(error, errors.RmqError)] == []
+    found = [
+        value for value in vars(librmq.errors).values() if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    assert [error.__name__ for error in found if not issubclass(error, librmq.errors.RmqError)] == []
 
 
 def test_import_loads_the_core_alone() -> None:
@@ -126,9 +117,11 @@ def test_all_of_the_package_is_shipped() -> None:
 
 
 HOLDS: dict[str, Callable[[Path], Any]] = {
-    "store": lambda path: MessageStore.open(path, StoreConfig.tiny()),
-    "temporary store": lambda _: MessageStore.temporary(),
-    "broker": lambda path: Broker.open(path, store_config=StoreConfig.tiny(), runner=ManualRunner()),
+    "store": lambda path: librmq.MessageStore.open(path, librmq.StoreConfig.tiny()),
+    "temporary store": lambda _: librmq.MessageStore.temporary(),
+    "broker": lambda path: librmq.Broker.open(
+        path, store_config=librmq.StoreConfig.tiny(), runner=librmq.ManualRunner()
+    ),
     "log": lambda path: CommitLog.open(path, 1 << 16),
     "queue": lambda path: ConsumeQueue.open(path, 2000),
     "index": lambda path: KeyIndex.open(path, slots=10, entries=20),
@@ -138,19 +131,19 @@ HOLDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def listening(broker: Broker) -> PushConsumer:
-    consumer = PushConsumer(broker, "g")
+def listening(broker: librmq.Broker) -> librmq.PushConsumer:
+    consumer = librmq.PushConsumer(broker, "g")
     consumer.subscribe("T", lambda _: None)
     return consumer.start()
 
 
-RUNS: dict[str, Callable[[Broker], Any]] = {
-    "producer": lambda broker: Producer(broker, "g").start(),
+RUNS: dict[str, Callable[[librmq.Broker], Any]] = {
+    "producer": lambda broker: librmq.Producer(broker, "g").start(),
     "transaction producer": lambda broker: TransactionProducer(broker, "g", check=lambda _: None).start(),
     "push consumer": listening,
-    "pull consumer": lambda broker: PullConsumer(broker, "g").start(),
-    "threads": lambda _: ThreadRunner(),
-    "runner by hand": lambda _: ManualRunner(),
+    "pull consumer": lambda broker: librmq.PullConsumer(broker, "g").start(),
+    "threads": lambda _: librmq.ThreadRunner(),
+    "runner by hand": lambda _: librmq.ManualRunner(),
 }
 
 
@@ -162,7 +155,7 @@ def test_closing_gives_nothing_and_twice_does_nothing(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", RUNS)
 def test_shutting_down_tells_whether_all_has_ended(name: str) -> None:
-    with Broker.temporary(runner=ManualRunner()) as broker:
+    with librmq.Broker.temporary(runner=librmq.ManualRunner()) as broker:
         runs = RUNS[name](broker)
         assert [runs.shutdown(), runs.shutdown()] == [True, True]
 

@@ -24,17 +24,6 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import (
-    Broker,
-    BrokerConfig,
-    ManualRunner,
-    Message,
-    MessageStore,
-    Producer,
-    PushConsumer,
-    StoreConfig,
-    errors,
-)
 from librmq.cli._syntax import COMMANDS
 from librmq.cli.commands.completion import options_of
 from librmq.metrics import METRICS
@@ -44,37 +33,39 @@ from tests.reference import CHECKOUT
 ROWS = re.findall(r"^\| `(.*?)` \| `(\w+)`", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
 
 
-def with_broker(act: Callable[[Broker], Any], config: BrokerConfig | None = None) -> Callable[[Path], None]:
+def with_broker(
+    act: Callable[[librmq.Broker], Any], config: librmq.BrokerConfig | None = None
+) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
-        with Broker.temporary(config, runner=ManualRunner()) as broker:
+        with librmq.Broker.temporary(config, runner=librmq.ManualRunner()) as broker:
             act(broker)
 
     return run
 
 
 def a_second_writer(folder: Path) -> None:
-    with MessageStore.open(folder):
-        MessageStore.open(folder)
+    with librmq.MessageStore.open(folder):
+        librmq.MessageStore.open(folder)
 
 
 def a_closed_store(folder: Path) -> None:
-    store = MessageStore.open(folder)
+    store = librmq.MessageStore.open(folder)
     store.close()
-    store.append(Message("orders", b"x"))
+    store.append(librmq.Message("orders", b"x"))
 
 
 def a_cut_file(folder: Path) -> None:
-    with MessageStore.open(folder, StoreConfig.tiny()) as store:
+    with librmq.MessageStore.open(folder, librmq.StoreConfig.tiny()) as store:
         for _ in range(40):
-            store.append(Message("orders", b"x" * 4000))
+            store.append(librmq.Message("orders", b"x" * 4000))
     os.truncate(sorted((folder / "commitlog").iterdir())[1], 100)
-    MessageStore.open(folder)
+    librmq.MessageStore.open(folder)
 
 
 def several_log_files(folder: Path) -> list[Path]:
-    with MessageStore.open(folder, StoreConfig.tiny()) as store:
+    with librmq.MessageStore.open(folder, librmq.StoreConfig.tiny()) as store:
         for _ in range(60):
-            store.append(Message("orders", b"x" * 4000))
+            store.append(librmq.Message("orders", b"x" * 4000))
     return sorted((folder / "commitlog").iterdir())
 
 
@@ -83,47 +74,47 @@ def a_log_on_several_paths(folder: Path) -> None:
     (folder / "log-b").mkdir()
     for file in files[1::2]:
         file.rename(folder / "log-b" / file.name)
-    MessageStore.open(folder)
+    librmq.MessageStore.open(folder)
 
 
 def a_log_with_a_gap(folder: Path) -> None:
     several_log_files(folder)[1].unlink()
-    MessageStore.open(folder)
+    librmq.MessageStore.open(folder)
 
 
 def a_long_body(folder: Path) -> None:
-    with MessageStore.open(folder, StoreConfig.tiny()) as store:
-        store.append(Message("orders", b"x" * 70_000))
+    with librmq.MessageStore.open(folder, librmq.StoreConfig.tiny()) as store:
+        store.append(librmq.Message("orders", b"x" * 70_000))
 
 
 def a_delay_in_the_store_of_a_broker(folder: Path) -> None:
-    with Broker.open(folder, runner=ManualRunner(), store_config=StoreConfig.tiny()) as broker:
-        Producer(broker, "shop").send("orders", b"x")
+    with librmq.Broker.open(folder, runner=librmq.ManualRunner(), store_config=librmq.StoreConfig.tiny()) as broker:
+        librmq.Producer(broker, "shop").send("orders", b"x")
     (folder / "librmq" / "config.json").unlink()
-    with Broker.open(folder, runner=ManualRunner()) as broker:
-        Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))
+    with librmq.Broker.open(folder, runner=librmq.ManualRunner()) as broker:
+        librmq.Producer(broker, "shop").send("orders", b"x", delay=timedelta(seconds=90))
 
 
 def a_closed_broker(folder: Path) -> None:
-    broker = Broker.temporary(runner=ManualRunner())
-    producer = Producer(broker, "shop").start()
+    broker = librmq.Broker.temporary(runner=librmq.ManualRunner())
+    producer = librmq.Producer(broker, "shop").start()
     broker.close()
     producer.send("orders", b"x")
 
 
-NO_TOPICS = BrokerConfig(auto_create_topic=False)
+NO_TOPICS = librmq.BrokerConfig(auto_create_topic=False)
 ERRORS: list[Callable[[Path], object]] = [
     a_second_writer,
-    lambda folder: MessageStore.open(folder, read_only=True).close(),
+    lambda folder: librmq.MessageStore.open(folder, read_only=True).close(),
     a_log_on_several_paths,
     a_log_with_a_gap,
     a_closed_store,
     a_cut_file,
     a_long_body,
     a_delay_in_the_store_of_a_broker,
-    with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
+    with_broker(lambda broker: librmq.Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
     a_closed_broker,
-    lambda folder: PushConsumer("data", "billing"),  # type: ignore[arg-type]
+    lambda folder: librmq.PushConsumer("data", "billing"),  # type: ignore[arg-type]
     lambda folder: librmq.connect("127.0.0.1:1"),
 ]
 
@@ -429,11 +420,11 @@ def test_settings_statuses_and_fields_are_described() -> None:
 def test_the_tree_of_errors_has_every_error() -> None:
     """Each row has its place below its base, and names the base outside of librmq."""
     drawn, above = {}, dict[int, str]()
-    for line in (errors.__doc__ or "").splitlines():
+    for line in (librmq.errors.__doc__ or "").splitlines():
         if row := re.match(r"    ([ │├└─]*)([A-Z]\w+Error)\b(?:.* \((\w+)\)$)?", line):
             depth = len(row[1]) // 4
             above[depth] = row[2]
             drawn[row[2]] = {name for name in (above.get(depth - 1), row[3]) if name}
-    kinds = {kind for kind in subclasses(errors.RmqError) if kind.__module__.startswith("librmq.")}
+    kinds = {kind for kind in subclasses(librmq.errors.RmqError) if kind.__module__.startswith("librmq.")}
     bases = {kind.__name__: {base.__name__ for base in kind.__bases__} - {"Exception"} for kind in kinds}
     assert drawn == {name: of for name, of in bases.items() if re.fullmatch("[A-Z].*Error", name)}

@@ -15,22 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from librmq import (
-    Broker,
-    BrokerConfig,
-    ConsumeFrom,
-    DeliveredMessage,
-    Message,
-    MessageModel,
-    Producer,
-    PullConsumer,
-    ReceivedMessage,
-    SendResult,
-    SimpleConsumer,
-    StoreConfig,
-    TransactionProducer,
-    TransactionState,
-)
+import librmq
 from librmq.client import CheckedMessage
 from librmq.client.queue_selectors import select_by_hash
 from librmq.client.recorder import id_of
@@ -63,7 +48,7 @@ _LONG_GAPS: Final = 0.3
 """The part of the gaps between draws in which nearly all of the time passes; the others last some seconds at most."""
 _MOST_ATTEMPTS: Final = 5
 _NEVER: Final = timedelta(days=365)
-_CONFIG: Final = StoreConfig.tiny(
+_CONFIG: Final = librmq.StoreConfig.tiny(
     commitlog_file_size=256 << 10, max_message_size=64 << 10, max_total_size=4 << 20, durability="sync"
 )
 _TIMERS: Final = TimerConfig(slots_total=3 * 7200, timer_roll_window_slot=7200, timer_log_file_size=64 << 10)
@@ -112,7 +97,7 @@ class World:
         seed: int | str,
         *,
         over_share: bool = False,
-        begin_with: tuple[Path, StoreConfig, int] | None = None,
+        begin_with: tuple[Path, librmq.StoreConfig, int] | None = None,
     ) -> None:
         """Open the broker and start the clients.
 
@@ -135,15 +120,17 @@ class World:
             STORE,
             files=self.disk,
             store_config=config,
-            broker_config=BrokerConfig(timers=_TIMERS) if begin_with is None else None,
+            broker_config=librmq.BrokerConfig(timers=_TIMERS) if begin_with is None else None,
             now_ms=now_ms,
             over_share=over_share,
             check=True,
         )
         for topic in TAKEN_BY:
             kit.broker.create_topic(topic, 4)
-        self.producers = [kit.app(f"shop{number}", lambda process: Producer(process, "shop")) for number in range(2)]
-        self.bank = kit.app("bank", lambda process: TransactionProducer(process, "bank", self._decision_of))
+        self.producers = [
+            kit.app(f"shop{number}", lambda process: librmq.Producer(process, "shop")) for number in range(2)
+        ]
+        self.bank = kit.app("bank", lambda process: librmq.TransactionProducer(process, "bank", self._decision_of))
         self.apps = [
             *(kit.app(f"billing{number}", self._billing, fail_fast=False) for number in range(2)),
             *(kit.app(f"shipping{number}", self._shipping, fail_fast=False) for number in range(2)),
@@ -154,7 +141,7 @@ class World:
             kit.app("mailer", self._mailer, fail_fast=False),
         ]
         self._number = 0
-        self._timers: list[SendResult] = []
+        self._timers: list[librmq.SendResult] = []
         self._cancelled: set[str] = set()
         self._given_up: set[str] = set()
         self._ended_ms: list[int] = []
@@ -164,52 +151,52 @@ class World:
 
     def _billing(self, process: Process) -> None:
         consumer = process.consumer(
-            "billing", max_reconsume_times=_MOST_ATTEMPTS, consume_from=ConsumeFrom.FIRST, threads=3
+            "billing", max_reconsume_times=_MOST_ATTEMPTS, consume_from=librmq.ConsumeFrom.FIRST, threads=3
         )
         for topic in ("orders", "payments"):
             consumer.subscribe(topic, self._consume)
 
     def _shipping(self, process: Process) -> None:
         consumer = process.consumer(
-            "shipping", orderly=True, max_reconsume_times=_MOST_ATTEMPTS, consume_from=ConsumeFrom.FIRST
+            "shipping", orderly=True, max_reconsume_times=_MOST_ATTEMPTS, consume_from=librmq.ConsumeFrom.FIRST
         )
         consumer.subscribe("parcels", self._consume)
 
     def _cache(self, process: Process) -> None:
-        consumer = process.consumer("cache", model=MessageModel.BROADCASTING, instance_name="cache")
+        consumer = process.consumer("cache", model=librmq.MessageModel.BROADCASTING, instance_name="cache")
         consumer.subscribe("orders", lambda message: None, tags="a || b")
 
     def _stamps(self, process: Process) -> None:
         """Take the messages of some tags."""
-        consumer = process.consumer("stamps", consume_from=ConsumeFrom.FIRST)
+        consumer = process.consumer("stamps", consume_from=librmq.ConsumeFrom.FIRST)
         consumer.subscribe("orders", lambda message: None, tags="a || b")
 
     def _bell(self, process: Process) -> None:
         """Take reminders the moment they are due."""
-        consumer = process.consumer("bell", max_reconsume_times=_MOST_ATTEMPTS, consume_from=ConsumeFrom.FIRST)
+        consumer = process.consumer("bell", max_reconsume_times=_MOST_ATTEMPTS, consume_from=librmq.ConsumeFrom.FIRST)
         consumer.subscribe("reminders", self._consume)
 
-    def _audit(self, process: Process) -> PullConsumer:
-        consumer = PullConsumer(process, "audit", consume_from=ConsumeFrom.FIRST)
+    def _audit(self, process: Process) -> librmq.PullConsumer:
+        consumer = librmq.PullConsumer(process, "audit", consume_from=librmq.ConsumeFrom.FIRST)
         consumer.subscribe("orders")
         return consumer.start()
 
-    def _mailer(self, process: Process) -> SimpleConsumer:
-        consumer = SimpleConsumer(process, "mailer")
+    def _mailer(self, process: Process) -> librmq.SimpleConsumer:
+        consumer = librmq.SimpleConsumer(process, "mailer")
         consumer.subscribe("reminders")
         return consumer.start()
 
-    def _consume(self, message: DeliveredMessage) -> None:
+    def _consume(self, message: librmq.DeliveredMessage) -> None:
         """Fail by the message's own name: now and then at first, or always."""
         lot = zlib.crc32(message.body[:12]) % 100
         if lot < 2 or (lot < 15 and not message.reconsume_times):
             raise ReconsumeLater("as drawn")
 
-    def _decision_of(self, message: CheckedMessage) -> TransactionState:
+    def _decision_of(self, message: CheckedMessage) -> librmq.TransactionState:
         """Decide at once, after some checks, or never, until the broker gives the message up."""
         lot = zlib.crc32(message.body[:12])
         if lot % 11 == 0 or (lot % 3 == 0 and message.check_times < 3):
-            return TransactionState.UNKNOWN
+            return librmq.TransactionState.UNKNOWN
         decision, half = _decision(message.body), message.half
         if lot % 5 == 0:
             end = EndTransaction("bank", decision, half.queue_offset, half.physical_offset, message.message_id)
@@ -227,8 +214,8 @@ class World:
         self._number += 1
         return (b"%012d" % self._number) + self.rng.randbytes(self.rng.choice((0, 20, 200, 3000)))
 
-    def _producer(self) -> Producer:
-        producer: Producer = self.rng.choice(self._living(self.producers)).state
+    def _producer(self) -> librmq.Producer:
+        producer: librmq.Producer = self.rng.choice(self._living(self.producers)).state
         return producer
 
     def _living(self, apps: list[Process]) -> list[Process]:
@@ -242,7 +229,7 @@ class World:
 
     def send_batch(self) -> None:
         """Send a batch."""
-        self._producer().send_batch([Message("orders", self._body()) for _ in range(self.rng.randint(2, 6))])
+        self._producer().send_batch([librmq.Message("orders", self._body()) for _ in range(self.rng.randint(2, 6))])
 
     def send_one_way(self) -> None:
         """Send without an answer."""
@@ -274,8 +261,8 @@ class World:
 
     def transact(self) -> None:
         """Send in a transaction that ends, or that the broker has to ask about."""
-        message = Message("payments", self._body())
-        state = _decision(message.body) if self.rng.random() < 0.6 else TransactionState.UNKNOWN
+        message = librmq.Message("payments", self._body())
+        state = _decision(message.body) if self.rng.random() < 0.6 else librmq.TransactionState.UNKNOWN
         for process in self._living([self.bank]):
             process.state.send_in_transaction(message, execute=lambda _, __: state)
 
@@ -290,7 +277,7 @@ class World:
                     process.state.extend(message, 300)
                     self.kit.later(200, "the mailer has sent a reminder", partial(self._acknowledge, process, message))
 
-    def _acknowledge(self, process: Process, message: ReceivedMessage) -> None:
+    def _acknowledge(self, process: Process, message: librmq.ReceivedMessage) -> None:
         if not process.dead:
             with suppress(RmqError):  # the broker is down, or had forgotten who has the message
                 process.state.ack(message)
@@ -380,8 +367,10 @@ class World:
             if is_new or self.rng.random() < 0.5:
                 kit.network.reopen(kit.broker.name)
             else:
-                promise = StoreConfig(durability="sync")
-                kit.network.table.add(Broker.open(STORE, store_config=promise, runner=kit.runner, files=self.disk))
+                promise = librmq.StoreConfig(durability="sync")
+                kit.network.table.add(
+                    librmq.Broker.open(STORE, store_config=promise, runner=kit.runner, files=self.disk)
+                )
         except StoreIOError as error:
             if not self.disk.is_full:
                 raise
@@ -503,5 +492,5 @@ class World:
         return str(self.kit.history())
 
 
-def _decision(body: bytes) -> TransactionState:
-    return TransactionState.ROLLBACK if zlib.crc32(body[:12]) % 4 == 0 else TransactionState.COMMIT
+def _decision(body: bytes) -> librmq.TransactionState:
+    return librmq.TransactionState.ROLLBACK if zlib.crc32(body[:12]) % 4 == 0 else librmq.TransactionState.COMMIT

@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 
-from librmq import (
-    BrokerBusyError,
-    ConfigError,
-    DeadLetter,
-    DeliveredMessage,
-    Message,
-    PullConsumer,
-    ReconsumeLater,
-    SimpleConsumer,
-    TransactionState,
-)
+import librmq
 from librmq.broker import BrokerConfig
 from librmq.client import TransactionProducer
 from librmq.client.recorder import Event
@@ -38,7 +28,7 @@ def test_each_try_of_a_send_is_an_event(rmq: Kit) -> None:
     rmq.faults.lose_answer()
     sent = rmq.producer().send("orders", b"secret")
     rmq.faults.refuse_send(busy=True)
-    with pytest.raises(BrokerBusyError):
+    with pytest.raises(librmq.BrokerBusyError):
         rmq.producer().send("orders", b"secret")
     assert [event["outcome"] for event in events(rmq, "send")] == ["unknown", "ok", "failed"]
     lost, stored = events(rmq, "send", id=sent.message_id)
@@ -50,10 +40,10 @@ def test_each_try_of_a_send_is_an_event(rmq: Kit) -> None:
 
 def test_retries_and_dead_letters(rmq: Kit) -> None:
     @rmq.consumer("billing", fail_fast=False).subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         if not message.reconsume_times:
-            raise ReconsumeLater
-        raise DeadLetter
+            raise librmq.ReconsumeLater
+        raise librmq.DeadLetter
 
     sent = rmq.producer().send("orders", b"x")
     rmq.advance(minutes=1)
@@ -68,7 +58,7 @@ def test_retries_and_dead_letters(rmq: Kit) -> None:
 
 def test_a_group_that_waits_has_not_drained(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         pass
 
     rmq.producer().send("orders", b"x", delay_level=3)
@@ -82,7 +72,7 @@ def test_a_group_that_waits_has_not_drained(rmq: Kit) -> None:
 
 def test_a_crash_ends_deliveries(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         if len(events(rmq, "deliver")) == 1:
             rmq.crash(rmq.processes[-1])
 
@@ -97,9 +87,11 @@ def test_a_crash_ends_deliveries(rmq: Kit) -> None:
 
 
 def test_transactions(rmq: Kit) -> None:
-    producer = TransactionProducer(rmq.route, "sales", lambda message: TransactionState.COMMIT)
-    producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, arg: TransactionState.ROLLBACK)
-    producer.send_in_transaction(Message("orders", b"y"), execute=lambda message, arg: None)
+    producer = TransactionProducer(rmq.route, "sales", lambda message: librmq.TransactionState.COMMIT)
+    producer.send_in_transaction(
+        librmq.Message("orders", b"x"), execute=lambda message, arg: librmq.TransactionState.ROLLBACK
+    )
+    producer.send_in_transaction(librmq.Message("orders", b"y"), execute=lambda message, arg: None)
     rmq.advance(minutes=2)
     assert [event["half"] for event in events(rmq, "send")] == [True, True]
     assert [event["decision"] for event in events(rmq, "end_transaction", outcome="ok")] == ["rollback", "commit"]
@@ -124,14 +116,14 @@ def test_polls_and_receives(rmq: Kit) -> None:
     rmq.broker.create_topic("orders", 1)
     for body in (b"a", b"b", b"c"):
         rmq.producer().send("orders", body)
-    with PullConsumer(rmq.route, "puller") as puller:
+    with librmq.PullConsumer(rmq.route, "puller") as puller:
         puller.subscribe("orders")
         for message in puller:
             if message.body == b"b":
                 break
         assert [event.get("outcome") for event in events(rmq, "deliver", group="puller")] == ["ok", None]
     assert [event.get("outcome") for event in events(rmq, "deliver", group="puller")] == ["ok", "ok"]
-    with SimpleConsumer(rmq.route, "receiver") as receiver:
+    with librmq.SimpleConsumer(rmq.route, "receiver") as receiver:
         receiver.subscribe("orders")
         (late,) = receiver.receive(1, invisible=10)
         rmq.advance(seconds=20)
@@ -142,7 +134,7 @@ def test_polls_and_receives(rmq: Kit) -> None:
 
 
 def test_a_receive_acknowledges(rmq: Kit) -> None:
-    with SimpleConsumer(rmq.route, "receiver") as receiver:
+    with librmq.SimpleConsumer(rmq.route, "receiver") as receiver:
         receiver.subscribe("orders")
         rmq.producer().send("orders", b"a")
         (message,) = receiver.receive(1, wait=0)
@@ -154,7 +146,7 @@ def test_a_receive_acknowledges(rmq: Kit) -> None:
 
 def test_a_reset_is_an_event(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         pass
 
     rmq.producer().send("orders", b"x")
@@ -167,7 +159,7 @@ def test_a_reset_is_an_event(rmq: Kit) -> None:
 
 def test_an_effect_names_its_process(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         rmq.effect("charge", message.message_id)
 
     sent = rmq.producer().send("orders", b"x")
@@ -180,7 +172,7 @@ def test_an_effect_names_its_process(rmq: Kit) -> None:
 
 def lose_a_message(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
-    def listener(message: DeliveredMessage) -> None:
+    def listener(message: librmq.DeliveredMessage) -> None:
         pass
 
     rmq.broker.create_topic("orders", 1)
@@ -209,7 +201,7 @@ def test_an_expected_anomaly_has_to_come() -> None:
     rmq.expect("repeat")
     with pytest.raises(HistoryAnomalyError, match="expects the anomaly 'repeat', and its history has none"):
         rmq.close()
-    with Kit() as rmq, pytest.raises(ConfigError, match="did you mean 'repeat'"):
+    with Kit() as rmq, pytest.raises(librmq.ConfigError, match="did you mean 'repeat'"):
         rmq.expect("repeats")
 
 
@@ -220,7 +212,7 @@ def test_an_explored_schedule_shrinks_on_its_anomaly() -> None:
         charged.clear()
 
         @rmq.consumer("billing").subscribe("orders")
-        def listener(message: DeliveredMessage) -> None:
+        def listener(message: librmq.DeliveredMessage) -> None:
             if message.message_id in charged:
                 rmq.effect("charge", message.message_id)
             charged.add(message.message_id)

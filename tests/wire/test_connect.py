@@ -11,19 +11,6 @@ from contextlib import ExitStack, suppress
 import pytest
 
 import librmq
-from librmq import (
-    Broker,
-    BrokerError,
-    BrokerUnreachableError,
-    ConfigError,
-    ConsumeFrom,
-    DiskFullError,
-    Message,
-    NoRouteError,
-    Producer,
-    StoreConfig,
-    StoreFullError,
-)
 from librmq.files import MemoryFiles
 from librmq.protocol import PullMessage, SendTogether, UpdateOffset
 from librmq.wire.remote import RemoteRoute
@@ -39,8 +26,8 @@ class Served:
         self.stack = ExitStack()
         listening = listen()
         port = listening.getsockname()[1]
-        config = StoreConfig(store_host=f"127.0.0.1:{port}", commitlog_file_size=16 << 20)
-        self.broker = self.stack.enter_context(Broker.temporary(store_config=config))
+        config = librmq.StoreConfig(store_host=f"127.0.0.1:{port}", commitlog_file_size=16 << 20)
+        self.broker = self.stack.enter_context(librmq.Broker.temporary(store_config=config))
         self.server = self.stack.enter_context(RemotingServer(self.broker, listening=listening))
         self.route = self.stack.enter_context(librmq.connect(self.server.address))
 
@@ -79,28 +66,28 @@ def test_a_full_disk_reaches_the_producer() -> None:
     files = MemoryFiles()
     files.disk_used_ratio = 0.95
     with (
-        Broker.open("/store", files=files) as broker,
+        librmq.Broker.open("/store", files=files) as broker,
         RemotingServer(broker) as server,
         librmq.connect(server.address) as route,
-        Producer(route, "shop") as producer,
+        librmq.Producer(route, "shop") as producer,
     ):
         broker.create_topic("orders", 1)
-        with pytest.raises(DiskFullError, match=r"95\.0% full"):
+        with pytest.raises(librmq.DiskFullError, match=r"95\.0% full"):
             producer.send("orders", b"1")
 
 
 def test_a_full_store_reaches_the_producer() -> None:
-    settings = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=8192)
+    settings = librmq.StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, max_total_size=8192)
     with (
-        Broker.open("/store", store_config=settings, files=MemoryFiles()) as broker,
+        librmq.Broker.open("/store", store_config=settings, files=MemoryFiles()) as broker,
         RemotingServer(broker) as server,
         librmq.connect(server.address) as route,
-        Producer(route, "shop") as producer,
+        librmq.Producer(route, "shop") as producer,
     ):
         broker.create_topic("orders", 1)
         broker.set_group("bills")
         broker.reset_group("bills", "orders", "begin")
-        with pytest.raises(StoreFullError, match="'bills'"):
+        with pytest.raises(librmq.StoreFullError, match="'bills'"):
             [producer.send("orders", bytes(800)) for _ in range(16)]
 
 
@@ -117,7 +104,7 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_sent_message_is_stored_as_by_a_local_producer(served: Served) -> None:
     served.broker.create_topic("orders", 2)
     with librmq.Producer(served.route, "shop") as producer:
-        sent = producer.send(Message("orders", b"x" * 5000, tags="new", keys=["k1"], properties={"a": "b"}))
+        sent = producer.send(librmq.Message("orders", b"x" * 5000, tags="new", keys=["k1"], properties={"a": "b"}))
         found = served.broker.find_by_id(sent.offset_id)
     assert found is not None
     assert (found.body, found.tags, found.keys, found.properties["a"]) == (b"x" * 5000, "new", ("k1",), "b")
@@ -133,7 +120,7 @@ def test_async_sends_and_polls(served: Served) -> None:
         async with librmq.connect(served.server.address) as route:
             async with librmq.Producer(route, "shop") as producer:
                 await asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(5)))
-            async with librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST) as consumer:
+            async with librmq.PullConsumer(route, "g", consume_from=librmq.ConsumeFrom.FIRST) as consumer:
                 consumer.subscribe("orders")
                 bodies: list[bytes] = []
                 while len(bodies) < 5:
@@ -173,7 +160,7 @@ def test_administration(served: Served) -> None:
     assert admin.groups()["billing"] == 3
     admin.set_group("billing", retry_max_times=4)
     assert admin.groups()["billing"] == 4
-    with pytest.raises(BrokerError, match="consumption switched off"):
+    with pytest.raises(librmq.BrokerError, match="consumption switched off"):
         served.broker.call(PullMessage("c", "billing", "orders", 0, 0))
     assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]
     assert admin.queues("unknown") == {}
@@ -200,19 +187,21 @@ def test_what_a_broker_lacks_is_said_with_its_version(
     route: RemoteRoute, number: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("librmq.wire.remoting._frames.VERSION", number)
-    with pytest.raises(BrokerError, match=f"broker-a is a broker of RocketMQ {version}, which has no SendTogether"):
+    with pytest.raises(
+        librmq.BrokerError, match=f"broker-a is a broker of RocketMQ {version}, which has no SendTogether"
+    ):
         route.endpoint("broker-a").call(SendTogether(()))
 
 
 def test_unknown_brokers_and_topics(route: RemoteRoute) -> None:
     assert route.topic_route("unknown") == ()
-    with pytest.raises(NoRouteError, match="the name servers know broker-a"):
+    with pytest.raises(librmq.NoRouteError, match="the name servers know broker-a"):
         route.endpoint("elsewhere")
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:0", "host:port", "http://host:9876", 9876])
 def test_invalid_addresses_are_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="host:port"):
+    with pytest.raises(librmq.ConfigError, match="host:port"):
         librmq.connect(address)
 
 
@@ -225,7 +214,7 @@ def dead() -> Iterator[str]:
 
 
 def test_nothing_at_the_address_is_said(dead: str) -> None:
-    with pytest.raises(BrokerUnreachableError, match=f"no name server answers: {dead}"):
+    with pytest.raises(librmq.BrokerUnreachableError, match=f"no name server answers: {dead}"):
         librmq.connect(dead)
 
 
@@ -237,7 +226,7 @@ def test_the_second_name_server_answers(served: Served, dead: str) -> None:
 def test_a_silent_server_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(BrokerUnreachableError, match=r"within 0\.2 s"):
+        with pytest.raises(librmq.BrokerUnreachableError, match=r"within 0\.2 s"):
             librmq.connect(f"127.0.0.1:{port}", timeout=0.2)
 
 
@@ -253,7 +242,7 @@ def test_client_ids_begin_with_the_address_of_the_machine() -> None:
     """Otherwise clients with one instance_name on two machines would count as one."""
     address = own_address()
     with (
-        Broker.temporary() as broker,
+        librmq.Broker.temporary() as broker,
         RemotingServer(broker, listening=listen("0.0.0.0")) as server,
         librmq.connect(f"{address}:{server.port}") as route,
         librmq.Producer(route, "shop", instance_name="worker") as producer,
@@ -266,8 +255,8 @@ def test_a_closed_route_refuses(served: Served) -> None:
     producer = librmq.Producer(served.route, "shop")
     producer.send("orders", b"x")
     served.route.close()
-    with pytest.raises(BrokerUnreachableError, match="the route was closed"):
+    with pytest.raises(librmq.BrokerUnreachableError, match="the route was closed"):
         producer.send("orders", b"x")
     producer.shutdown()
-    with pytest.raises(BrokerUnreachableError, match="the route was closed"):
+    with pytest.raises(librmq.BrokerUnreachableError, match="the route was closed"):
         librmq.Producer(served.route, "shop").start()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
@@ -285,11 +286,8 @@ def test_event_loops_of_two_threads_append_by_themselves(peer: AtAppends) -> Non
         sent = await asyncio.gather(*(peer.producer.send_async("orders", body) for body in bodies))
         results.update(zip(bodies, (result.queue_offset for result in sent), strict=True))
 
-    threads = [threading.Thread(target=lambda name=name: asyncio.run(send(name))) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(asyncio.run, map(send, "ab")))
     assert {offset - 3: body for body, offset in results.items()} == dict(enumerate(peer.bodies()))
     assert peer.appended  # the owner stores those for which it has prepared no room yet
 
