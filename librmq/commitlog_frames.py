@@ -84,7 +84,7 @@ def _items(
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
     check, unpack, fixed, body_at = record.crc32, _unpack_frame, record.FIXED_SIZE, record.BODY_AT
-    chunk, chunk_at, chunk_size = b"", place, 0
+    chunk, chunk_at, chunk_size, body_size = b"", place, 0, record.SHORT_BODY
     while place < end:
         inside, size = place - chunk_at, fixed
         if inside + fixed <= chunk_size:
@@ -107,6 +107,7 @@ def _items(
             chunk_end = max(min(place + _CHUNK, data_end), place + _BLANK_SIZE)
             chunk, chunk_at = buffer[place : min(chunk_end, end)], place
             chunk_size = len(chunk)
+            check = record.short_crc32 if body_size < record.SHORT_BODY else record.crc32  # as for the last record
             advance(chunk_size)
             continue
         item = _item(buffer, path, start, place, file_size, check_body)

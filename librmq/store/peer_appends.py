@@ -150,7 +150,7 @@ class PeerAppender:
         born_at = self._host if born_host is None else host_bytes(born_host)
         if sys_flag & record_format.HOSTS_V6 or len(born_at) + len(self._host) > _TWO_HOSTS:
             sys_flag |= checked_host_flags(sys_flag, born_at, self._host)
-        checksum = record_format.crc32(body) & 0x7FFFFFFF
+        checksum = record_format.body_checksum(body)
         return (message.topic, queue_id), message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw
 
     def append_all(self, records: Iterable[UnplacedRecord], wait_s: float, results: list[AppendResult]) -> None:

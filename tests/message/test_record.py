@@ -555,8 +555,8 @@ if sys.argv[2] == "without":
 from librmq import ManualClock, Message, MessageStore
 from librmq.message.record import crc32
 with MessageStore.open(sys.argv[1], clock=ManualClock(1000)) as store:
-    for size in range(200):
-        store.append(Message("t", bytes([size]) * size, unique_key=str(size)))
+    for size in range(0, 2000, 10):
+        store.append(Message("t", bytes([size % 256]) * size, unique_key=str(size)))
     store.append_batch([Message("t", b"x" * size) for size in range(50)])
 print(crc32.__module__)
 """

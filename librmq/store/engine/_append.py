@@ -51,12 +51,14 @@ if TYPE_CHECKING:
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
 _MAGIC: Final = record_format.MESSAGE_MAGIC
+_SHORT_BODY: Final = record_format.SHORT_BODY
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
 _QUEUED_FLAGS: Final = frozenset((record_format.TRANSACTION_COMMIT, record_format.MULTI_TAGS))
 """Usual flags of records with IPv4 hosts, an entry and keys."""
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _pack_entry = ENTRY.pack
+_short_crc32 = record_format.short_crc32
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
 _new_result = tuple.__new__
@@ -243,7 +245,7 @@ class Appender(AppendState):
                     unique_key = keys = None
             # Compute the checksum and join what follows the header before the lock is taken: only what depends on the
             # record's place and time is left for it.
-            checksum = record_format.crc32(body) & 0x7FFFFFFF
+            checksum = (_short_crc32 if body_size <= _SHORT_BODY else record_format.crc32)(body) & 0x7FFFFFFF
             tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
             size = 72 + hosts_size + len(tail)
             lock = self.lock

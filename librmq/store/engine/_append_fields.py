@@ -119,7 +119,7 @@ def prepare_batch(
         bodies,
         list(map(_pack_short, raw_sizes)),
         raws,
-        [record_format.crc32(body) & 0x7FFFFFFF for body in bodies],
+        list(map(record_format.body_checksum, bodies)),
         [code_of[tag] for tag in tags],
         [pairs.get("UNIQ_KEY") for pairs in decoded],
         [pairs.get("KEYS") for pairs in decoded],

@@ -205,7 +205,7 @@ class CopyWriter:
             Prepared,
             (
                 lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
-                record_format.crc32(body) & 0x7FFFFFFF, end - begin,
+                record_format.body_checksum(body), end - begin,
                 b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
                 tags_code(tags) if tags else 0, unique_key, keys,
             ),

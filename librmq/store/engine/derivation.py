@@ -374,8 +374,8 @@ def _usual_frames(
     )
     frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
     if check_body:
-        fixed, check = head.itemsize, record_format.crc32
-        sums = [check(data[at + fixed : end]) & 0x7FFFFFFF if end > at + fixed else -1 for at, end, _ in frames]
+        fixed, checksum = head.itemsize, record_format.body_checksum
+        sums = [checksum(data[at + fixed : end]) if end > at + fixed else -1 for at, end, _ in frames]
         count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
     return head[:count], ends[:count], [data[at:end] for _, at, end in frames[:count]]
 
