@@ -412,7 +412,7 @@ class CommitLog(LogReader, Closing):
         if start >= 0 and end - flushed > _WORTH_UNMAPPING:
             self._sequence.unmap_pages(flushed, end)
         begin = max(flushed, start)
-        if 0 <= start and begin <= end and (begin == start or start == self._flushed_start):
+        if start >= 0 and begin <= end and (begin == start or start == self._flushed_start):
             # Prepared pages count as written. A flush of them too would make the device write zeros, and the producer
             # wait for each of the pages again, up to the end of that flush.
             through = end
