@@ -20,7 +20,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memchr, memcmp, memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
 cdef extern from "Python.h":
@@ -98,22 +98,60 @@ cdef extern from *:
         made->tp_free = PyObject_Free;
         made->tp_dealloc = dealloc;
     }
+    static inline uint64_t rmq_twos(uint64_t word) {  /* not 0 if one of its bytes is 2 */
+        word ^= 0x0202020202020202u;
+        return (word - 0x0101010101010101u) & ~word & 0x8080808080808080u;
+    }
     static inline int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) {  /* whether it has no byte 2 */
         uint64_t word, found = 0;
-        for (; size >= 8; size -= 8, at += 8, text += 8) {
-            memcpy(&word, text, 8);
-            memcpy(at, &word, 8);
-            word ^= 0x0202020202020202u;
-            found |= (word - 0x0101010101010101u) & ~word & 0x8080808080808080u;
+        uint32_t first, last;
+        Py_ssize_t done = 0;
+        if (size >= 8) {
+            for (; done + 8 < size; done += 8) {
+                memcpy(&word, text + done, 8);
+                memcpy(at + done, &word, 8);
+                found |= rmq_twos(word);
+            }
+            memcpy(&word, text + size - 8, 8);  /* some of them again */
+            memcpy(at + size - 8, &word, 8);
+            return !(found | rmq_twos(word));
         }
-        while (size--)
-            found |= (*at++ = (uint8_t)*text++) == 2;
+        if (size >= 4) {
+            memcpy(&first, text, 4);
+            memcpy(&last, text + size - 4, 4);
+            memcpy(at, &first, 4);
+            memcpy(at + size - 4, &last, 4);
+            return !rmq_twos((uint64_t)first << 32 | last);
+        }
+        for (; done < size; done++)
+            found |= (at[done] = (uint8_t)text[done]) == 2;
         return !found;
+    }
+    /* Compilers make eight instructions of stores byte by byte, if many follow. */
+    static inline void rmq_put64(uint8_t *at, uint64_t value) {
+    #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        value = __builtin_bswap64(value);
+        memcpy(at, &value, 8);
+    #else
+        for (int shift = 56; shift >= 0; shift -= 8)
+            *at++ = (uint8_t)(value >> shift);
+    #endif
+    }
+    static inline void rmq_put32(uint8_t *at, uint32_t value) {
+    #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        value = __builtin_bswap32(value);
+        memcpy(at, &value, 4);
+    #else
+        for (int shift = 24; shift >= 0; shift -= 8)
+            *at++ = (uint8_t)(value >> shift);
+    #endif
     }
     """
     void rmq_free_by(PyObject *made, void (*dealloc)(PyObject *) noexcept)
     void rmq_forget_bytes_hash(PyObject *raw)
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
+    void put32 "rmq_put32" (uint8_t *at, uint32_t value) noexcept nogil
+    void put64 "rmq_put64" (uint8_t *at, uint64_t value) noexcept nogil
     void rmq_fetch(const uint8_t *at, int64_t size) noexcept nogil
     void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
     void rmq_forget_hash(object made)
@@ -563,7 +601,6 @@ cdef class LaneState:
     cdef public bytes topic_field
     cdef public object topic, queue, queue_id, prefix_hash
     cdef object plain_queue  # the queue, once it was seen to have no extension
-    cdef tuple name
 
 
 cdef class AlarmState:
@@ -649,15 +686,6 @@ cdef class AppendState:
             sys_flag=sys_flag, reconsume_times=reconsume_times, properties_raw=properties_raw, wait=wait,
             prepared_transaction_offset=prepared_transaction_offset,
         )
-
-
-cdef inline void put32(uint8_t *at, uint32_t value) noexcept:
-    at[0], at[1], at[2], at[3] = value >> 24, value >> 16 & 255, value >> 8 & 255, value & 255
-
-
-cdef inline void put64(uint8_t *at, uint64_t value) noexcept:
-    put32(at, <uint32_t>(value >> 32))
-    put32(at + 4, <uint32_t>value)
 
 
 cdef uint32_t hashed(uint32_t code, int kind, const void *data, Py_ssize_t begin, Py_ssize_t end) noexcept:
@@ -803,14 +831,13 @@ cdef bint is_usual(AppendState self, object message, object topic):
 cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
     """Return the lane of a queue, None if it is unusual or not open."""
     cdef LaneState lane = self.last_lane
-    cdef tuple name
     if not PyLong_CheckExact(queue_id) or not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
         return None
-    name = lane.name if lane is not None and lane.topic is topic and lane.queue_id is queue_id else (topic, queue_id)
-    lane = self.lanes.get(name)
+    if lane is None or lane.topic is not topic or lane.queue_id is not queue_id:  # a queue keeps its lane
+        lane = self.lanes.get((topic, queue_id))
     if lane is None or (lane.plain_queue is not lane.queue and not is_plain(lane)):
         return None
-    lane.name, self.last_lane = name, lane
+    self.last_lane = lane
     return lane
 
 
@@ -877,6 +904,17 @@ cdef int text_of(object text, int *kind, const void **data, Py_ssize_t *size) ex
     return 0
 
 
+cdef Py_ssize_t blank_from(int kind, const void *data, Py_ssize_t at, Py_ssize_t size) noexcept:
+    """Return the number of the next blank of a text, ``size`` without any."""
+    cdef const void *found
+    if kind == 1:
+        found = memchr(<const uint8_t *>data + at, 32, size - at)
+        return size if found == NULL else <const uint8_t *>found - <const uint8_t *>data
+    while at < size and PyUnicode_READ(kind, <void *>data, at) != 32:
+        at += 1
+    return at
+
+
 cdef inline int64_t index_hash(uint32_t code) noexcept:
     cdef int64_t signed = <int32_t>code
     return (-signed if signed < 0 else signed) & 0x7FFFFFFF
@@ -923,9 +961,8 @@ cdef class Block:
         if keys:
             if not text_of(keys, &kind, &data, &size):
                 return False
-            for at in range(size + 1):
-                if at < size and PyUnicode_READ(kind, <void *>data, at) != 32:
-                    continue
+            while begin < size:
+                at = blank_from(kind, data, begin, size)
                 if at > begin:
                     self.put_key(number, hashed(prefix, kind, data, begin, at))
                 begin = at + 1
