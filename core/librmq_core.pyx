@@ -42,7 +42,7 @@ cdef extern from "Python.h":
     object PyObject_CallNoArgs(object called)
     object PyUnicode_DecodeASCII(const char *text, Py_ssize_t size, const char *errors)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
-    object PyObject_Init(PyObject *made, PyObject *type)
+    object PyObject_Init(PyObject *made, PyTypeObject *type)
     PyObject *class_of "(PyObject *)Py_TYPE"(PyObject *made)
     PyObject *PyList_GET_ITEM(object items, Py_ssize_t at)
 
@@ -147,7 +147,7 @@ cdef extern from *:
     #endif
     }
     """
-    void rmq_free_by(PyObject *made, void (*dealloc)(PyObject *) noexcept)
+    void rmq_free_by(PyTypeObject *made, void (*dealloc)(PyObject *) noexcept)
     void rmq_forget_bytes_hash(PyObject *raw)
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
     void put32 "rmq_put32" (uint8_t *at, uint32_t value) noexcept nogil
@@ -1783,7 +1783,7 @@ def use_stored_messages(type made not None, limit):
     """Take the class of messages that were read, and the longest body that it decompresses."""
     global stored_class, body_limit
     stored_class, body_limit = made, limit
-    rmq_free_by(<PyObject *>made, drop_stored)
+    rmq_free_by(<PyTypeObject *>made, drop_stored)
 
 
 @cython.no_gc  # it has bytes, numbers and texts
@@ -2051,7 +2051,7 @@ cdef object new_stored(const char *data, int64_t size):
         made = (<PyTypeObject *>stored_class).tp_new(<type>stored_class, (), NULL)
     else:
         spares -= 1
-        made = PyObject_Init(spare[spares], <PyObject *>stored_class)
+        made = PyObject_Init(spare[spares], <PyTypeObject *>stored_class)
         raw = <PyObject *>(<StoredState>made).raw
         if PyBytes_CheckExact(<object>raw) and PyBytes_GET_SIZE(<object>raw) == size:
             rmq_forget_bytes_hash(raw)
