@@ -124,6 +124,14 @@ class RecordingFiles(MemoryFiles):
             self.trace.append(Event("replace", path, 0, content))
 
 
+def on_a_disk(folder: str) -> RecordingFiles:
+    """Return files with a folder that a power failure does not lose."""
+    files = RecordingFiles()
+    files.make_folder(folder)
+    files.flush_folder("/")
+    return files
+
+
 class GatedFiles(MemoryFiles):
     """Files whose flushes wait until the gate is opened."""
 

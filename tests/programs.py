@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,13 +11,14 @@ import sys
 import tarfile
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import AnyStr, Self
+from typing import IO, Any, AnyStr, Self
 
 import pytest
 
@@ -34,7 +36,14 @@ def environment(*folders: str, **variables: str) -> dict[str, str]:
 
 
 class Process(subprocess.Popen[AnyStr]):
-    """A process that is killed where its ``with`` block fails, which would wait for its end otherwise."""
+    """A process that is killed where its ``with`` block fails, which would wait for its end otherwise.
+
+    Only pipes that a test has asked for are there.
+    """
+
+    stdin: IO[AnyStr]
+    stdout: IO[AnyStr]
+    stderr: IO[AnyStr]
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
@@ -53,6 +62,19 @@ def start_program(program: str, *words: object, **variables: str) -> Process[str
         text=True,
         env=environment(**variables),
     )
+
+
+@contextmanager
+def start_serve(
+    store: Path, *options: str, command: Sequence[str] = (sys.executable, "-m", "librmq", "serve")
+) -> Iterator[tuple[Process[str], dict[str, Any]]]:
+    """Start ``librmq serve``, and yield the process with the row of its ready line; it is killed if it goes on."""
+    pipe = subprocess.PIPE
+    words = [*command, str(store), *options]
+    with Process(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment()) as process:
+        yield process, json.loads(process.stdout.readline())
+        if process.poll() is None:
+            process.kill()
 
 
 def run_program(

@@ -82,7 +82,7 @@ def retained(
     )
 
 
-Contents = dict[str, bytes | None]
+Contents = dict[str, Any]
 """The contents of a folder: the bytes of each file by relative path, or None for a folder."""
 
 
@@ -166,6 +166,17 @@ def on_disk(found: Contents, folder: Path) -> Path:
         else:
             (folder / path).write_bytes(data)
     return folder
+
+
+def put_in_memory(folder: Path, url: str) -> str:
+    """Copy a store into fsspec's file system in memory, and return its URL."""
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    for name, data in from_disk(folder).items():
+        if data is not None:
+            system.pipe(f"{url.removeprefix('memory:/')}/{name}", data)
+    return url
 
 
 def died(files: MemoryFiles) -> MemoryFiles:

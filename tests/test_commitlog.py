@@ -544,13 +544,6 @@ def test_foreign_names_are_refused(files: MemoryFiles, name: str) -> None:
     assert (told.value.file, told.value.kind) == (f"{FOLDER}/{name}", "name")
 
 
-def test_a_file_of_another_length_is_refused(files: MemoryFiles) -> None:
-    files.write(f"{FOLDER}/{2048:020d}", bytes(SIZE - 1))
-    with pytest.raises(CorruptionError) as told:
-        opened(files)
-    assert (told.value.offset, told.value.kind) == (SIZE - 1, "size")
-
-
 def test_readers_keep_held_files(files: MemoryFiles) -> None:
     log = opened(files)
     walk = log.scan()

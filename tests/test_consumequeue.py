@@ -226,28 +226,22 @@ def test_both_numbers_are_named() -> None:
         filled(MemoryFiles(), 0, 3).append(8, 80, 10, 0)
 
 
+BAD_ENTRIES = ((-1, 1, 0), (0, 0, 0), (0, -1, 0), (1 << 63, 1, 0), (0, 1 << 31, 0), (0, 1, 1 << 63))
+BAD_OFFSETS = (-1, -5, 1 << 63, (1 << 63) // ENTRY_SIZE, 1 << 80)
+
+
 @pytest.mark.parametrize(
-    "entry", [(-1, 1, 0), (0, 0, 0), (0, -1, 0), (1 << 63, 1, 0), (0, 1 << 31, 0), (0, 1, 1 << 63)]
+    ("append", "says"),
+    [
+        *((lambda queue, entry=entry: queue.append(0, *entry), "no entry can hold") for entry in BAD_ENTRIES),
+        *((lambda queue, at=at: queue.append(at, 0, 1, 0), "queue offset: expected one") for at in BAD_OFFSETS),
+        (lambda queue: queue.append_many(0, bytes(21)), "21 bytes"),
+    ],
 )
-def test_numbers_that_no_entry_can_hold_are_refused(entry: tuple[int, int, int]) -> None:
+def test_what_no_file_can_hold_is_refused(append: Callable[[ConsumeQueue], object], says: str) -> None:
     files = MemoryFiles()
-    with pytest.raises(ValueError, match="no entry can hold"):
-        opened(files).append(0, *entry)
-    assert not is_folder(files, "/q")
-
-
-@pytest.mark.parametrize("queue_offset", [-1, -5, 1 << 63, (1 << 63) // ENTRY_SIZE, 1 << 80])
-def test_queue_offsets_that_no_file_can_hold_are_refused(queue_offset: int) -> None:
-    files = MemoryFiles()
-    with pytest.raises(ValueError, match="queue offset: expected one"):
-        opened(files).append(queue_offset, 0, 1, 0)
-    assert not is_folder(files, "/q")
-
-
-def test_half_an_entry_is_refused() -> None:
-    files = MemoryFiles()
-    with pytest.raises(ValueError, match="21 bytes"):
-        opened(files).append_many(0, bytes(21))
+    with pytest.raises(ValueError, match=says):
+        append(opened(files))
     opened(files).append_many(0, b"")
     assert not is_folder(files, "/q")
 

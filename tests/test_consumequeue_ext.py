@@ -108,19 +108,17 @@ def test_a_unit_that_does_not_fit_goes_to_the_next_file() -> None:
     assert opened(files).end == ext.end == 192 + 60
 
 
-@pytest.mark.parametrize("length", [41, 60, 32_748, 100_000])
-def test_a_unit_that_fits_in_no_file_is_refused(length: int) -> None:
+@pytest.mark.parametrize(
+    ("unit", "says"),
+    [
+        *(((1, 1, bytes(length)), "unit") for length in (41, 60, 32_748, 100_000)),
+        *(((*numbers, None), "no unit can hold") for numbers in ((1 << 63, 0), (0, -(1 << 63) - 1))),
+    ],
+)
+def test_what_no_unit_can_hold_is_refused(unit: tuple[int, int, bytes | None], says: str) -> None:
     files = MemoryFiles()
-    with pytest.raises(ValueError, match="unit"):
-        opened(files).put(1, 1, bytes(length))
-    assert not is_folder(files, "/e")
-
-
-@pytest.mark.parametrize(("tags_code", "time"), [(1 << 63, 0), (0, -(1 << 63) - 1)])
-def test_numbers_beyond_64_bits_are_refused(tags_code: int, time: int) -> None:
-    files = MemoryFiles()
-    with pytest.raises(ValueError, match="no unit can hold"):
-        opened(files).put(tags_code, time, None)
+    with pytest.raises(ValueError, match=says):
+        opened(files).put(*unit)
     assert not is_folder(files, "/e")
 
 

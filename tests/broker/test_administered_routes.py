@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -26,7 +23,7 @@ from librmq.files.interface import File
 from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
-from tests.programs import Process, environment, start_program
+from tests.programs import start_program, start_serve
 
 PATIENT_S: Final = 60
 """Longer than the disk of a busy machine takes for a flush; a call waits for several."""
@@ -118,7 +115,6 @@ with librmq.share(sys.argv[1]):
 @contextlib.contextmanager
 def beside_a_process(folder: Path) -> Iterator[AdministeredRoute]:
     with start_program(OWNER, folder) as owner:
-        assert owner.stdout is not None
         owner.stdout.readline()
         with librmq.share(folder, timeout=PATIENT_S) as peer:
             assert not peer.is_owner
@@ -128,13 +124,11 @@ def beside_a_process(folder: Path) -> Iterator[AdministeredRoute]:
 
 @contextlib.contextmanager
 def at_serve(folder: Path) -> Iterator[AdministeredRoute]:
-    command = [sys.executable, "-m", "librmq", "serve", str(folder), "--remoting", "0", "--format", "jsonl"]
-    with Process(command, stdout=subprocess.PIPE, text=True, env=environment()) as serving:
-        assert serving.stdout is not None
-        address = json.loads(serving.stdout.readline())["remoting"]
-        with librmq.connect(address, timeout=PATIENT_S) as route:
-            yield route
-        serving.terminate()
+    with (
+        start_serve(folder, "--remoting", "0", "--format", "jsonl") as (_, row),
+        librmq.connect(row["remoting"], timeout=PATIENT_S) as route,
+    ):
+        yield route
 
 
 class Asked:

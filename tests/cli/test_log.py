@@ -154,22 +154,16 @@ def test_a_wrong_body(log: Log) -> None:
     assert f" at {log.places[4]}: " in err
 
 
-def test_a_record_that_is_none(log: Log) -> None:
-    log.data[log.places[4] : log.places[4] + 4] = b"\x7f\xff\xff\xff"
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_record_that_is_none(log: Log, is_zero: bool) -> None:
+    begin, end = log.places[4:6]
+    log.data[begin : end if is_zero else begin + 4] = bytes(end - begin) if is_zero else b"\x7f\xff\xff\xff"
     status, rows, err = log.dump()
     assert (status, places(rows)) == (1, log.places[:4])
-    assert f" at {log.places[4]}: " in err
+    assert f" at {begin}: " in err
     status, rows, err = log.dump("--all")
     assert (status, places(rows)) == (1, log.places[:4] + log.places[5:])
     assert err.count("\n") == 1
-
-
-def test_zeros_before_records_are_damage(log: Log) -> None:
-    log.data[log.places[4] : log.places[5]] = bytes(log.places[5] - log.places[4])
-    status, rows, _ = log.dump()
-    assert (status, places(rows)) == (1, log.places[:4])
-    status, rows, _ = log.dump("--all")
-    assert (status, places(rows)) == (1, log.places[:4] + log.places[5:])
 
 
 def test_a_file_of_zeros_between_others_is_damage(log: Log) -> None:

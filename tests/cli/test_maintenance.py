@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from librmq.cli import main
-from librmq.store import MessageStore
 from tests.cli.stand import Shell
 from tests.conftest import Run, StoreCopy
 from tests.reference import existing, rows, store_folders
@@ -65,14 +64,6 @@ def test_a_dry_run_on_real_stores(run: Run, folder: Path, store_copy: StoreCopy)
     assert from_disk(copy) == before
     assert run("recover", copy)[:2] == tried[:2]
     assert not tried[2] or tried[2].startswith("note: without --dry-run: ")
-
-
-def test_a_dry_run_during_a_write_is_refused(run: Run, store_copy: StoreCopy) -> None:
-    copy = store_copy("store-basic")
-    with MessageStore.open(copy):
-        status, printed, err = run("recover", "--dry-run", copy)
-    assert (status, printed) == (2, [])
-    assert "locked by" in err
 
 
 def test_salvage_prints_every_other_message_and_the_gap(run: Run, damaged: tuple[Path, dict[str, Any]]) -> None:

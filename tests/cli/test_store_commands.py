@@ -261,13 +261,14 @@ def test_recover_removes_files_of_length_zero(run: Run, copy: Path) -> None:
     assert run("verify", copy)[0] == 0
 
 
-def test_recover_of_a_store_that_is_open_elsewhere_is_refused(run: Run, copy: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_recover_of_a_store_that_is_open_elsewhere_is_refused(run: Run, copy: Path, options: tuple[str, ...]) -> None:
     from librmq.store import MessageStore
 
     with MessageStore.open(str(copy)):
-        status, printed, err = run("recover", copy)
+        status, printed, err = run("recover", *options, copy)
         assert (status, printed) == (2, [])
-        assert "locked" in err
+        assert "locked by" in err
         assert run("queues", copy)[0] == 0
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.cli.test_rocksdb_tables import tables_of
 from tests.pop_store import PopStore
 from tests.rocksdb_stores import FORMS, write_tables
 from tests.s3_server import serving
-from tests.stores import from_disk
+from tests.stores import put_in_memory
 from tests.stores_of_5 import KINDS, keep_queues_elsewhere
 
 fsspec = pytest.importorskip("fsspec")
@@ -28,15 +29,7 @@ pytest.importorskip("pyarrow")
 
 URL = "memory://bucket/broker-a/store"
 START_MS = 1_700_000_000_000
-
-
-def put(folder: Path, url: str = URL) -> str:
-    """Copy a store into the memory file system, and return its URL."""
-    system = fsspec.filesystem("memory")
-    for name, data in from_disk(folder).items():
-        if data is not None:
-            system.pipe(f"{url.removeprefix('memory:/')}/{name}", data)
-    return url
+put = partial(put_in_memory, url=URL)
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +145,7 @@ def test_a_store_that_was_not_closed(shell: Shell) -> None:
 
 def test_statistics_and_the_report_name_the_url(shell: Shell) -> None:
     put(shell.folder / "store")
-    put(shell.folder / "store", "memory://bucket/broker-b/store")
+    put(shell.folder / "store", url="memory://bucket/broker-b/store")
     (row,) = shell("stats", URL).rows
     (here,) = shell("stats", "store").rows
     assert row == here | {"path": URL}

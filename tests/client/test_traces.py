@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import pytest
 
-import librmq
 from librmq import (
     Broker,
     BrokerConfig,
@@ -32,7 +31,7 @@ from librmq.client import traces
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.message.traces import Trace, TraceReader
 from librmq.testing import Kit, check_history
-from librmq.wire.remoting import RemotingServer
+from tests.broker.test_administered_routes import as_peer, over_tcp
 from tests.budget import many
 from tests.cli.stand import Shell
 
@@ -337,22 +336,6 @@ def test_a_closed_broker_fails_no_shutdown(runner: ManualRunner, caplog: pytest.
 def in_process(folder: Path) -> Iterator[Any]:
     with Broker.open(folder) as broker:
         yield broker
-
-
-@contextlib.contextmanager
-def as_peer(folder: Path) -> Iterator[Any]:
-    with librmq.share(folder, timeout=PATIENT_S), librmq.share(folder, timeout=PATIENT_S) as peer:
-        yield peer
-
-
-@contextlib.contextmanager
-def over_tcp(folder: Path) -> Iterator[Any]:
-    with (
-        Broker.open(folder) as broker,
-        RemotingServer(broker) as server,
-        librmq.connect(server.address, timeout=PATIENT_S) as route,
-    ):
-        yield route
 
 
 @contextlib.contextmanager

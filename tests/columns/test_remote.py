@@ -18,7 +18,7 @@ from librmq.cli import main
 from librmq.columns.options import View
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from tests.s3_server import serving
-from tests.stores import from_disk
+from tests.stores import put_in_memory
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("fsspec")
@@ -50,18 +50,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def put(folder: Path, url: str) -> str:
-    """Copy a store into the memory file system, and return its URL."""
-    system = fsspec.filesystem("memory")
-    for name, data in from_disk(folder).items():
-        if data is not None:
-            system.pipe(f"{url.removeprefix('memory:/')}/{name}", data)
-    return url
-
-
 @pytest.fixture(scope="module")
 def url(path: Path) -> Iterator[str]:
-    yield put(path, "memory://tests/store")
+    yield put_in_memory(path, "memory://tests/store")
     fsspec.filesystem("memory").store.clear()
 
 
@@ -148,7 +139,7 @@ def test_a_store_that_librmq_did_not_close(path: Path, tmp_path: Path, kind: str
             with MessageStore.open(folder, clock=ManualClock(START_MS)) as store:
                 store.append(Message("A", b"one more"), 0)
             shutil.copy(path / "librmq" / "closed.json", folder / "librmq")
-    remote = put(folder, f"memory://tests/{kind}")
+    remote = put_in_memory(folder, f"memory://tests/{kind}")
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views:
         found = reader(remote, view=view).read_all()
@@ -169,7 +160,7 @@ def test_a_broker_closed_it_before_all_had_entries(path: Path, tmp_path: Path) -
         raw = file.read_bytes()
         used = len(raw.rstrip(b"\0")) // 20 * 20 - 40
         file.write_bytes(raw[:used].ljust(len(raw), b"\0"))
-    remote = put(folder, "memory://tests/behind")
+    remote = put_in_memory(folder, "memory://tests/behind")
     for view in get_args(View):
         found = reader(remote, view=view).read_all()
         assert found.num_rows
@@ -248,7 +239,7 @@ def test_a_remote_export_reports_damage_once(path: Path, tmp_path: Path) -> None
     shutil.copytree(path, tmp_path / "s")
     (file,) = (tmp_path / "s" / "consumequeue" / "B" / "0").iterdir()
     os.truncate(file, 30)
-    url = put(tmp_path / "s", "memory://damaged-export")
+    url = put_in_memory(tmp_path / "s", "memory://damaged-export")
     settings: dict[str, Any] = {"mode": "PERMISSIVE", "columns": ["topic", "_corrupt_record"]}
     made = export(url, tmp_path / "out", **settings)
     assert made.damaged == 1

@@ -14,7 +14,7 @@ from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, Mes
 from tests.budget import examples, many, some
 from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
-from tests.file_seams import PAGE, SECTOR, CrashImages, Event, Image, RecordingFiles
+from tests.file_seams import PAGE, SECTOR, CrashImages, Event, Image, RecordingFiles, on_a_disk
 from tests.stores import ROOT, START_MS, opened
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")
@@ -104,15 +104,8 @@ def images_of(files: RecordingFiles, crash_point: int | None = None, count: int 
     return [images.image(seed, len(files.trace) if crash_point is None else crash_point) for seed in range(count)]
 
 
-def some_files() -> RecordingFiles:
-    files = RecordingFiles()
-    files.make_folder("/a")
-    files.flush_folder("/")
-    return files
-
-
 def test_flushed_data_is_there() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     file = files.create("/a/f", 3 * PAGE)
     file.buffer[10:20] = b"0123456789"
     files.flush(file)
@@ -125,7 +118,7 @@ def test_flushed_data_is_there() -> None:
 
 
 def test_sectors_that_were_not_flushed_are_there_or_not() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     file = files.create("/a/f", 3 * SECTOR)
     files.flush(file)
     files.flush_folder("/a")
@@ -147,7 +140,7 @@ def test_sectors_that_were_not_flushed_are_there_or_not() -> None:
 
 
 def test_pages_are_there_or_not_or_torn() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     file = files.create("/a/f", 2 * PAGE)
     files.flush(file)
     files.flush_folder("/a")
@@ -162,7 +155,7 @@ def test_pages_are_there_or_not_or_torn() -> None:
 
 def test_length_and_name_are_flushed_apart() -> None:
     def found(*flushes: str) -> set[bytes | str | None]:
-        files = some_files()
+        files = on_a_disk("/a")
         file = files.create("/a/f", 8)
         file.buffer[:8] = b"12345678"
         for flush in flushes:
@@ -180,7 +173,7 @@ def test_length_and_name_are_flushed_apart() -> None:
 
 
 def test_files_of_an_unnamed_folder_are_lost() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     files.make_folder("/a/b/c")
     file = files.create("/a/b/c/f", 8)
     files.flush(file)
@@ -195,7 +188,7 @@ def test_files_of_an_unnamed_folder_are_lost() -> None:
 
 
 def test_names_go_and_come_in_any_order_but_their_own() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     for name in "fg":
         files.write(f"/a/{name}", b"old")
     files.delete("/a/f")
@@ -207,7 +200,7 @@ def test_names_go_and_come_in_any_order_but_their_own() -> None:
 
 
 def test_a_rename_is_done_or_not() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     files.write("/a/f", b"old")
     files.rename("/a/f", "/a/g")
     found = {tuple(image.contents) for image in images_of(files)}
@@ -217,7 +210,7 @@ def test_a_rename_is_done_or_not() -> None:
 
 
 def test_a_file_that_is_replaced_is_the_old_or_the_new_one() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     files.write("/a/f", b"old")
     files.write("/a/f", b"new!")
     found = {
@@ -228,7 +221,7 @@ def test_a_file_that_is_replaced_is_the_old_or_the_new_one() -> None:
 
 
 def test_two_names_of_one_file_have_the_same_bytes() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     file = files.create("/a/f", 2 * SECTOR)
     files.link("/a/f", "/a/g")
     file.buffer[:] = b"x" * 2 * SECTOR
@@ -238,7 +231,7 @@ def test_two_names_of_one_file_have_the_same_bytes() -> None:
 
 
 def test_seed_and_crash_point_reproduce_an_image() -> None:
-    files = some_files()
+    files = on_a_disk("/a")
     for name in "fgh":
         files.create(f"/a/{name}", PAGE).buffer[:] = b"x" * PAGE
     images = CrashImages(files.trace, {"/b": None, "/b/z": b"there before"})

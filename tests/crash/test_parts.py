@@ -20,18 +20,11 @@ from librmq.store.format.directory import clear_abort, set_abort
 from librmq.store.format.indexfile import FRESH, IndexFile
 from librmq.store.recovery._index_check import find_flaw
 from tests.crash.runs import assert_settled
-from tests.file_seams import CrashImages, FailingFiles, RecordingFiles
+from tests.file_seams import CrashImages, FailingFiles, RecordingFiles, on_a_disk
 from tests.stores import START_MS
 
 LOG_FILE = 1024
 BODY = 400 - 91 - 1  # of a record of 400 bytes with a topic of one
-
-
-def on_a_disk() -> RecordingFiles:
-    files = RecordingFiles()
-    files.make_folder("/s")
-    files.flush_folder("/")
-    return files
 
 
 # -------------------------------------------------------------------------------------------------------- the log
@@ -55,7 +48,7 @@ LOG_CHANGES: dict[str, Callable[[CommitLog], object]] = {
 @pytest.mark.parametrize("change", LOG_CHANGES)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_the_log(change: str, count: int) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     log = log_of(files, count)
     log.flush()
     assert_settled(files)
@@ -99,7 +92,7 @@ QUEUE_CHANGES: dict[str, Callable[[ConsumeQueue], object]] = {
 @pytest.mark.parametrize("change", QUEUE_CHANGES)
 @pytest.mark.parametrize("end", [ConsumeQueue.flush, ConsumeQueue.close])
 def test_a_queue(change: str, end: Callable[[ConsumeQueue], None]) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = queue_of(files, 12)
     queue.flush()
     assert_settled(files)
@@ -109,7 +102,7 @@ def test_a_queue(change: str, end: Callable[[ConsumeQueue], None]) -> None:
 
 
 def test_a_queue_that_does_not_start_with_its_file() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = ConsumeQueue.open("/s/q/T/0", 100, files=files)
     queue.append(7, 10, 10, 0)
     queue.flush()
@@ -117,7 +110,7 @@ def test_a_queue_that_does_not_start_with_its_file() -> None:
 
 
 def test_units_that_are_closed_alone() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = queue_of(files)
     assert queue.ext is not None
     queue.ext.put(1, START_MS, None)
@@ -129,7 +122,7 @@ def test_units_that_are_closed_alone() -> None:
 @pytest.mark.parametrize("vouched", [0, 4])
 def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: int) -> None:
     """Units without entries come first, because their writer died before it wrote those."""
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = queue_of(files, vouched)
     queue.flush()
     assert queue.ext is not None
@@ -146,7 +139,7 @@ def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: i
 
 @pytest.mark.parametrize("count", [1, 15, 16, 40])
 def test_many_queues(count: int) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queues = {queue_of(files, 3, queue_id) for queue_id in range(count)}
     flush_all(queues)
     assert queues == set()
@@ -156,7 +149,7 @@ def test_many_queues(count: int) -> None:
 @pytest.mark.parametrize("device", ["flushes", "can't", "fails"])
 def test_many_new_queues(device: str) -> None:
     """They are made together, and flushed with the whole device where that is possible."""
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queues = [ConsumeQueue.open(f"/s/q/T/{queue_id}", 100, files=files) for queue_id in range(80)]
     begin_together([(queue, ENTRY.pack(10, 10, 0) * 2) for queue in queues])
     unflushed = set(queues)
@@ -205,7 +198,7 @@ INDEX_CHANGES: dict[str, Callable[[KeyIndex], object]] = {
 @pytest.mark.parametrize("change", INDEX_CHANGES)
 @pytest.mark.parametrize("end", [KeyIndex.flush, KeyIndex.close])
 def test_the_index(change: str, end: Callable[[KeyIndex], None]) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     index = index_of(files)
     index.append_many([(10, START_MS, (1, 2, 3))])
     index.flush()
@@ -216,7 +209,7 @@ def test_the_index(change: str, end: Callable[[KeyIndex], None]) -> None:
 
 
 def test_a_file_of_the_index_alone() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     file = IndexFile.create("/s/20231114221320000", 3, 8, files)
     file.put(1, 10, START_MS)
     file.close()
@@ -225,7 +218,7 @@ def test_a_file_of_the_index_alone() -> None:
 
 
 def test_a_file_of_the_index_without_an_entry() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     index = index_of(files)
     index.append_many([(10, START_MS, range(7)), (20, START_MS, ())])
     index.flush()
@@ -235,7 +228,7 @@ def test_a_file_of_the_index_without_an_entry() -> None:
 
 
 def test_entries_that_are_taken_back_are_gone() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     index = index_of(files)
     index.append_many([(10, START_MS, (1, 2, 3))])
     header = index.files[0].file.buffer[:40]
@@ -249,7 +242,7 @@ def test_entries_that_are_taken_back_are_gone() -> None:
 
 
 def test_a_file_of_the_index_is_written_again() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     index = index_of(files)
     index.append_many([(10, START_MS, (1, 2, 3))])
     index.flush()
@@ -267,7 +260,7 @@ def test_a_file_of_the_index_is_written_again() -> None:
 def test_names_that_were_not_flushed_are_flushed_next(make: Callable[[Files], ConsumeQueue | KeyIndex]) -> None:
     count = 1
     while True:
-        disk = on_a_disk()
+        disk = on_a_disk("/s")
         files = FailingFiles(disk)
         part = make(files)
         if isinstance(part, KeyIndex):
@@ -289,7 +282,7 @@ def test_names_that_were_not_flushed_are_flushed_next(make: Callable[[Files], Co
 
 
 def test_the_checkpoint() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     checkpoint = Checkpoint.open("/s/checkpoint", files=files, writable=True)
     for stored in (START_MS, START_MS + 1):
         checkpoint.physic_timestamp_ms = stored
@@ -301,7 +294,7 @@ def test_the_checkpoint() -> None:
 
 
 def test_the_marker() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     set_abort(files, "/s")
     assert_settled(files)
     clear_abort(files, "/s")
@@ -319,14 +312,14 @@ DELETIONS: dict[str, Callable[[MappedFileQueue], object]] = {
 
 @pytest.mark.parametrize("deletion", DELETIONS)
 def test_no_crash_leaves_a_gap_where_files_are_deleted_in_order(deletion: str) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = six_files(files)
     assert_no_gap(files, lambda: DELETIONS[deletion](queue))
     assert len(queue.starts) == 1
 
 
 def test_units_are_deleted_in_order() -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     six_files(files)
     queue = MappedFileQueue("/s/f", 64, files, MappingPool(9))
     assert_no_gap(files, lambda: queue.delete_before(5 * 64, in_order=True))
@@ -351,7 +344,7 @@ def assert_no_gap(files: RecordingFiles, do: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_crash_leaves_a_gap_where_files_are_made_in_order(count: int) -> None:
-    files = on_a_disk()
+    files = on_a_disk("/s")
     queue = MappedFileQueue("/s/f", 64, files, MappingPool(9), durable=True)
     for start in range(0, count * 64, 64):
         queue.create(start)

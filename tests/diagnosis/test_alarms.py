@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq import Broker, ConfigError, DeadLetter, Message, ReconsumeLater, SimpleConsumer
+from librmq import Broker, ConfigError, DeadLetter, Message, PushConsumer, ReconsumeLater, SimpleConsumer
 from librmq.diagnosis import Alarm, Thresholds, watch
 from librmq.testing import Kit
 
@@ -24,6 +24,16 @@ def nothing(message: object) -> None:
     pass
 
 
+def consuming(rmq: Kit) -> PushConsumer:
+    """Return a consumer that has consumed a message of one queue."""
+    rmq.broker.create_topic("T", 1)
+    consumer = rmq.consumer("G")
+    consumer.subscribe("T", nothing)
+    rmq.producer().send("T", b"x")
+    rmq.advance(seconds=30)
+    return consumer
+
+
 def test_silence_while_all_is_well(rmq: Kit) -> None:
     heard = Heard(rmq)
     rmq.consumer("G").subscribe("T", nothing)
@@ -34,11 +44,7 @@ def test_silence_while_all_is_well(rmq: Kit) -> None:
 
 
 def test_a_backlog_is_raised_once_and_cleared(rmq: Kit) -> None:
-    rmq.broker.create_topic("T", 1)
-    consumer = rmq.consumer("G")
-    consumer.subscribe("T", nothing)
-    rmq.producer().send("T", b"x")
-    rmq.advance(seconds=30)
+    consumer = consuming(rmq)
     heard = Heard(rmq)
     consumer.pause()
     for _ in range(20):
@@ -51,11 +57,7 @@ def test_a_backlog_is_raised_once_and_cleared(rmq: Kit) -> None:
 
 
 def test_progress_that_stopped(rmq: Kit) -> None:
-    rmq.broker.create_topic("T", 1)
-    consumer = rmq.consumer("G")
-    consumer.subscribe("T", nothing)
-    rmq.producer().send("T", b"x")
-    rmq.advance(seconds=30)
+    consumer = consuming(rmq)
     heard = Heard(rmq, Thresholds(stuck_s=60))
     consumer.pause()
     rmq.producer().send("T", b"x")
@@ -137,10 +139,7 @@ def test_retries_in_any_queue_of_a_new_retry_topic(rmq: Kit) -> None:
 
 
 def test_an_instance_that_leaves(rmq: Kit) -> None:
-    consumer = rmq.consumer("G")
-    consumer.subscribe("T", nothing)
-    rmq.producer().send("T", b"x")
-    rmq.advance(seconds=30)
+    consumer = consuming(rmq)
     heard = Heard(rmq)
     rmq.advance(seconds=30)
     consumer.shutdown()

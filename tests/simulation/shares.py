@@ -274,14 +274,13 @@ class SharedWorld:
 
     def pause_owner(self) -> None:
         """Stop the owner for a moment."""
-        owner = self._owner()
-        owner.signal(signal.SIGSTOP)
-        _pass(self.rng.choice((0.01, 0.2)))
-        owner.signal(signal.SIGCONT)
+        self._pause(self._owner())
 
     def pause_any(self) -> None:
         """Stop a member for a moment, perhaps while it appends to the log."""
-        member = self.rng.choice(self._members)
+        self._pause(self.rng.choice(self._members))
+
+    def _pause(self, member: Member) -> None:
         member.signal(signal.SIGSTOP)
         _pass(self.rng.choice((0.01, 0.2)))
         member.signal(signal.SIGCONT)

@@ -118,7 +118,6 @@ def torn(found: Contents) -> tuple[Contents, int]:
     found = {**found, **{path: data for path, data in contents(files).items() if path.startswith("commitlog/")}}
     path = f"commitlog/{result.physical_offset - result.physical_offset % 4096:020d}"
     data = found[path]
-    assert data is not None
     at = result.physical_offset % 4096
     found[path] = data[: at + 150] + bytes(len(data) - at - 150)
     return found, result.physical_offset
@@ -166,7 +165,6 @@ def test_later_files_are_deleted_with_a_cut() -> None:
     found = filled(SMALL, 120, clean=False)
     paths = sorted(path for path in found if path.startswith("commitlog/"))
     data = found[paths[-2]]
-    assert data is not None
     found[paths[-2]] = b"\xff" * 8 + data[8:]
     files = in_memory(found)
     with opened(files, thorough=True) as store:
@@ -208,7 +206,6 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
         *_, last = store
     path = last_log_file(found)
     data = found[path]
-    assert data is not None
     at = last.physical_offset % 4096 + (56 if not last.sys_flag & record.BORN_HOST_V6 else 68)
     found[path] = data[:at] + b"\x80" + data[at + 1 :]
     files = in_memory(found)
@@ -246,17 +243,23 @@ def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
     """Return the contents with a stretch of zeros in the log."""
     path = f"commitlog/{begin - begin % 4096:020d}"
     data, at = found[path], begin % 4096
-    assert data is not None
     return {**found, path: data[:at] + bytes(size) + data[at + size :]}
 
 
-def test_the_queues_show_that_the_log_continued() -> None:
-    """The log's last file seems to end at the zeros."""
+@pytest.mark.parametrize("is_in_last_file", [True, False])
+def test_queues_or_later_files_show_that_the_log_continued(is_in_last_file: bool) -> None:
+    """The log seems to end at the zeros: in its last file, or before later files of a store without queues."""
     found = filled(SMALL, 80)
     with opened(in_memory(found), read_only=True) as store:
         records = [message.physical_offset for message in store]
-    begin = next(place for place in records if place > records[-1] // 4096 * 4096)
-    files = in_memory(zeroed(found, begin))
+    last_file = records[-1] // 4096 * 4096
+    if is_in_last_file:
+        begin = next(place for place in records if place > last_file)
+        files = in_memory(zeroed(found, begin))
+    else:
+        begin = max(place for place in records if place < last_file)
+        without_queues = {path: data for path, data in found.items() if not path.startswith("consumequeue")}
+        files = in_memory(zeroed(without_queues, begin, 4096 - begin % 4096))
     with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
         opened(files)
     assert told.value.offset == begin
@@ -271,7 +274,6 @@ def test_a_covered_file_whose_first_record_rotted_is_cut_only_on_demand(at: int)
         begin = store.log.file_before(covered_ms)
     path = f"commitlog/{begin:020d}"
     data = found[path]
-    assert data is not None
     found[path] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     files = in_memory(found)
     log = CommitLog.open(f"{ROOT}/commitlog", 4096, files=files, writable=False)
@@ -284,18 +286,6 @@ def test_a_covered_file_whose_first_record_rotted_is_cut_only_on_demand(at: int)
         assert store.log.end == begin
         served(store)
     assert verify(ROOT, SMALL, files).sound
-
-
-def test_later_files_show_that_the_log_continued() -> None:
-    """The log seems to end at zeros before its later files, and there are no queues."""
-    found = {path: data for path, data in filled(SMALL, 80).items() if not path.startswith("consumequeue")}
-    with opened(in_memory(found), read_only=True) as store:
-        records = [message.physical_offset for message in store]
-    begin = max(place for place in records if place < records[-1] // 4096 * 4096)
-    files = in_memory(zeroed(found, begin, 4096 - begin % 4096))
-    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
-        opened(files)
-    assert told.value.offset == begin
 
 
 def test_zeros_in_properties_are_not_damage_while_open() -> None:
@@ -335,7 +325,6 @@ def test_zeros_in_properties_are_a_crash_at_the_end(begin: int, size: int, behin
     found = zeroed(contents(died(files)), begin, size)
     path = f"commitlog/{0:020d}"
     data = found[path]
-    assert data is not None
     found[path] = data[:1600] + behind + data[1600 + len(behind) :]
     again = in_memory(found)
     with opened(again) as store:
@@ -508,7 +497,6 @@ def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
         assert following == 4096
         crashed = contents(files)
     data = crashed["commitlog/00000000000000000000"]
-    assert data is not None
     assert data[4084:4088] == (12).to_bytes(4, "big")
     crashed["commitlog/00000000000000000000"] = data[: 4084 + there] + bytes(12 - there)
     files = in_memory({**crashed, "checkpoint": bytes(4096)})
@@ -532,7 +520,6 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
     found = filled(SMALL, 80, clean=False)
     path = sorted(path for path in found if path.startswith("index/"))[0 if full else -1]
     data = found[path]
-    assert data is not None
     (count,) = struct.unpack(">i", data[36:40])
     assert (count == SMALL.max_index_num) is full
     found[path] = data[:-200] + bytes(200) if full else data[:72] + bytes(len(data) - 72)
@@ -540,7 +527,6 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
     if not full:  # and those before it are gone
         found = {other: kept for other, kept in found.items() if not other.startswith("index/") or other == path}
     checkpoint = found["checkpoint"]
-    assert checkpoint is not None
     found["checkpoint"] = checkpoint[:16] + struct.pack(">q", vouched_for) + checkpoint[24:]
     files = in_memory(found)
     with opened(files) as store:
@@ -706,7 +692,6 @@ def test_recovery_and_verify_agree_on_the_unit_before() -> None:
     path, position = queue.place_of(first)
     path = os.path.relpath(path, ROOT)
     data = found[path]
-    assert data is not None
     found[path] = data[: position + 12] + data[position - 8 : position] + data[position + 20 :]
     again = in_memory(found)
     with opened(again, SMALL_EXT) as store:
@@ -733,7 +718,6 @@ def test_the_first_of_index_files_with_one_end_is_covered() -> None:
     found = contents(files)
     path = f"index/{second.name}"
     data = found[path]
-    assert data is not None
     found[path] = data[:-200] + bytes(200)
     with opened(in_memory(found)) as again:
         assert len(served(again)) == 140
@@ -769,7 +753,6 @@ def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[
     wanted = records_of(found, SMALL_EXT)
     path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
     data = found[path]
-    assert data is not None
     found[path] = spoil(data)
     files = in_memory(found)
     with pytest.raises(CorruptionError) as told:
@@ -918,7 +901,6 @@ def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
     paths = sorted(path for path in found if path.startswith("commitlog/"))
     assert len(paths) > 5
     data = found[paths[1]]
-    assert data is not None
     found[paths[1]] = b"\xff" * 8 + data[8:]
     found = {path: data for path, data in found.items() if not path.startswith("index/")}
     files = in_memory(found)
@@ -939,7 +921,6 @@ def test_a_damaged_body_in_an_old_file_is_cut_only_on_demand() -> None:
         damaged = next(message for message in store if len(message.stored_body) > 1)
     path = f"commitlog/{0:020d}"
     data, at = found[path], damaged.physical_offset + record.BODY_AT
-    assert data is not None
     files = in_memory({**found, path: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]})
     with opened(files) as store:
         assert store.log.end > 4 * 4096
@@ -961,7 +942,6 @@ def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
     }
     path = f"commitlog/{old.physical_offset - old.physical_offset % 4096:020d}"
     data = found[path]
-    assert data is not None
     place = old.physical_offset % 4096 + at
     found[path] = data[:place] + b"/" + data[place + 1 :]
     files = in_memory(found)
@@ -987,7 +967,6 @@ def test_a_record_with_an_impossible_queue_takes_only_what_follows(config: Store
     for number, wrong in enumerate(records):
         path, place = f"commitlog/{wrong.physical_offset // 4096 * 4096:020d}", wrong.physical_offset % 4096
         data = found[path]
-        assert data is not None
         at = place + record.QUEUE_ID_AT
         files = in_memory({**found, path: data[:at] + b"\xff" + data[at + 1 :]})
         with opened(files, config, thorough=True) as store:
@@ -1033,7 +1012,6 @@ def test_a_recovery_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     path = max(path for path, data in found.items() if path.startswith("commitlog/") and data and data.strip(b"\0"))
     data = found[path]
-    assert data is not None
     used = len(data.rstrip(b"\0"))
     files = in_memory({**found, path: data[: used - 40] + b"\xff" * 40 + data[used:]})
     with opened(files) as store:
