@@ -16,6 +16,7 @@ import pytest
 from librmq.cli._demo import Program, Screen, demo_folder, prove_by_kills, replace_folder
 from librmq.errors import InputError
 from tests.cli.stand import Shell, Terminal
+from tests.programs import Process
 from tests.reference import CHECKOUT
 
 PICTURE = CHECKOUT / "docs" / "pictures" / "demo.svg"
@@ -157,8 +158,7 @@ def test_ctrl_c_leaves_neither_folder_nor_program(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "librmq", "demo", "kill", "--seed", "1"]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process:
-        assert process.stdout is not None
+    with Process(command, stdout=pipe, stderr=pipe, text=True, env=env) as process:
         while "accepted" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)

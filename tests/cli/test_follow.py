@@ -70,7 +70,6 @@ def test_a_process_follows_until_a_signal_ends_it(tmp_path: Path, number: int) -
             send(broker, "T", b"%d" % count)
         command = [sys.executable, "-P", "-m", "librmq", "follow", str(tmp_path / "store"), str(tmp_path / "copy")]
         with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             rows: list[dict[str, Any]] = [json.loads(process.stdout.readline()) for _ in range(2)]
             for count in range(300):
                 send(broker, "T", b"%d" % count)

@@ -27,7 +27,7 @@ from librmq.cli._syntax import COMMANDS
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
 from tests.budget import many
 from tests.cli.stand import Shell, files_of
-from tests.programs import POSIX, environment, run_program
+from tests.programs import POSIX, Process, environment, run_program
 
 NEXT = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
@@ -224,11 +224,9 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
         "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
         "from librmq.cli import main; sys.exit(main(['queues', 's']))"
     )
-    child = subprocess.Popen(
+    child = Process[bytes](
         [sys.executable, "-c", program], env=environment(PATH=""), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert child.stdout is not None
-    assert child.stderr is not None
     assert child.stdout.readline() == b'{"n":0}\n'
     child.stdout.close()
     said = child.stderr.read()

@@ -18,6 +18,7 @@ from librmq.columns import reader
 from librmq.store.format.broker_tables import BrokerTables
 from tests.budget import many
 from tests.cli.stand import Shell
+from tests.programs import Process
 from tests.rocksdb_stores import FORMS, write_tables
 from tests.stores_of_5 import state_of
 
@@ -114,7 +115,7 @@ def test_a_running_broker_keeps_its_database(shell: Shell) -> None:
     expected = shell("lag", "store").out
     write_tables(config, "separate", tables_of(config))
     (config / "consumerOffset.json").unlink()
-    holder = subprocess.Popen(
+    holder = Process[bytes](
         [sys.executable, "-c", "import sys, rocksdict\n"
          "options = rocksdict.Options(raw_mode=True)\n"
          "names = rocksdict.Rdict.list_cf(sys.argv[1], options)\n"
@@ -124,8 +125,6 @@ def test_a_running_broker_keeps_its_database(shell: Shell) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with holder:
-        assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
         before = state_of(config)
         tables = BrokerTables.open(str(config))

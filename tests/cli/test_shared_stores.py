@@ -55,13 +55,10 @@ class Sharing:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.process: Process[str] = start_program(PROGRAM, folder)
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
     def __call__(self, expression: str) -> Any:
         """Return the value of an expression in that process."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(expression + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())

@@ -15,6 +15,7 @@ import pytest
 
 from librmq import Message, Producer, PushConsumer, share
 from tests.console.pages import MARKUP
+from tests.programs import Process
 
 CHROMIUM = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
 
@@ -61,8 +62,7 @@ def shop(tmp_path: Path) -> Iterator[Any]:
 def address(shop: Any) -> Iterator[str]:
     """Start the command beside the owner of the store, and return the link that it prints."""
     command = [sys.executable, "-P", "-m", "librmq", "console", shop.path, "--allow-changes"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with Process(command, stdout=subprocess.PIPE, text=True) as process:
         yield json.loads(process.stdout.readline())["url"]
         process.terminate()
         assert process.wait(30) == 0

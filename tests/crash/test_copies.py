@@ -41,7 +41,6 @@ def damaged(found: Contents) -> Contents:
     """Change bytes in the second file of the log."""
     path = "commitlog/00000000000000004096"
     data = found[path]
-    assert data is not None
     return {**found, path: data[:1500] + b"\xff" * 40 + data[1540:]}
 
 

@@ -107,7 +107,6 @@ def spoil(subject: Subject, rng: random.Random) -> Spoilt:
         paths = subject.log_files
     path = rng.choice(paths)
     data = found[path]
-    assert data is not None
     used = len(data.rstrip(b"\0"))
     begin = rng.randrange(max(used, 1)) if rng.random() < 0.9 else rng.randrange(len(data))
     end = len(data)

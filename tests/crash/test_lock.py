@@ -22,6 +22,7 @@ from librmq.errors import CorruptionError, FlushFailedError, StoreIOError, Store
 from librmq.message.message import Message
 from librmq.store import MessageStore, verify
 from tests import cases
+from tests.programs import Process
 
 CONFIG = StoreConfig.tiny()
 LOCKER = Path(__file__).with_name("Locker.java")
@@ -61,18 +62,17 @@ def java() -> list[str | Path]:
 
 
 @contextmanager
-def process(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(*command: str | Path) -> Iterator[tuple[Process[str], str]]:
     """Start a process and yield it with its first line of output; it ends when its input ends."""
     assert librmq.__file__ is not None
     environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
-    with subprocess.Popen(
+    with Process(
         [str(word) for word in command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
     ) as child:
-        assert child.stdout is not None
         try:
             yield child, child.stdout.readline().strip()
         finally:

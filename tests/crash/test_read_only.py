@@ -38,12 +38,10 @@ class Writer:
         self.tell("open", str(path), settings)
 
     def say(self, *words: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the writer has ended"
         return json.loads(line)

@@ -500,7 +500,6 @@ sys.stdin.read()
 def test_a_lock_held_by_another_process_names_it(tmp_path: Path) -> None:
     path, files = str(tmp_path / "lock"), DiskFiles()
     with start_program(HOLD, path) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         assert files.lock_holder(path) == f"process {other.pid}"
         with pytest.raises(StoreLockedError, match=str(other.pid)):
@@ -516,7 +515,6 @@ def test_a_lock_that_peers_hold_too_names_its_owner(tmp_path: Path) -> None:
     path, files = str(tmp_path / "lock"), DiskFiles(has_peers=True)
     program = HOLD.replace("DiskFiles()", "DiskFiles(has_peers=True)").replace("print(", "held.hold_folder(); print(")
     with start_program(program, path) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         peer = files.lock_as_peer(path)
         assert files.lock_holder(path) == f"process {other.pid}"

@@ -170,7 +170,6 @@ def test_a_worker_goes_on_when_the_owner_ends_and_a_cold_shutdown_loses_nothing(
         [sys.executable, "-c", own], env=environment(TASKS_FOLDER=str(tmp_path)), stdin=-1, stdout=-1, text=True
     )
     with owner:
-        assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         with worker(tmp_path) as first:
             call(tmp_path, f"for number in range({many}): note.delay(number, 0.2)")

@@ -403,7 +403,6 @@ class Project:
             cwd=self.folder,
             env=environment(str(self.folder), DJANGO_SETTINGS_MODULE="settings", PYTHONUNBUFFERED="1"),
         )
-        assert worker.stdout is not None
         assert "runs tasks of" in worker.stdout.readline()
         return worker
 

@@ -69,7 +69,6 @@ class Server:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.text += line
 
@@ -89,7 +88,6 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
         self._thread.join()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 

@@ -288,9 +288,6 @@ def test_a_worker_whose_jvm_ends_prints_nothing(module: str) -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(CHECKOUT)]), **settings},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as daemon:  # fmt: skip
-            assert daemon.stdin
-            assert daemon.stdout
-            assert daemon.stderr
             (length,) = struct.unpack(">i", daemon.stdout.read(4))
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(daemon.stdout.read(length))

@@ -695,7 +695,6 @@ def torn(found: Contents) -> Contents:
         end = store.log.end
     path = max(path for path in found if path.startswith("commitlog/"))
     data, at = found[path], end % 4096
-    assert data is not None
     return {**found, path: data[:at] + b"\0\0\1\0\xda\xa3\x20\xa7torn" + data[at + 12 :]}
 
 
@@ -764,7 +763,6 @@ def test_a_damaged_store_is_shown_up_to_the_damage(tmp_path: Path) -> None:
         victim = next(message for message in whole if message.physical_offset >= int(path.split("/")[1]) + 500)
         at = victim.physical_offset % 4096
         data = found[path]
-        assert data is not None
         found[path] = data[:at] + b"oops" + data[at + 4 :]
         folder = on_disk(found, tmp_path / str(number))
         with pytest.raises(CorruptionError, match="librmq recover"):

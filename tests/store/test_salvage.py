@@ -106,7 +106,6 @@ def test_real_stores_give_every_record_that_was_not_touched(folder: Path) -> Non
     for _ in range(5):
         path = rng.choice(paths)
         data = found[path]
-        assert data is not None
         begin = rng.randrange(max(1, len(data.rstrip(b"\0"))))
         end = min(len(data), begin + rng.choice([1, 1, 10, 300]))
         spoilt = {
@@ -151,7 +150,6 @@ def test_missing_or_cut_files_lose_only_their_content() -> None:
     whole = saved(in_memory(found))
     first, second, third = sorted(path for path, data in found.items() if data and path.startswith("commitlog/"))[1:4]
     data = found[third]
-    assert data is not None
     damaged = {**found, third: data[:3000]}
     del damaged[first]
     files = in_memory(damaged)

@@ -184,7 +184,6 @@ def test_a_pipe_in_config_is_skipped(tmp_path: Path) -> None:
 def test_a_copy_makes_queues_of_impossible_files_again(names: tuple[str, ...], size: int, clean: bool) -> None:
     found = filled(SMALL, 120, clean=clean)
     folder, content = "consumequeue/TopicA/0", found[f"consumequeue/TopicA/0/{0:020}"]
-    assert content is not None
     kept = {path: data for path, data in found.items() if os.path.dirname(path) != folder}
     files = in_memory(kept | {f"{folder}/{name}": (content * 2)[:size] for name in names})
     snapshot(ROOT, TARGET, SMALL, files=files)
@@ -290,7 +289,6 @@ with MessageStore.open(sys.argv[1], config) as store:
 def test_another_process_continues_writing(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     child = start_program(WRITER, path)
-    assert child.stdout is not None
     known: list[int] = []
     for number in range(3):
         while len(known) < 300 * (number + 1):
@@ -466,7 +464,6 @@ def test_a_log_file_of_a_wrong_length_is_reported_by_its_name() -> None:
     found = filled(SMALL, 60)
     path = f"commitlog/{4096:020d}"
     data = found[path]
-    assert data is not None
     files = in_memory({**found, path: data[:-1]})
     for end in (None, lambda: 3 * 4096):
         with pytest.raises(CorruptionError) as told:
@@ -493,7 +490,6 @@ def spoilt(found: Contents, rng: random.Random, times: int, least: int = 1) -> C
     for _ in range(times):
         path = rng.choice(sorted(path for path, data in found.items() if data and path.startswith("commitlog/")))
         data = found[path]
-        assert data is not None
         begin = rng.randrange(max(1, len(data.rstrip(b"\0"))))
         end = min(len(data), begin + rng.choice([least, 20, 400]))
         found[path] = data[:begin] + rng.randbytes(end - begin) + data[end:]

@@ -288,7 +288,6 @@ def test_flushing_goes_log_queues_index_checkpoint() -> None:
     order = [event.path[len(ROOT) + 1 :].split("/")[0] for event in files.trace if event.call == "flush"]
     assert [name for name, _ in itertools.groupby(order)] == ["commitlog", "consumequeue", "index", "checkpoint"]
     found = contents(files)["checkpoint"]
-    assert found is not None
     assert int.from_bytes(found[:8], "big") == clock.now_ms()
 
 

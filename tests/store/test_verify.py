@@ -54,7 +54,6 @@ def judged(found: Contents, spoil: dict[tuple[str, int], bytes] | None = None) -
     found = dict(found)
     for (path, at), new in (spoil or {}).items():
         data = found[path]
-        assert data is not None
         assert data[at : at + len(new)] != new
         found[path] = data[:at] + new + data[at + len(new) :]
     files = in_memory(found)
@@ -77,7 +76,6 @@ def test_a_sound_store(found: Contents) -> None:
 
 def test_the_record_is_where_this_test_expects(found: Contents) -> None:
     data = found[LOG]
-    assert data is not None
     assert struct.unpack(">I", data[:4]) == (FIRST,)
     assert struct.unpack(">I", data[FIRST + 4 : FIRST + 8]) == (record.MESSAGE_MAGIC,)
 
@@ -104,7 +102,6 @@ FIELDS = {
 def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> None:
     begin, length, kind = FIELDS[field]
     data = found[LOG]
-    assert data is not None
     for bit in range(8 * length):
         at = begin + bit // 8
         verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1 << bit % 8])})
@@ -117,7 +114,6 @@ def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> 
 def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> None:
     """No checksum covers flag, born time, hosts, reconsume times and prepared offset."""
     data = found[LOG]
-    assert data is not None
     for at in range(begin, begin + length):
         verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1])})
         assert verdict.sound
@@ -131,7 +127,6 @@ def test_every_byte_of_queue_and_index(found: Contents) -> None:
     used = {T: 40, U: 20, index: 40 + 4 * 8 + 20 * 5}
     for path, length in used.items():
         data = found[path]
-        assert data is not None
         for at in [*range(length), len(data) - 1]:
             if path == index and 104 <= at < 108:
                 continue  # the first entry's time counts from a file that may be gone
@@ -140,7 +135,6 @@ def test_every_byte_of_queue_and_index(found: Contents) -> None:
 
 def test_bytes_behind_the_end(found: Contents) -> None:
     data = found[LOG]
-    assert data is not None
     end = len(data.rstrip(b"\0"))
     for at in (end, end + 1, 4000, 4095):
         ((path, place, kind),) = places(judged(found, {(LOG, at): b"\x01"}))
@@ -152,7 +146,6 @@ def test_bytes_behind_the_end(found: Contents) -> None:
 @pytest.mark.parametrize("field", [0, 8, 16])
 def test_a_checkpoint_later_than_the_last_record(found: Contents, field: int, timestamp: int, sound: bool) -> None:
     data = found["checkpoint"]
-    assert data is not None
     found["checkpoint"] = data[:field] + struct.pack(">q", timestamp) + data[field + 8 :]
     verdict = judged(found)
     assert verdict.sound == sound
@@ -222,7 +215,6 @@ def test_foreign_folders(found: Contents, name: str) -> None:
 def test_files_of_another_length(found: Contents, path: str, change: int) -> None:
     path = next(name for name, data in found.items() if name.startswith(path) and data is not None)
     data = found[path]
-    assert data is not None
     found[path] = data[: len(data) + change] if change < 0 else data + b"\0"
     verdict = verify(ROOT, SMALL, in_memory(found))
     assert not verdict.sound
@@ -232,7 +224,6 @@ def test_files_of_another_length(found: Contents, path: str, change: int) -> Non
 @pytest.mark.parametrize("left", [0, 20])
 def test_a_queue_file_that_lost_its_content_is_one_damage(found: Contents, left: int) -> None:
     data = found[T]
-    assert data is not None
     found[T] = data[:left]
     assert places(verify(ROOT, SMALL, in_memory(found))) == [(T, left, "size")]
 
@@ -304,7 +295,6 @@ def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
     opened(crashed, None, thorough=True).close()
     assert [contents(crashed)[path] for path in queues] == [delayed[path] for path in queues]
     data = delayed[first]
-    assert data is not None
     entry = struct.Struct(">qiq")
     place, size, due_ms = entry.unpack(data[: entry.size])
     for wrong_ms in (due_ms + 1, due_ms - 8_000):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import Process
+
 HERE = Path(__file__).parent
 PYTHON = "rocketmq-python-client"
 PYTHON_VERSIONS = ("5.1.2", "5.0.9")
@@ -34,9 +36,9 @@ class OfficialClient:
     command: tuple[str, ...]
     variables: dict[str, str]
 
-    def started(self, *words: object, home: Path) -> subprocess.Popen[str]:
+    def started(self, *words: object, home: Path) -> Process[str]:
         """Start a script, which may write below ``home``."""
-        return subprocess.Popen(
+        return Process(
             [*self.command, *map(str, words)],
             cwd=home,
             env={**os.environ, **self.variables, "HOME": str(home)},

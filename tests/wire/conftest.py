@@ -60,7 +60,7 @@ def node(client_cache: Path) -> OfficialClient:
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def serving(tmp_path: Path) -> Iterator[Process[str]]:
     """Start ``librmq serve`` on a free port."""
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0"]
     with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as made:
@@ -69,9 +69,8 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             made.kill()
 
 
-def ready(serving: subprocess.Popen[str]) -> str:
+def ready(serving: Process[str]) -> str:
     """Wait for the ready line of a serving process; return its gRPC address."""
-    assert serving.stdout is not None
     row = json.loads(serving.stdout.readline())
     assert (row["ready"], errors_of("serve", row)) == (True, [])
     return str(row["grpc"])

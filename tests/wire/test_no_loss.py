@@ -6,7 +6,6 @@ The history is recorded where the server calls the broker.
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from librmq import Broker, BrokerConfig, MessageStore, TimerConfig, record_histo
 from librmq.store import verify
 from librmq.testing import Anomaly, check_history
 from librmq.wire.grpc import GrpcServer
+from tests.programs import Process
 from tests.wire.clients import HERE, OfficialClient
 from tests.wire.stub import wait_until
 
@@ -30,7 +30,7 @@ _WAIT_S = 90
 class Reader:
     """A client's process, and the last number that it has printed."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Process[str]) -> None:
         self.process = process
         self.count = 0
         self.last = -1
@@ -38,7 +38,6 @@ class Reader:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.last = int(line)
             self.count += 1

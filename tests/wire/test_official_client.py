@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from librmq import Broker, BrokerConfig, StoreConfig, TimerConfig, TransactionCo
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.remoting import RemotingServer, listen
+from tests.programs import Process
 from tests.reference import CHECKOUT
 from tests.wire.clients import HERE, PYTHON_VERSIONS, OfficialClient, classic_client, node_client, python_client
 from tests.wire.conftest import ready
@@ -79,7 +79,7 @@ def test_an_example_passes_its_tests(
 
 @pytest.mark.slow
 @pytest.mark.platform
-def test_example_for_node_talks_to_serve(node: OfficialClient, serving: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_example_for_node_talks_to_serve(node: OfficialClient, serving: Process[str], tmp_path: Path) -> None:
     lines = node.run(EXAMPLES / "orders.mjs", ready(serving), home=tmp_path).splitlines()
     assert sorted(lines) == ['booked {"paid":1}', 'failed {"order":1}', 'took {"order":1}']
 

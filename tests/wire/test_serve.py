@@ -29,13 +29,16 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc._protocol import message_class
-from tests.programs import POSIX, Process, environment
+from tests.programs import POSIX, Process, environment, start_serve
 from tests.project.test_docs import DOCS, blocks
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
 from tests.wire.conftest import ready
 from tests.wire.remoting_client import RawClient
 from tests.wire.stub import Stub, consumer_settings, message, resource
+
+Started = tuple[Process[str], dict[str, Any]]
+"""A process of ``librmq serve``, and the row of its ready line."""
 
 
 def connect(address: str, client_id: str) -> None:
@@ -47,10 +50,9 @@ def connect(address: str, client_id: str) -> None:
         assert stub.call("NotifyClientTermination").status.code == 20000
 
 
-def end(serving: subprocess.Popen[str], number: signal.Signals) -> None:
+def end(serving: Process[str], number: signal.Signals) -> None:
     serving.send_signal(number)
     assert serving.wait(60) == 0
-    assert serving.stderr is not None
     assert serving.stderr.read() == ""
 
 
@@ -84,14 +86,11 @@ def test_files_that_are_not_a_pair_are_refused(broker: Broker) -> None:
 def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
     """Clients that check certificates trust the file that the ready line names; no file has the key."""
     pytest.importorskip("cryptography")
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--tls"]
-    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        row = json.loads(serving.stdout.readline())
+    with start_serve(tmp_path / "store", "--grpc", "0", "--tls") as (process, row):
         certificate = Path(row["certificate"]).read_bytes()
         with Stub(row["grpc"], certificate=certificate) as stub:
             assert stub.send(message("t")).status.code == 20000
-        end(serving, signal.SIGTERM)
+        end(process, signal.SIGTERM)
     assert not verify(tmp_path / "store").damage
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE" in path.read_bytes()]
 
@@ -99,15 +98,12 @@ def test_self_signed_pair_is_made_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tls_has_a_port_beside_plain_text(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--grpc-tls", "0"]
-    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        row = json.loads(serving.stdout.readline())
+    with start_serve(tmp_path / "store", "--grpc", "0", "--grpc-tls", "0") as (process, row):
         certificate = Path(row["certificate"]).read_bytes()
         with Stub(row["grpc_tls"], certificate=certificate) as secure, Stub(row["grpc"], "plain") as plain:
             assert secure.send(message("t", b"a")).status.code == 20000
             assert [one.body for one in plain.receive("t", wait_s=5)[1]] == [b"a"]
-        end(serving, signal.SIGTERM)
+        end(process, signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -123,7 +119,7 @@ def test_ready_line_comes_at_once_on_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streams_of_nonsense_do_not_hold_up_the_end(serving: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_streams_of_nonsense_do_not_hold_up_the_end(serving: Process[str], tmp_path: Path) -> None:
     """A signal ends it, with a sound store."""
     address = ready(serving)
     with ExitStack() as clients:
@@ -149,7 +145,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_idle_connections_leave_room_for_other_clients(many_files: None, serving: subprocess.Popen[str]) -> None:
+def test_idle_connections_leave_room_for_other_clients(many_files: None, serving: Process[str]) -> None:
     """It starts with the usual limit of 1,024 open files."""
     import resource
 
@@ -187,14 +183,10 @@ def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
 
 
 @pytest.fixture
-def by_hand(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def by_hand(tmp_path: Path) -> Iterator[Started]:
     """Start ``librmq serve --clock manual``."""
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
-    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        yield serving, json.loads(serving.stdout.readline())
-        if serving.poll() is None:
-            serving.kill()
+    with start_serve(tmp_path / "store", "--grpc", "0", "--clock", "manual") as started:
+        yield started
 
 
 def ask(address: str, method: str, path: str, fields: object = None, **headers: str) -> tuple[int, Any]:
@@ -209,13 +201,10 @@ def ask(address: str, method: str, path: str, fields: object = None, **headers: 
 
 
 @pytest.mark.slow
-def test_a_test_in_any_language_moves_the_clock(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_test_in_any_language_moves_the_clock(by_hand: Started, tmp_path: Path) -> None:
     serving, ready_row = by_hand
     address = ready_row["control"]
     assert (ready_row["remoting"], address.rpartition(":")[0]) == (None, "127.0.0.1")
-    assert serving.stdout is not None
     with Stub(ready_row["grpc"]) as stub:
         stream = stub.telemetry(consumer_settings("g"))
         next(stream)
@@ -243,9 +232,7 @@ def test_a_test_in_any_language_moves_the_clock(
 
 
 @pytest.mark.slow
-def test_a_moved_clock_keeps_its_time_at_a_restart(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_moved_clock_keeps_its_time_at_a_restart(by_hand: Started, tmp_path: Path) -> None:
     """A killed server has moved its clock, and the next goes on from there, though no message has that time."""
     serving, ready_row = by_hand
     with Stub(ready_row["grpc"]) as stub:
@@ -254,19 +241,14 @@ def test_a_moved_clock_keeps_its_time_at_a_restart(
     assert status == 200
     serving.kill()
     serving.wait(60)
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
-    with Process(command, stdout=subprocess.PIPE, text=True) as again:
-        assert again.stdout is not None
-        control = json.loads(again.stdout.readline())["control"]
-        assert ask(control, "POST", "/settle") == (200, {"now_ms": moved["now_ms"]})
+    with start_serve(tmp_path / "store", "--grpc", "0", "--clock", "manual") as (again, row):
+        assert ask(row["control"], "POST", "/settle") == (200, {"now_ms": moved["now_ms"]})
         again.terminate()
         assert again.wait(60) == 0
 
 
 @pytest.mark.slow
-def test_settling_awaits_the_groups_of_a_killed_server(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_settling_awaits_the_groups_of_a_killed_server(by_hand: Started, tmp_path: Path) -> None:
     """A message is deliverable to a group, whose client is not connected yet."""
     serving, ready_row = by_hand
     with Stub(ready_row["grpc"]) as stub:
@@ -274,19 +256,13 @@ def test_settling_awaits_the_groups_of_a_killed_server(
         assert stub.send(message("t", b"a")).status.code == 20000
     serving.kill()
     serving.wait(60)
-    options = ["serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
+    options = ("--grpc", "0", "--clock", "manual")
     impatient = "from librmq.testing import served; served._BACK_S = 0.05; from librmq.cli._main import main; main()"
-    with Process([sys.executable, "-c", impatient, *options], stdout=subprocess.PIPE, text=True) as second:
-        assert second.stdout is not None
-        control = json.loads(second.stdout.readline())["control"]
-        status, answer = ask(control, "POST", "/settle")
+    with start_serve(tmp_path / "store", *options, command=(sys.executable, "-c", impatient, "serve")) as (_, row):
+        status, answer = ask(row["control"], "POST", "/settle")
         assert (status, "group g, whose server was killed" in answer["error"]) == (504, True)
-        assert ask(control, "POST", "/settle")[0] == 200
-        second.kill()
-        second.wait(60)
-    with Process([sys.executable, "-m", "librmq", *options], stdout=subprocess.PIPE, text=True) as third:
-        assert third.stdout is not None
-        row = json.loads(third.stdout.readline())
+        assert ask(row["control"], "POST", "/settle")[0] == 200
+    with start_serve(tmp_path / "store", *options) as (third, row):
         with Stub(row["grpc"]) as stub:
             next(stub.telemetry(consumer_settings("g")))
             assert ask(row["control"], "POST", "/settle")[0] == 200
@@ -297,7 +273,7 @@ def test_settling_awaits_the_groups_of_a_killed_server(
 
 @pytest.mark.slow
 def test_a_silent_connection_to_the_control_port_holds_up_no_other(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
+    by_hand: Started,
 ) -> None:
     serving, ready_row = by_hand
     host, _, port = ready_row["control"].rpartition(":")
@@ -314,14 +290,12 @@ def test_a_silent_connection_to_the_control_port_holds_up_no_other(
 @pytest.mark.slow
 def test_it_ends_with_its_input_if_it_is_meant_to(tmp_path: Path) -> None:
     """A process that is killed leaves no server that it has started."""
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
-    with Process([*command, "--end-with-input"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdin is not None
-        assert serving.stdout is not None
-        ask(json.loads(serving.stdout.readline())["control"], "POST", "/settle")
-        serving.stdin.write("what it gets is not read\n")
-        serving.stdin.close()
-        assert serving.wait(60) == 0
+    options = ("--grpc", "0", "--clock", "manual", "--end-with-input")
+    with start_serve(tmp_path / "store", *options) as (process, row):
+        ask(row["control"], "POST", "/settle")
+        process.stdin.write("what it gets is not read\n")
+        process.stdin.close()
+        assert process.wait(60) == 0
     assert not verify(tmp_path / "store").damage
 
 
@@ -335,7 +309,7 @@ def test_a_port_in_use_prints_no_line_of_grpcs(broker: Broker, capfd: pytest.Cap
 
 @pytest.mark.slow
 def test_the_control_port_refuses_pages_and_wrong_requests(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
+    by_hand: Started,
 ) -> None:
     serving, ready_row = by_hand
     address = ready_row["control"]
@@ -462,30 +436,27 @@ def test_commands_of_the_page_for_other_languages_begin_without_a_store(empty_fo
     install, serve = recipe("howto/test-in-node-go-java.md", "sh").splitlines()
     assert install.startswith("pip install ")
     assert subprocess.run(create.split(), stdout=subprocess.PIPE, check=False).returncode == 0
-    with Process([*serve.split(), "--remoting", "0"], stdout=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        row = json.loads(serving.stdout.readline())
+    with Process([*serve.split(), "--remoting", "0"], stdout=subprocess.PIPE, text=True) as process:
+        row = json.loads(process.stdout.readline())
         (shown,) = [block.text for block in blocks(DOCS / "howto" / "test-in-node-go-java.md") if block.kind == "text"]
         assert list(row) == list(json.loads(shown))
         with RawClient(int(row["remoting"].rpartition(":")[2])) as client:
             assert client.put("jobs", b"x").code == 0
-        serving.terminate()
-        assert serving.wait(60) == 0
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 @pytest.mark.slow
-def test_lines_report_connecting_and_leaving_clients(serving: subprocess.Popen[str]) -> None:
+def test_lines_report_connecting_and_leaving_clients(serving: Process[str]) -> None:
     connect(ready(serving), "c")
-    assert serving.stdout is not None
     lines = [json.loads(serving.stdout.readline()) for _ in range(2)]
     assert lines == [{"client": "c", "group": None, "state": state} for state in ("connected", "left")]
     end(serving, signal.SIGINT)
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) -> None:
+def test_a_reader_that_leaves_stops_no_client(serving: Process[str]) -> None:
     address = ready(serving)
-    assert serving.stdout is not None
     serving.stdout.close()
     for number in range(3):
         connect(address, f"c{number}")
@@ -493,7 +464,7 @@ def test_a_reader_that_leaves_stops_no_client(serving: subprocess.Popen[str]) ->
 
 
 @pytest.mark.slow
-def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str]) -> None:
+def test_reader_that_does_not_read_stops_no_client(serving: Process[str]) -> None:
     address = ready(serving)
     for number in range(130):  # prints more lines than a pipe holds
         connect(address, f"{number}-" + "c" * 250)
@@ -503,30 +474,24 @@ def test_reader_that_does_not_read_stops_no_client(serving: subprocess.Popen[str
 @pytest.mark.slow
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
     """Each message has the address of the classic port, and the next start reports that the port has changed."""
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--remoting", "0"]
     for is_first in (True, False):
-        with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-            assert serving.stdout is not None
-            row = json.loads(serving.stdout.readline())
+        with start_serve(tmp_path / "store", "--grpc", "0", "--remoting", "0") as (process, row):
             port = int(row["remoting"].rpartition(":")[2])
             with Stub(row["grpc"]) as stub, RawClient(port) as client:
                 assert stub.send(message("t")).status.code == 20000
                 assert client.put("t", b"x").fields["msgId"].startswith(f"7F000001{port:08X}")
-            serving.send_signal(signal.SIGTERM)
-            said = serving.communicate(timeout=60)[1]
-            assert serving.returncode == 0
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=60)[1]
+            assert process.returncode == 0
         assert ("stored messages name the address" in said) is not is_first
 
 
 @pytest.mark.slow
 def test_classic_port_alone_needs_no_extra(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--remoting", "0"]
-    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        assert serving.stdout is not None
-        row = json.loads(serving.stdout.readline())
+    with start_serve(tmp_path / "store", "--remoting", "0") as (process, row):
         assert row["grpc"] is None
         with RawClient(int(row["remoting"].rpartition(":")[2])) as client:
             client.beat("c1", producers=("p",))
-            assert json.loads(serving.stdout.readline()) == {"client": "c1", "group": None, "state": "connected"}
-        serving.send_signal(signal.SIGINT)
-        assert serving.wait(60) == 0
+            assert json.loads(process.stdout.readline()) == {"client": "c1", "group": None, "state": "connected"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0

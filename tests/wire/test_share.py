@@ -1297,8 +1297,6 @@ def test_a_child_takes_over_from_its_parent(scene: Scene) -> None:
         os.wait()
     """
     with start_program(program, scene.store) as parent:
-        assert parent.stdout is not None
-        assert parent.stdin is not None
         assert parent.stdout.readline() == "sent\n"
         parent.kill()
         parent.wait()

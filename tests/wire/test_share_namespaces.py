@@ -50,14 +50,12 @@ def member(path: Path, *, in_namespace: bool) -> Process[str]:
 
 
 def ask(process: Process[str], name: str, count: int = COUNT) -> None:
-    assert process.stdin is not None
     process.stdin.write(f"{name} {count}\n")
     process.stdin.flush()
 
 
 def answer(process: Process[str]) -> tuple[int, bool]:
     """Return how many messages it has appended alone, and whether it owns the store."""
-    assert process.stdout is not None
     _, alone, is_owner = process.stdout.readline().split()
     return int(alone), is_owner == "True"
 
@@ -78,11 +76,9 @@ def test_two_pid_namespaces_append_to_one_log(tmp_path: Path, owner: str) -> Non
             assert alone > COUNT // 2
             answer(first)
             first.kill()
-            assert first.stdout is not None
             first.stdout.read()  # until the process in the namespace has ended too
             ask(second, "after")
             assert answer(second)[1]
-            assert second.stdin is not None
             second.stdin.close()
             assert second.wait(60) == 0
     with MessageStore.open(store, read_only=True) as stored:
