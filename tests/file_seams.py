@@ -286,7 +286,6 @@ class _File:
         return [write for page in self.given_up.values() for write in page] + self.writes
 
     def flush(self, begin: int, end: int) -> None:
-        """Flush the pages from ``begin`` to ``end``."""
         begin, end, writes = begin // PAGE * PAGE, -(-end // PAGE) * PAGE, self.writes
         self.writes = []
         for at, data in writes:

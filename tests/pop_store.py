@@ -29,8 +29,6 @@ _WHEEL = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_windo
 
 
 class Receive(NamedTuple):
-    """A receive from a queue."""
-
     group: str
     topic: str
     offsets: tuple[int, ...]

@@ -150,7 +150,6 @@ def with_contents(files: F, found: Mapping[str, bytes | None]) -> F:
 
 
 def from_disk(folder: Path) -> Contents:
-    """Return the contents of a folder on disk."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

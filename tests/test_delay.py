@@ -375,7 +375,6 @@ def test_in_a_store_with_extension_files() -> None:
 
 
 def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCaptureFixture) -> None:
-    """A missing extension unit is rebuilt from the record."""
     waiting = Waiting(SMALL_EXT)
     waiting.put()
     queue = waiting.store.queue(SystemTopic.SCHEDULE, 0)

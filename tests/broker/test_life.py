@@ -298,7 +298,6 @@ def test_callers_that_wait_for_the_device(broker: Broker) -> None:
 
 
 def test_a_message_that_may_not_have_reached_the_device() -> None:
-    """A message that may not have reached the device."""
     files = FailingFiles(MemoryFiles())
     broker = opened(files, store=StoreConfig.tiny(durability="sync"))
     send(broker, "T")

@@ -286,7 +286,6 @@ def test_a_message_that_ends_a_hold_is_given_as_any_other(rmq: Kit, broker: Brok
 
 
 def test_the_next_pull_filters_the_message_that_ended_a_hold(rmq: Kit, broker: Broker) -> None:
-    """The next pull's subscription filters the message that ended the hold."""
     bell = Bell(rmq.runner)
     send(broker, "T", tags="a")
     held = pull(broker, "T", notify=bell, stay=True, subscription=Subscription("T", "a"))

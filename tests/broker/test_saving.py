@@ -88,7 +88,6 @@ def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated
 
 
 def test_a_refused_write_is_logged_and_repeated_later(broker: Broker, disk: Gated) -> None:
-    """A refused write is logged and repeated later."""
     disk.failure = OSError(errno.ENOSPC, "no space left")
     with pytest.raises(BrokerError, match="no space left"):
         broker.create_topic("T", 3)

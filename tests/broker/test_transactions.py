@@ -130,7 +130,6 @@ def test_a_check_that_reaches_no_producer_does_not_count(
 
 @pytest.mark.rmq(broker_config=BrokerConfig(transactions=QUICK))
 def test_halves_without_a_producer_delay_no_others(rmq: Kit, broker: Broker) -> None:
-    """Halves of a group without a producer do not delay others."""
     alone = Message("T", b"alone", unique_key="A")
     alone.properties |= {"TRAN_MSG": "true", "PGROUP": "gone"}
     broker.call(SendMessage("gone", alone, 0, rmq.clock.now_ms(), HOST))

@@ -46,7 +46,6 @@ class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
-        """Return True."""
         return True
 
 

@@ -23,7 +23,6 @@ PICTURE = CHECKOUT / "docs" / "pictures" / "demo.svg"
 
 
 def steps_of(screen: str) -> list[list[str]]:
-    """Return the lines of each step."""
     return [step.splitlines() for step in re.split(r"\n(?=\d  )", screen)]
 
 

@@ -131,7 +131,6 @@ def test_files_created_ahead_are_not_damage(log: Log) -> None:
 
 
 def test_the_blank_at_the_end_is_not_part_of_the_log(tmp_path: Path) -> None:
-    """The blank at the end of the last file is not part of the log."""
     log = Log(tmp_path)
     log.add(b"x" * 500)
     left = FILE_SIZE - len(log.data)

@@ -64,7 +64,6 @@ class Sharing:
         return json.loads(self.process.stdout.readline())
 
     def end(self) -> None:
-        """End it, and wait."""
         self.process.send_signal(signal.SIGCONT)
         self.process.communicate()
         assert self.process.returncode == 0

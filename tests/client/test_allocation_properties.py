@@ -49,7 +49,6 @@ STRATEGIES: dict[str, allocation.AllocationStrategy] = {
 def test_each_queue_has_one_owner_in_any_order_of_asking(
     strategy: allocation.AllocationStrategy, queues: list[MessageQueue], clients: list[str], data: st.DataObject
 ) -> None:
-    """Each queue has exactly one owner, for any number and order of clients."""
     shares = []
     for client in clients:
         shares += allocation.own_share(
@@ -67,7 +66,6 @@ def test_equal_shares_differ_by_one_at_most(name: str, queues: list[MessageQueue
 
 @given(queues=QUEUES, clients=CLIENTS)
 def test_consistent_hash_moves_only_queues_of_a_leaver(queues: list[MessageQueue], clients: list[str]) -> None:
-    """With consistent hashing, only the queues of a leaving client move."""
     rest = clients[1:]
     for client in rest:
         before = set(allocation.own_share(client, queues, clients, allocation.allocate_consistent_hash))

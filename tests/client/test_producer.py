@@ -363,7 +363,6 @@ def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:
 
 
 def test_one_way_messages_are_tried_once(two: tuple[Broker, Broker], caplog: pytest.LogCaptureFixture) -> None:
-    """One-way messages are tried once, and failures are logged."""
     cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone"))
     producer = Producer(cluster, "shop")
     producer.send_oneway("T", b"x")

@@ -214,7 +214,6 @@ def test_queues_of_available_brokers_take_turns() -> None:
 
 
 def test_without_available_broker_the_better_half_take_turns() -> None:
-    """With no broker available, the brokers of the better half take turns."""
     clock = ManualClock()
     latencies = BrokerLatencies(clock.now_ms)
     given = [MessageQueue("T", broker, number) for broker in "abcd" for number in range(2)]

@@ -69,7 +69,6 @@ class Asked:
 
 
 def cells(text: str, tag: str) -> list[str]:
-    """Return the texts of a kind of cell."""
     return [html.unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text)]
 
 

@@ -31,7 +31,6 @@ urlpatterns = [path("shop/", lambda request: HttpResponse("the shop"))]
 
 @pytest.fixture(scope="module")
 def program() -> str:
-    """Return the program of the page."""
     (program,) = re.findall(r"```python title=\"shop/asgi.py\"\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return str(program)
 

@@ -81,7 +81,6 @@ def test_a_part_is_flushed(tmp_path: Path, calls: list[str]) -> None:
 
 
 def test_a_small_file_is_replaced_once_the_new_is_durable(tmp_path: Path, calls: list[str]) -> None:
-    """A small file is replaced only when the new one is on the device."""
     DiskFiles().write(str(tmp_path / "f"), b"12345")
     assert calls == ["fsync f.tmp of 5", "replace f.tmp f", f"fsync {tmp_path.name}"]
 
@@ -103,7 +102,6 @@ def test_a_copy_is_flushed(tmp_path: Path, calls: list[str]) -> None:
 
 
 def test_a_linked_file_is_replaced_by_a_durable_copy(tmp_path: Path, calls: list[str]) -> None:
-    """A linked file is replaced only when its copy is on the device."""
     files = DiskFiles()
     folder = tmp_path / "folder"
     folder.mkdir()

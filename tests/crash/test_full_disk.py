@@ -177,7 +177,6 @@ def test_a_full_disk_is_an_error_and_the_store_continues(disk: Path, durability:
 @pytest.mark.slow
 @real
 def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
-    """Readers and the store's thread survive a full disk."""
     path = disk / "store"
     results: dict[int, AppendResult] = {}
     with MessageStore.open(path, CONFIG) as store, MessageStore.open(path, read_only=True):

@@ -28,7 +28,6 @@ MAPS = pa.map_(pa.string(), pa.string())
 
 
 def random_filter(random: Random) -> Compiled:
-    """Return a random filter that compiles."""
     dialect: Dialect = random.choice(("4.9", "5.3"))
     while True:
         try:

@@ -101,7 +101,6 @@ class Fuzzer:
 
     @staticmethod
     def open_store() -> Any:
-        """Open a store in memory."""
         config = StoreConfig.tiny(commitlog_file_size=1 << 20)
         return MessageStore.open("/store", config, files=MemoryFiles(), background=False)
 

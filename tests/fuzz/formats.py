@@ -347,7 +347,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 
 
 def seeds(target: str) -> list[bytes]:
-    """Return the corpus of a target."""
     return [path.read_bytes() for path in sorted((CORPUS / target).glob("*"))]
 
 

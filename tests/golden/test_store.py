@@ -47,7 +47,6 @@ def queues_of(row: Row) -> dict[tuple[str, int], tuple[int, int, int]]:
 
 
 def test_opening_a_cleanly_closed_store_changes_nothing(folder: Path, path: Path) -> None:
-    """A cleanly closed store can be opened and closed without a change."""
     if not sound_as_left(folder):
         return
     before = from_disk(path)

@@ -156,7 +156,6 @@ def place(
 
 @pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, place: Callable[[str], Place]) -> DedupStore:
-    """Return each store in turn."""
     return place(request.param).handle
 
 

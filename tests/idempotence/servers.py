@@ -47,8 +47,6 @@ class Absent(Exception):
 
 
 class Server(NamedTuple):
-    """A running server."""
-
     name: str
     version: str
     url: str

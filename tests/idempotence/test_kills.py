@@ -67,7 +67,6 @@ def hammer(
 
 @pytest.fixture
 def effects(tmp_path: Path) -> Path:
-    """The file of effects."""
     path = tmp_path / "effects.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = WAL")

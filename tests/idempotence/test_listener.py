@@ -236,7 +236,6 @@ def test_applications_topics_groups_and_tags_are_kept_apart() -> None:
 
 
 def test_the_usual_key_is_that_of_all_deliveries() -> None:
-    """The usual key is the same for all deliveries of a message."""
     message = Delivery("orders", b"x")
     assert unique_id(message) == "offset-id"
     message.properties["ORIGIN_MESSAGE_ID"] = "the first offset-id"

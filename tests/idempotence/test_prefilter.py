@@ -64,8 +64,6 @@ def test_other_processes_and_restarts_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_wrong_filter_costs_one_statement(tmp_path: Path) -> None:
-    """A filter that is wrong costs one statement and nothing else."""
-
     class Wrong(SeenKeys):
         def add(self, key: str) -> bool:
             return True

@@ -143,7 +143,6 @@ def test_a_listener_paused_beyond_its_claim_fails_its_mark(
 
 
 def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, key: str) -> None:
-    """A call that is repeated because its answer was lost returns the same answer."""
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
     assert store.finish(key, "a1", NOW + 1, KEPT)
@@ -823,7 +822,6 @@ def test_a_memory_store_forgets_released_keys(key: str) -> None:
 
 
 def test_purging_is_due_every_minute_or_while_there_is_more() -> None:
-    """Purging is due every minute, and immediately while there is more."""
     store = MemoryDedupStore()
     for number in range(1500):
         store.claim(f"k{number}", "a1", NOW, UNTIL)

@@ -61,7 +61,6 @@ V6 = st.tuples(
 
 @st.composite
 def records(draw: st.DrawFn) -> Record:
-    """Return any record that can be written."""
     born_host, store_host = draw(V4 | V6), draw(V4 | V6)
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2)))
     most = MAX_TOPIC_SIZE if magic == MESSAGE_MAGIC else 1000

@@ -245,7 +245,6 @@ class Trial:
     """The tests of a mutant, in a fork of this process, which has not imported librmq."""
 
     def __init__(self, mutant: Mutant, output: Path) -> None:
-        """Begin them."""
         self.mutant, self._output = mutant, output
         self._begin = time.monotonic()  # noqa: TID251 (of the trial itself)
         sys.stdout.flush()

@@ -38,15 +38,12 @@ BROKEN = "broken"
 
 
 class Edit(NamedTuple):
-    """A change of one module."""
-
     file: str
     old: str
     new: str
 
     @property
     def module(self) -> str:
-        """The name of the module."""
         return "librmq." + self.file.removesuffix(".py").replace("/", ".")
 
     def source(self, before: str | None = None) -> str:
@@ -114,7 +111,6 @@ def plant_sources(sources: Mapping[str, tuple[Path, str]]) -> None:
 
 
 def plant(bug: Bug) -> None:
-    """Plant a bug in this process."""
     sources: dict[str, tuple[Path, str]] = {}
     for edit in bug.edits:
         place = PACKAGE / edit.file

@@ -77,7 +77,6 @@ class Log:
                 self.rows.append(row)
 
     def name(self, physical_offset: int) -> str:
-        """Return the name of the record at a physical offset."""
         return self._names.get(physical_offset, "nothing")
 
     def name_of_id(self, offset_id: str) -> str:

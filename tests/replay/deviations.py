@@ -257,7 +257,6 @@ def is_direct(event: Row) -> bool:
 
 
 def without_delay(message: Message) -> Message:
-    """Return the message without its delay."""
     message.properties.pop(PropertyName.DELAY, None)
     return message
 

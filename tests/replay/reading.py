@@ -140,11 +140,9 @@ class Recording:
         return found
 
     def of_kind(self, kind: str) -> Iterator[Row]:
-        """Return the events of one kind."""
         return (event for event in self.events if event["kind"] == kind)
 
     def broker_of(self, event: Row) -> str:
-        """Return the broker that an event is about."""
         name: str = event.get("broker") or event["client"]
         return name if name.startswith("broker-") else self.broker_settings["brokerName"]
 

@@ -264,7 +264,6 @@ def test_a_deletion_stored_before_its_message() -> None:
 
 
 def test_a_deletion_that_comes_too_late_does_nothing() -> None:
-    """A deletion that reaches the wheel too late does nothing."""
     wheel = Wheel()
     message = Message("T", b"delete")
     message.properties |= {"TIMER_DELAY_SEC": "2", "TIMER_DEL_UNIQKEY": "T+U"}

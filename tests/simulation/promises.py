@@ -19,8 +19,6 @@ Event = Mapping[str, Any]
 
 
 class Record(NamedTuple):
-    """One record of the log."""
-
     topic: str
     queue_id: int
     queue_offset: int

@@ -71,7 +71,6 @@ class Member:
         os.close(reading)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         with suppress(ProcessLookupError):
             os.kill(self.process, number)
 
@@ -81,7 +80,6 @@ class Member:
         os.write(self._writing, b"d")
 
     def leave(self) -> None:
-        """Let it end."""
         if self._writing is not None:
             with suppress(BrokenPipeError):  # it has ended
                 os.write(self._writing, b"x")  # later members have this end of the pipe too
@@ -89,7 +87,6 @@ class Member:
             self._writing = None
 
     def has_ended(self) -> bool:
-        """Return whether it has ended."""
         return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self) -> int:
@@ -233,17 +230,14 @@ class SharedWorld:
             raise AssertionError(f"{member.name} ended by {status}: {last}\n{log[-3000:]}")
 
     def kill(self, member: Member) -> None:
-        """Kill a member."""
         self._note_crash(member)
         member.signal(signal.SIGKILL)
         self._ended(member, -signal.SIGKILL)
 
     def kill_owner(self) -> None:
-        """Kill the owner."""
         self.kill(self._owner())
 
     def kill_any(self) -> None:
-        """Kill any member."""
         self.kill(self.rng.choice(self._members))
 
     def kill_heirs(self) -> None:

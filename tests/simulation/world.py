@@ -228,11 +228,9 @@ class World:
             self._producer().send("orders", self._body(), tags=self.rng.choice((None, "a", "b", "c")), keys="k")
 
     def send_batch(self) -> None:
-        """Send a batch."""
         self._producer().send_batch([librmq.Message("orders", self._body()) for _ in range(self.rng.randint(2, 6))])
 
     def send_one_way(self) -> None:
-        """Send without an answer."""
         self._producer().send_oneway("orders", self._body())
 
     def send_ordered(self) -> None:

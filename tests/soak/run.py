@@ -178,7 +178,6 @@ class Process:
         self._is_ready.set()
 
     def ask(self, order: str) -> None:
-        """Send a line."""
         with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed
             file = cast(IO[bytes], self.process.stdin)
             file.write(f"{order}\n".encode())

@@ -58,7 +58,6 @@ class SoakNames:
     loads: Sequence[str] = LOADS
 
     def topic(self, load: str) -> str:
-        """Return the topic of a load."""
         return f"{self.base}_{load}"
 
     @property
@@ -113,7 +112,6 @@ class Load:
             self._guest = self._push(group).start()
 
     def start(self) -> None:
-        """Start the consumers."""
         for consumer in self._consumers.values():
             consumer.start()
 

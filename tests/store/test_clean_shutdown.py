@@ -236,7 +236,6 @@ def test_after_a_kill_the_file_is_ignored() -> None:
 
 
 def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
-    """A store closes cleanly even if the disk has no room for the file."""
     memory = in_memory(closed())
     before = contents(memory)
     for call in ("write", "make_folder"):

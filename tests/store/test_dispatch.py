@@ -316,7 +316,6 @@ def message(number: int, keys: str) -> Message:
 def test_a_disk_full_now_and_then_costs_no_entry_or_key(
     acts: list[tuple[tuple[str, int, str], int | None]], keys_a_file: int
 ) -> None:
-    """A disk that is full for a while loses no entry and no key."""
     files = Filling()
     config = StoreConfig.tiny(max_index_num=keys_a_file, max_hash_slot_num=50, consumequeue_file_size=320)
     with MessageStore.open(ROOT, config, files=files, background=False) as store:

@@ -374,7 +374,6 @@ def test_a_record_under_copy_is_not_served(number: int, fresh: bool) -> None:
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["following", "opening"])
 def test_a_record_ending_in_zeros_is_served_if_one_follows(fresh: bool) -> None:
-    """A record that ends in zeros is served when something follows."""
     pair = Pair()
     pair.writer.append(Message("TopicA", b"1"))
     pair.writer.append(Message("TopicA", b"2"), properties_raw=b"a\x01\0\0")

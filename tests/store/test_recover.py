@@ -228,7 +228,6 @@ def test_a_checkpoint_ahead_of_the_log_is_repaired_on_demand(clean: bool) -> Non
 
 
 def test_after_a_recovery_the_checkpoint_covers_all() -> None:
-    """After a recovery the checkpoint covers everything that there is and no more."""
     before = filled(SMALL, 80, clean=False)
     found, place = torn(before)
     files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
@@ -748,7 +747,6 @@ def spoil_header(data: bytes) -> bytes:
 )
 @pytest.mark.parametrize("which", [0, -1])
 def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[[bytes], bytes], which: int) -> None:
-    """A thorough recovery rebuilds files that can't be opened."""
     found = filled(SMALL_EXT, 80, seed=6)
     wanted = records_of(found, SMALL_EXT)
     path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]

@@ -125,7 +125,6 @@ def test_a_lost_message_at_the_progress_is_skipped(tmp_path: Path) -> None:
 
 
 def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> None:
-    """The progress of delay levels and transactions is translated."""
     with MessageStore.open(tmp_path / "old", CONFIG, clock=ManualClock(START_MS)) as store:
         delayed = [store.append(Message("T", b"d%d" % number, delay_level=3)) for number in range(6)]
         halves = [store.append(Message(SystemTopic.HALF, b"h%d" % number)) for number in range(12)]

@@ -236,7 +236,6 @@ def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
 
 
 def test_later_changes_leave_the_snapshot_alone(tmp_path: Path) -> None:
-    """Later changes of the store do not reach the snapshot."""
     path, target = tmp_path / "store", tmp_path / "one"
     on_disk(filled(SMALL, 120), path)
     snapshot(str(path), str(target))

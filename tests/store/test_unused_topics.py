@@ -99,7 +99,6 @@ def test_earlier_holders_of_the_queue_see_it_empty() -> None:
 
 
 def test_a_broker_deletes_queues_of_unknown_topics() -> None:
-    """A broker deletes the queues of topics that are not in its tables."""
     files, runner = MemoryFiles(), ManualRunner()
     config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048, keep_unconsumed=False)
     with Broker.open("/b", files=files, runner=runner, store_config=config) as broker:

@@ -78,7 +78,6 @@ def test_a_failing_charge_ends_in_dead_letters(rmq: Kit) -> None:
 
 
 def test_a_listeners_exception_fails_with_its_traceback() -> None:
-    """A listener's exception fails the test with its own traceback."""
     with pytest.raises(ValueError, match="no b'x'") as caught, Kit() as rmq:  # noqa: PT012
         rmq.consumer("billing").subscribe("orders")(always_fails)
         rmq.producer().send("orders", b"x")

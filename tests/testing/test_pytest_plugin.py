@@ -258,7 +258,6 @@ def test_threads_end_with_the_run(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.slow
 def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
-    """A run without the fixture does not import the library."""
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test():\n    assert not [name for name in sys.modules if name.partition('.')[0] == 'librmq']\n"
     )

@@ -28,7 +28,6 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def server(broker: Broker) -> Iterator[GrpcServer]:
-    """Serve the broker."""
     with GrpcServer(broker) as made:
         yield made
 
@@ -55,7 +54,6 @@ def python(client_cache: Path) -> OfficialClient:
 
 @pytest.fixture
 def node(client_cache: Path) -> OfficialClient:
-    """Return the client for Node."""
     return node_client(client_cache)
 
 

@@ -56,7 +56,6 @@ class _Listener:
             self.connections = len(self._open)
 
     def cut(self) -> None:
-        """End all connections."""
         with self._lock:
             found = list(self._open)
         for connected in found:

@@ -59,7 +59,6 @@ class RawClient:
         self._socket.sendall(raw)
 
     def answer(self) -> Frame:
-        """Return the next answer."""
         frame = self._answers.get(timeout=_WAIT_S)
         assert frame is not None, "the server has closed the connection"
         return frame
@@ -88,13 +87,11 @@ class RawClient:
         return java_json.loads(answer.body)
 
     def put(self, topic: str, body: bytes, properties: str = "", **fields: Any) -> Frame:
-        """Send a message."""
         known: dict[str, Any] = {"producer_group": "p", "default_topic": "TBW102", "default_topic_queue_nums": 4}
         known |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": 1, "flag": 0, "properties": properties}
         return self.call(RequestCode.SEND_MESSAGE_V2, body, topic=topic, **(known | fields))
 
     def beat(self, client_id: str, *groups: str, topics: tuple[str, ...] = (), producers: tuple[str, ...] = ()) -> None:
-        """Send a heartbeat."""
         subscriptions = [{"topic": topic, "subString": "*", "subVersion": 1} for topic in topics]
         consumers = [
             {

@@ -14,7 +14,6 @@ from librmq.wire.grpc._protocol import SERVICE, message_class
 
 
 def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: Any) -> Any:
-    """Make a message to send."""
     made = message_class("Message")(body=body)
     made.topic.name = topic
     made.system_properties.message_id = message_id
@@ -38,7 +37,6 @@ def resource(name: str) -> Any:
 
 
 def producer_settings(*topics: str) -> Any:
-    """Make the settings of a producer."""
     settings = message_class("Settings")(client_type=1)
     settings.publishing.topics.extend(map(resource, topics))
     return settings
@@ -72,7 +70,6 @@ class Stub:
         return made(request, timeout=60, metadata=self._headers)
 
     def send(self, *messages: Any) -> Any:
-        """Send messages."""
         return self.call("SendMessage", messages=messages)
 
     def receive(self, topic: str, group: str = "g", wait_s: float = 0, **fields: Any) -> tuple[int, list[Any]]:
@@ -93,7 +90,6 @@ class Stub:
         return first.status.code, [one.message for one in found]
 
     def receive_status(self, request: Any, timeout: float = 60) -> Any:
-        """Return the status of a receive."""
         made = self._channel.unary_stream(
             f"/{SERVICE}/ReceiveMessage",
             lambda one: one.SerializeToString(),
@@ -132,7 +128,6 @@ class Stub:
         return answers
 
     def close(self) -> None:
-        """Close the connection."""
         self._told.put(None)
         self._channel.close()
 

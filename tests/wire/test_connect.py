@@ -92,7 +92,6 @@ def test_a_full_store_reaches_the_producer() -> None:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
     pause = threading.Event()
     for _ in range(10 * WAIT_S):
         if holds():
