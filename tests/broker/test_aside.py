@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
@@ -19,15 +20,6 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import file_size
 from librmq.message import Message
 from librmq.message.topics import SystemTopic
-from librmq.protocol import (
-    ConsumeFrom,
-    EndTransaction,
-    Heartbeat,
-    MessageModel,
-    SendMessage,
-    TransactionState,
-    UpdateOffset,
-)
 from librmq.runtime.runner import ManualRunner, Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import HOP_GROUP, send_at
@@ -79,18 +71,18 @@ def files() -> MemoryFiles:
 def timed(broker: Broker) -> None:
     message = Message("T", b"timed")
     message.properties["TIMER_DELAY_SEC"] = "3600"
-    broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
+    broker.call(protocol.SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
 def carried(broker: Broker) -> None:
     message = send_at(Message("T", b"carried"), broker.runner.now_ms() + 36_000_000)
-    broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
+    broker.call(protocol.SendMessage("p", message, 0, broker.runner.now_ms(), HOST))
 
 
 def prepare(broker: Broker, number: int = 0) -> tuple[int, int]:
     message = Message("T", b"%d" % number, unique_key=f"U{number}")
     message.properties |= {"TRAN_MSG": "true", "PGROUP": "p"}
-    sent = broker.call(SendMessage("p", message, 0, broker.runner.now_ms(), HOST, 4))
+    sent = broker.call(protocol.SendMessage("p", message, 0, broker.runner.now_ms(), HOST, 4))
     return sent.queue_offset, sent.physical_offset
 
 
@@ -120,7 +112,9 @@ PARTS = [
     Part(
         "flushes for its check",
         {},
-        lambda broker: broker.call(EndTransaction("p", TransactionState.ROLLBACK, *prepare(broker), "")),
+        lambda broker: broker.call(
+            protocol.EndTransaction("p", protocol.TransactionState.ROLLBACK, *prepare(broker), "")
+        ),
         lambda broker, _: broker.consumer_offset(CHECK_GROUP, SystemTopic.HALF),
     ),
     Part(
@@ -230,7 +224,7 @@ def test_a_closed_broker_saves_as_much_as_possible() -> None:
     send(broker, "T")
     timed(broker)
     runner.advance(1)
-    broker.call(UpdateOffset("G", "T", 0, 1))
+    broker.call(protocol.UpdateOffset("G", "T", 0, 1))
     files.refuses = True
     with pytest.raises(StoreIOError):
         broker.close()
@@ -242,13 +236,13 @@ def test_a_closed_broker_saves_as_much_as_possible() -> None:
 def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, files: MemoryFiles) -> None:
     """Halves that a check has copied count as handled even before its progress is saved."""
     with opened(files, runner) as broker:
-        broker.call(Heartbeat("producer", Listening(), frozenset({"p"}), ()))
+        broker.call(protocol.Heartbeat("producer", Listening(), frozenset({"p"}), ()))
         runner.held = "flushes for its check"
         half = prepare(broker)
         runner.advance(120_000)
         assert broker.store.queue_range(SystemTopic.HALF, 0)[1] == 2  # the check has copied it
         for _ in range(2):
-            broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
+            broker.call(protocol.EndTransaction("p", protocol.TransactionState.COMMIT, *half, ""))
         assert [message.body for message in broker.messages("T")] == [b"0"]
         assert broker.store.queue_range(SystemTopic.OP, 0)[1] == 1  # for the copy
         runner.release()
@@ -266,8 +260,8 @@ def test_broadcast_progress_is_written_while_others_continue(
             broker,
             "G",
             instance_name="one",
-            model=MessageModel.BROADCASTING,
-            consume_from=ConsumeFrom.FIRST,
+            model=protocol.MessageModel.BROADCASTING,
+            consume_from=protocol.ConsumeFrom.FIRST,
             offsets_folder="/offsets",
             files=files,
         )
@@ -306,7 +300,7 @@ def test_ends_of_transactions_share_a_flush() -> None:
         halves = [prepare(broker, number) for number in range(3)]
         files.come.clear()
         files.gate.clear()
-        requests = [EndTransaction("p", TransactionState.COMMIT, *half, "") for half in halves]
+        requests = [protocol.EndTransaction("p", protocol.TransactionState.COMMIT, *half, "") for half in halves]
         ending = [threading.Thread(target=broker.call, args=(one,)) for one in requests]
         for thread in ending:
             thread.start()

@@ -8,19 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from librmq import protocol
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import ReceiptError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.protocol import (
-    Acknowledge,
-    ChangeInvisible,
-    ForwardToDeadLetters,
-    Receive,
-    Received,
-    SendMessage,
-)
 from librmq.runtime.runner import ManualRunner
 from librmq.store import verify
 from tests.budget import examples
@@ -42,7 +35,7 @@ class Known:
     is_dead: bool = False
     is_certain: bool = True
     """False after a crash that may have forgotten its deliveries, so it may be delivered more than once at a time."""
-    last: Received | None = None
+    last: protocol.Received | None = None
     may_be_done: bool = False
 
 
@@ -69,15 +62,15 @@ class ReceivesMachine(RuleBasedStateMachine):
     def send(self, queue_id: int, count: int) -> None:
         for _ in range(count):
             body = str(len(self.known)).encode()
-            self.broker.call(SendMessage("p", Message("t", body), queue_id, 1, HOST))
+            self.broker.call(protocol.SendMessage("p", Message("t", body), queue_id, 1, HOST))
             self.known[body] = Known()
 
     @rule(most=st.integers(1, 6), invisible_ms=MILLISECONDS)
     def receive(self, most: int, invisible_ms: int) -> None:
         self.received(most, invisible_ms)
 
-    def received(self, most: int, invisible_ms: int) -> list[Received]:
-        found = list(self.broker.call(Receive("c", "g", "t", most, invisible_ms)).messages)
+    def received(self, most: int, invisible_ms: int) -> list[protocol.Received]:
+        found = list(self.broker.call(protocol.Receive("c", "g", "t", most, invisible_ms)).messages)
         assert len(found) <= most
         certain = [one.message.body for one in found if self.known[one.message.body].is_certain]
         assert len(set(certain)) == len(certain)
@@ -109,14 +102,14 @@ class ReceivesMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def acknowledge(self, pick: int) -> None:
         known, last = self.pick(pick)
-        (is_good,) = self.broker.call(Acknowledge("g", "t", (last.receipt,)))
+        (is_good,) = self.broker.call(protocol.Acknowledge("g", "t", (last.receipt,)))
         if known.is_certain and not known.is_dead:
             assert is_good == (known.visible_ms > self.now_ms or (known.is_done and self.is_fresh(last)))
         if known.is_certain:
             known.is_done |= is_good
         known.may_be_done |= is_good
 
-    def is_fresh(self, last: Received) -> bool:
+    def is_fresh(self, last: protocol.Received) -> bool:
         _, received_ms, invisible_ms, *_ = last.receipt.split(" ")
         return int(received_ms) + int(invisible_ms) > self.now_ms
 
@@ -125,7 +118,7 @@ class ReceivesMachine(RuleBasedStateMachine):
     def change(self, pick: int, invisible_ms: int) -> None:
         known, last = self.pick(pick)
         try:
-            receipt = self.broker.call(ChangeInvisible("g", "t", last.receipt, invisible_ms))
+            receipt = self.broker.call(protocol.ChangeInvisible("g", "t", last.receipt, invisible_ms))
         except ReceiptError:
             assert known.is_done or known.is_dead or not known.is_certain or known.visible_ms <= self.now_ms
         else:
@@ -139,14 +132,14 @@ class ReceivesMachine(RuleBasedStateMachine):
     def forward(self, pick: int) -> None:
         known, last = self.pick(pick)
         try:
-            self.broker.call(ForwardToDeadLetters("g", "t", last.receipt))
+            self.broker.call(protocol.ForwardToDeadLetters("g", "t", last.receipt))
         except ReceiptError:
             assert known.is_done or known.is_dead or not known.is_certain or known.visible_ms <= self.now_ms
         else:
             assert not known.is_certain or (known.visible_ms > self.now_ms and not known.is_done)
             known.is_dead = True
 
-    def pick(self, number: int) -> tuple[Known, Received]:
+    def pick(self, number: int) -> tuple[Known, protocol.Received]:
         picks = [(known, known.last) for known in self.known.values() if known.last is not None]
         return picks[number % len(picks)]
 
@@ -187,7 +180,7 @@ class ReceivesMachine(RuleBasedStateMachine):
             self.runner.advance(3001)
             found = self.received(32, 1)
             for one in found:
-                assert self.broker.call(Acknowledge("g", "t", (one.receipt,))) == (True,)
+                assert self.broker.call(protocol.Acknowledge("g", "t", (one.receipt,))) == (True,)
                 self.known[one.message.body].is_done = self.known[one.message.body].may_be_done = True
             if not found:
                 break

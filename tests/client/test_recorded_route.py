@@ -33,15 +33,8 @@ from librmq import (
     TransactionProducer,
     TransactionState,
     connect,
+    protocol,
     record_history,
-)
-from librmq.protocol import (
-    Acknowledge,
-    ChangeInvisible,
-    EndTransaction,
-    Receive,
-    SendBack,
-    SendMessage,
 )
 from librmq.testing import check_history
 from librmq.wire.remoting import RemotingServer
@@ -187,7 +180,7 @@ class KillingRoute:
 @POSIX
 @pytest.mark.parametrize(
     ("killed_at", "unexplained"),
-    [(SendMessage, []), (EndTransaction, ["undecided"]), (SendBack, [])],
+    [(protocol.SendMessage, []), (protocol.EndTransaction, ["undecided"]), (protocol.SendBack, [])],
 )
 def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: type, unexplained: list[str]) -> None:
     """Without these lines the next process would get messages that no process had sent, committed or got before."""
@@ -202,7 +195,7 @@ def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: ty
             consumer = PushConsumer(recorded, "billing", consume_from=ConsumeFrom.FIRST)
             consumer.subscribe("orders", listener)
             with consumer, TransactionProducer(recorded, "shop", lambda message: TransactionState.COMMIT) as producer:
-                if sends and killed_at is SendMessage:
+                if sends and killed_at is protocol.SendMessage:
                     producer.send("orders", b"paid")
                 elif sends:
                     producer.send_in_transaction(
@@ -240,13 +233,13 @@ def test_an_acknowledgement_after_its_time_ends_nothing(tmp_path: Path) -> None:
         call = route.endpoint(broker.name).call
         with Producer(route, "shop") as producer:
             producer.send("orders", b"1")
-        receive = Receive("c", "billing", "orders", 1)
+        receive = protocol.Receive("c", "billing", "orders", 1)
         (first,) = call(receive).messages
-        call(ChangeInvisible("billing", "orders", first.receipt, 1_000, keeps_receipt=True))
+        call(protocol.ChangeInvisible("billing", "orders", first.receipt, 1_000, keeps_receipt=True))
         runner.advance(2_000)
-        assert call(Acknowledge("billing", "orders", (first.receipt,))) == (True,)
+        assert call(protocol.Acknowledge("billing", "orders", (first.receipt,))) == (True,)
         (again,) = call(receive).messages
-        call(Acknowledge("billing", "orders", (again.receipt,)))
+        call(protocol.Acknowledge("billing", "orders", (again.receipt,)))
     deliveries = [event for event in lines(path) if event["event"] == "deliver"]
     assert [(event["attempt"], event["outcome"]) for event in deliveries] == [(0, "died"), (1, "ok")]
     assert check_history(lines(path)) == []

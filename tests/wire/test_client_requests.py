@@ -15,15 +15,9 @@ from librmq.java import json as java_json
 from librmq.java.json import ObjectKey
 from librmq.wire.remoting._headers import RequestCode
 from tests.wire.remoting_client import RawClient
-from tests.wire.test_connect import WAIT_S, Inbox, Served, until
+from tests.wire.test_connect import WAIT_S, Inbox, Served, served_with, until
 
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        made.broker.create_topic("orders", 2)
-        yield made
+served = served_with(queues=2)
 
 
 @pytest.fixture

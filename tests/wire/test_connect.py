@@ -32,11 +32,21 @@ class Served:
         self.route = self.stack.enter_context(librmq.connect(self.server.address))
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        yield made
+def served_with(queues: int = 0) -> Callable[[], Iterator[Served]]:
+    """Return a fixture of a served broker, with the topic ``orders`` if it has queues."""
+
+    @pytest.fixture
+    def served() -> Iterator[Served]:
+        place = Served()
+        with place.stack:
+            if queues:
+                place.broker.create_topic("orders", queues)
+            yield place
+
+    return served
+
+
+served = served_with()
 
 
 @pytest.fixture

@@ -35,14 +35,9 @@ from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer, Relay
-from tests.wire.test_connect import WAIT_S, Inbox, Served, until
+from tests.wire.test_connect import WAIT_S, Inbox, Served, served_with, until
 
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        yield made
+served = served_with()
 
 
 @contextmanager

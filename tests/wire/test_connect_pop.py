@@ -28,15 +28,9 @@ from librmq.wire.remoting._pop import ack_frame, change_frame, pop_frame, read_p
 from tests.stores_of_5 import batch_record
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
-from tests.wire.test_connect import Served, until
+from tests.wire.test_connect import Served, served_with, until
 
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        made.broker.create_topic("orders", 2)
-        yield made
+served = served_with(queues=2)
 
 
 class Standing(SystemClock):
@@ -526,12 +520,7 @@ def in_a_while() -> datetime:
     return datetime.fromtimestamp(SystemClock().now_ms() / 1000 + 5000, UTC)  # the length of no delay level
 
 
-@pytest.fixture
-def timed() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        made.broker.create_topic("orders", 1)
-        yield made
+timed = served_with(queues=1)
 
 
 def test_a_message_with_a_delivery_time_is_recalled(timed: Served) -> None:

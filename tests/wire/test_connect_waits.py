@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,9 @@ from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
-from tests.wire.test_connect import WAIT_S, Inbox, Served, until
+from tests.wire.test_connect import WAIT_S, Inbox, Served, served_with, until
 
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    made = Served()
-    with made.stack:
-        made.broker.create_topic("orders", 1)
-        yield made
+served = served_with(queues=1)
 
 
 class SlowNames(FakeServer):
