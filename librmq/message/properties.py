@@ -6,6 +6,7 @@ Mirrors ``MessageConst`` and the half of ``MessageDecoder`` that deals with prop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from typing import Final
@@ -120,6 +121,18 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
     except UnicodeEncodeError as error:
         name = next(name for name, value in properties.items() if _is_not_utf8(f"{name}{value}"))
         raise MessageIllegalError(f"property {name!r} cannot be written as UTF-8: {error.reason}") from None
+
+
+def encode_all(many: Sequence[Mapping[str, str]]) -> list[bytes]:
+    """Do as `encode_properties` for each; if all have the same names this takes two thirds of the time."""
+    shapes = set(map(tuple, many))
+    names = shapes.pop()
+    if not shapes and names in _shapes:
+        with suppress(TypeError, UnicodeEncodeError):  # the calls below raise why
+            texts = list(map(_shapes[names], many))
+            if "".join(texts).count("\2") == (len(names) - 1) * len(texts):
+                return list(map(str.encode, texts))
+    return list(map(encode_properties, many))
 
 
 def _is_not_utf8(text: str) -> bool:
@@ -270,13 +283,6 @@ def find_keys_and_tags(raw: bytes) -> tuple[bytes | None, bytes | None, bytes | 
 def _property_needle(name: bytes) -> bytes:
     """Return the bytes before the value of ``name``; empty for an impossible name."""
     return b"" if not name or b"\1" in name or b"\2" in name else b"\2" + name + b"\1"
-
-
-def join_properties(message: bytes, batch: bytes) -> bytes:
-    """Return the stored properties of a message in a batch: its own, then the batch's."""
-    if message and batch and message[-1] != 2:
-        return message + b"\2" + batch
-    return message + batch
 
 
 @lru_cache(maxsize=256)

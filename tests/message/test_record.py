@@ -36,14 +36,15 @@ from librmq.message.properties import (
     RESERVED_PROPERTIES,
     PropertyName,
     decode_properties,
+    encode_all,
     encode_properties,
     find_property,
-    join_properties,
     split_keys,
     tags_code,
 )
 from librmq.message.record import check_record, compression_type, crc32, decode_record, encode_record
 from librmq.message.topics import SystemTopic
+from librmq.store.engine._append_fields import join_properties
 from tests.message.samples import EQUAL_VALUES, record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)
@@ -301,12 +302,21 @@ def test_few_properties() -> None:
 def test_properties_that_would_read_back_otherwise_are_refused(properties: dict[str, str], what: str) -> None:
     with pytest.raises(MessageIllegalError, match=what):
         encode_properties(properties)
+    with pytest.raises(MessageIllegalError, match=what):
+        encode_all([dict.fromkeys(properties, "x"), properties])
 
 
 def test_text_without_utf8_is_refused() -> None:
     for properties in ({"a": "\ud800"}, {"\udfff": "a"}):
         with pytest.raises(MessageIllegalError, match="UTF-8"):
             encode_properties(properties)
+        with pytest.raises(MessageIllegalError, match="UTF-8"):
+            encode_all([dict.fromkeys(properties, "x"), properties])
+
+
+@pytest.mark.parametrize("many", [[{"BB": "2", "Aa": "1"}, {"Aa": "3", "BB": "é"}], [{"a": "1"}] * 3, [{}, {"a": "1"}]])
+def test_properties_of_many_messages_are_encoded_like_those_of_each(many: list[dict[str, str]]) -> None:
+    assert encode_all(many) == [encode_properties(properties) for properties in many]
 
 
 @pytest.mark.parametrize(

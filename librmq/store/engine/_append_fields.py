@@ -17,8 +17,8 @@ from librmq.message.message import body_too_large, delayed_batch
 from librmq.message.properties import (
     PropertyName,
     decode_properties,
+    encode_all,
     encode_properties,
-    join_properties,
     tags_code,
 )
 
@@ -99,7 +99,7 @@ def prepare_batch(
     if properties and parse_level(properties.get(PropertyName.DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
     decoded = [message.properties for message in messages]
-    raws = list(map(encode_properties, decoded))
+    raws = encode_all(decoded)
     bodies = [message.body for message in messages]
     body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
     encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
@@ -108,10 +108,12 @@ def prepare_batch(
         raws = [join_properties(raw, added) for raw in raws]
         decoded = list(map(decode_properties, raws))
         raw_sizes = list(map(len, raws))
-    check_sizes(max(body_sizes), max(raw_sizes), max_size)
+    largest = max(body_sizes)
+    check_sizes(largest, max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
     tags = [pairs.get("TAGS") for pairs in decoded]
     code_of = {tag: tags_code(tag) for tag in set(tags)}  # few in most batches
+    crc32 = record_format.short_crc32 if largest <= record_format.SHORT_BODY else record_format.crc32
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -119,11 +121,18 @@ def prepare_batch(
         bodies,
         list(map(_pack_short, raw_sizes)),
         raws,
-        list(map(record_format.body_checksum, bodies)),
+        [crc32(body) & 0x7FFFFFFF for body in bodies],
         [code_of[tag] for tag in tags],
         [pairs.get("UNIQ_KEY") for pairs in decoded],
         [pairs.get("KEYS") for pairs in decoded],
     )
+
+
+def join_properties(message: bytes, batch: bytes) -> bytes:
+    """Return the stored properties of a message in a batch: its own, then the batch's."""
+    if message and batch and message[-1] != 2:
+        return message + b"\2" + batch
+    return message + batch
 
 
 # ---- checks of fields

@@ -9,6 +9,7 @@ queues and index of 253 MB takes 3.0 s with them, and 6.5 s by a loop. Mirrors 4
 from __future__ import annotations
 
 import itertools
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -106,7 +107,7 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     uniques: Sequence[Any]
     keys: Sequence[Any]
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
-    prefix_hashes, with_keys = np.array(prefixes, np.int64), np.arange(len(records))
+    prefix_hashes, with_keys = _int64s(prefixes), np.arange(len(records))
     if not all(uniques):  # ops beside halves have no unique id
         indexed = [number for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)) if unique or key]
         uniques, keys = [uniques[number] for number in indexed], [keys[number] for number in indexed]
@@ -133,7 +134,12 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
         record_of_key = with_keys[record_of_key]
-    return KeyBlock(np.array(places, np.int64), np.array(stored, np.int64), record_of_key, hashes)
+    return KeyBlock(_int64s(places), _int64s(stored), record_of_key, hashes)
+
+
+def _int64s(numbers: Sequence[int]) -> NDArray[np.int64]:
+    """Return an array of numbers, in a third of the time that NumPy takes to find out what they are."""
+    return np.frombuffer(struct.pack(f"{len(numbers)}q", *numbers), np.int64)
 
 
 def _has_blank(keys: Sequence[str] | Sequence[bytes]) -> bool:

@@ -271,7 +271,7 @@ def _cut_out(
             before, head = size, _head(size)
         at = physical_offset - start
         message.raw = raw = buffer[at : at + size]
-        if not raw.startswith(head):
+        if raw[:8] != head:  # in less time than by a call
             return None
     return messages, total
 
