@@ -30,7 +30,7 @@ from librmq.formatting import options_unbroken, visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
-_Shown: TypeAlias = Callable[[Pages, Query], Page]
+_MakePage: TypeAlias = Callable[[Pages, Query], Page]
 _LONGEST_FORM: Final = 1 << 16
 _MOST_FIELDS: Final = LETTERS + 64
 _IDLE: Final = 60
@@ -107,7 +107,7 @@ class _Site:
 
     def application(self) -> Starlette:
         """Return the addresses. All lie beside each other, so that links between them need no prefix."""
-        shown: dict[str, _Shown] = {
+        pages: dict[str, _MakePage] = {
             "/": Pages.overview,
             "/topics": Pages.topics,
             "/topic": Pages.topic,
@@ -118,45 +118,47 @@ class _Site:
             "/waiting": Pages.waiting,
             "/findings": Pages.findings,
         }
-        addresses = [Address(path, partial(self._show, page)) for path, page in shown.items()]
+        addresses = [Address(path, partial(self._show, page)) for path, page in pages.items()]
         addresses += [Address(f"/{name}", partial(self._file, name)) for name in _STATIC]
         addresses.append(Address("/change", self._change, methods=["GET", "POST"]))
-        made = Starlette(routes=addresses, exception_handlers={404: self._not_found})
-        made.router.redirect_slashes = False  # a redirect would name the host that a proxy has hidden
-        return made
+        application = Starlette(routes=addresses, exception_handlers={404: self._not_found})
+        application.router.redirect_slashes = False  # a redirect would name the host that a proxy has hidden
+        return application
 
-    async def _show(self, page: _Shown, request: Request) -> Response:
+    async def _show(self, page: _MakePage, request: Request) -> Response:
         query, place = self._query(request), self._pages.place
 
         def make() -> Page:
             begin_s = place.clock.monotonic()
-            shown = self._shown(page, query)
-            shown.refresh_s = max(shown.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
+            content = self._page_or_saved(page, query)
+            content.refresh_s = max(content.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
             if place.has_much_progress and query.at_ms is None:
-                shown.notes = [*shown.notes, "Progress of groups is that of its last save, some seconds ago."]
+                content.notes = [*content.notes, "Progress of groups is that of its last save, some seconds ago."]
             try:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log
-                shown.notes = [*shown.notes, f"No past moments: {error}"]
-            shown.is_live = shown.is_live and query.at_ms is None
-            return shown
+                content.notes = [*content.notes, f"No past moments: {error}"]
+            content.is_live = content.is_live and query.at_ms is None
+            return content
 
         return await self._answered(request, make, query)
 
-    def _shown(self, page: _Shown, query: Query) -> Page:
+    def _page_or_saved(self, page: _MakePage, query: Query) -> Page:
         """Return a page; where the owner of a share does not answer, the page of its folder, which says so."""
         place, saved = self._pages.place, self._pages.saved
         try:
-            shown, why = page(self._pages, query), place.unanswered
+            content, why = page(self._pages, query), place.unanswered
         except BrokerUnreachableError as error:
             if saved is None:
                 raise
-            shown, why = page(saved, query), str(error)
+            content, why = page(saved, query), str(error)
         if why:
             note = f"The broker does not answer ({why}): this page is that of the folder, as it was last saved."
-            shown.notes = [*shown.notes, f"{note} Nothing can be changed until it answers." if self._changes else note]
-            shown.may_change = False
-        return shown
+            if self._changes:
+                note += " Nothing can be changed until it answers."
+            content.notes = [*content.notes, note]
+            content.may_change = False
+        return content
 
     def _query(self, request: Request) -> Query:
         """Return the parameters; what is given several times, as boxes that are ticked, is one list of words."""
@@ -220,7 +222,7 @@ class _Site:
             return await self._answered(request, partial(self._proposal, changes, query))
         caller = visible(request.scope["librmq.caller"])
         address = "an unknown address" if request.client is None else request.client.host
-        return await self._answered(request, partial(self._made, changes, query, caller, address))
+        return await self._answered(request, partial(self._applied, changes, query, caller, address))
 
     def _proposal(self, changes: Changes, query: Query) -> Page:
         change = changes.prepare(query)
@@ -233,7 +235,7 @@ class _Site:
             more={"change": change, "fields": fields, "decides": query.text("what") == "half"},
         )
 
-    def _made(self, changes: Changes, query: Query, caller: str, address: str) -> Page:
+    def _applied(self, changes: Changes, query: Query, caller: str, address: str) -> Page:
         change, tables = changes.apply(query, caller, address)
         return Page(
             f"Done: {change.title}",
