@@ -94,6 +94,7 @@ class CommitLog(LogReader, Closing):
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
         self._flushed_start = -1  # start of the file of which only what follows is left to flush
+        self._found_start = -1  # start of the file that was there to go on in: old bytes may wait for the device
         self._settled = -1  # up to this physical offset blocks have been written once
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
@@ -139,6 +140,7 @@ class CommitLog(LogReader, Closing):
             log.last_write = log.found_end.last_record
         log._flushed = log.end
         log._resume()
+        log._found_start = log._file_start
         return log
 
     def _resume(self) -> None:
@@ -412,7 +414,7 @@ class CommitLog(LogReader, Closing):
         if start >= 0 and end - flushed > _WORTH_UNMAPPING:
             self._sequence.unmap_pages(flushed, end)
         begin = max(flushed, start)
-        if start >= 0 and begin <= end and (begin == start or start == self._flushed_start):
+        if start >= 0 and begin <= end and (begin == start != self._found_start or start == self._flushed_start):
             # Prepared pages count as written. A flush of them too would make the device write zeros, and the producer
             # wait for each of the pages again, up to the end of that flush.
             through = end

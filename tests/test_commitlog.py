@@ -228,6 +228,10 @@ def test_a_flush_leaves_prepared_pages_to_the_producer() -> None:
     assert flushed() == [(100_000, 100_200)]
     put(log, 900_000)
     assert flushed() == [(100_200, 16 * part)]
+    log.truncate(log.file_start)
+    log = opened(files, 1 << 20)
+    put(log, 100)
+    assert flushed() == [(0, 0)], "the process that cut the log died before it flushed the file"
 
 
 def test_a_flush_reaches_every_file_and_the_folder() -> None:
