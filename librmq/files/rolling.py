@@ -538,7 +538,9 @@ class MappedFileQueue:
         self._check_writable()
         deleted: list[str] = []
         while self.starts and self.starts[-1] >= position:
-            if deleted and self._durable:  # flush each deletion, so that a crash leaves no gap
+            if self._durable:  # flush each deletion, also that of a process that died, so that a crash leaves no gap
+                with self._guard:
+                    self._changed_folders.add(self.folder)
                 self._flush_folders()
             deleted.append(self._delete(self.starts[-1]))
         return deleted

@@ -318,6 +318,13 @@ def test_no_crash_leaves_a_gap_where_files_are_deleted_in_order(deletion: str) -
     assert len(queue.starts) == 1
 
 
+def test_no_crash_leaves_a_gap_after_a_process_that_died_amid_deletions() -> None:
+    files = on_a_disk("/s")
+    six_files(files).delete_from(5 * 64)
+    queue = MappedFileQueue("/s/f", 64, files, MappingPool(9), durable=True)
+    assert_no_gap(files, lambda: queue.delete_from(4 * 64))
+
+
 def test_units_are_deleted_in_order() -> None:
     files = on_a_disk("/s")
     six_files(files)
