@@ -808,9 +808,9 @@ cdef bint find_slots(AppendState self):
     return self.topic_at and self.body_at and self.flag_at and self.properties_at and self.delays_at
 
 
-cdef inline object part(object message, Py_ssize_t at):
-    """Return the part of a message, UNSET for none."""
-    cdef PyObject *found = (<PyObject **>(<char *><PyObject *>message + at))[0]
+cdef inline object part(object owner, Py_ssize_t at):
+    """Return what a slot of an object has, UNSET for nothing."""
+    cdef PyObject *found = (<PyObject **>(<char *><PyObject *>owner + at))[0]
     return UNSET if found == NULL else <object>found
 
 
@@ -1859,7 +1859,7 @@ cdef Py_ssize_t copy_entries(object queue, object queue_offset, object max_messa
     cdef int overflow[2]
     cdef int64_t at, count, file_size
     cdef Py_buffer view
-    if queue_class is None or type(queue) is not queue_class or part(queue, queue_slots[0]) is not False or not (
+    if type(queue) is not queue_class or part(queue, queue_slots[0]) is not False or not (
         PyLong_CheckExact(queue_offset) and PyLong_CheckExact(max_messages)
     ):
         return 0
@@ -2038,7 +2038,7 @@ cdef void drop_stored(PyObject *made) noexcept:
     else:
         (<StoredState>made).raw = None
         for _ in range(3):
-            Py_DECREF(None)  # each field has it now
+            Py_DECREF(None)  # which each field has now
         (<PyTypeObject *>own_class).tp_free(made)
     Py_XDECREF(own_class)
 
