@@ -173,9 +173,11 @@ def test_groups_register_and_leave_while_messages_arrive() -> None:
     config = replace(SMALL_EXT, commitlog_file_size=1 << 20)
     with opened(MemoryFiles(), filters, config) as store, ThreadPoolExecutor(2) as pool:
         changes = [pool.submit(change) for _ in range(2)]
-        for _ in range(1_000):
-            store.append(priced(7, "eu"))
-        done.set()
+        try:
+            for _ in range(1_000):
+                store.append(priced(7, "eu"))
+        finally:
+            done.set()
         for outcome in changes:
             outcome.result()
         bits = filters.bloom.bitmap("cheap#T", "near#T")

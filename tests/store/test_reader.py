@@ -851,9 +851,9 @@ def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
     folder, count = str(tmp_path / "store"), 4000
     config = StoreConfig.tiny(max_total_size=64 << 20)
     with (
+        ThreadPoolExecutor(3) as pool,  # outermost: a failed append closes the reader, which ends the threads
         MessageStore.open(folder, config) as writer,
         MessageStore.open(folder, config, read_only=True) as reader,
-        ThreadPoolExecutor(3) as pool,
     ):
 
         def follow(queue_id: int) -> None:

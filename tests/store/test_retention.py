@@ -677,7 +677,7 @@ def test_with_producers_and_readers() -> None:
 
     def read() -> None:
         at = 0
-        while not producing.is_set() or at < 1500:
+        while not producing.is_set() or at < store.queue_range("A", 0)[1]:
             result = store.read("A", 0, at)
             for message in result.messages:
                 assert message.queue_offset >= at
