@@ -127,9 +127,10 @@ def encode_all(many: Sequence[Mapping[str, str]]) -> list[bytes]:
     """Do as `encode_properties` for each; if all have the same names this takes two thirds of the time."""
     shapes = set(map(tuple, many))
     names = shapes.pop()
-    if not shapes and names in _shapes:
+    shape = _shapes.get(names)
+    if not shapes and shape is not None:
         with suppress(TypeError, UnicodeEncodeError):  # the calls below raise why
-            texts = list(map(_shapes[names], many))
+            texts = list(map(shape, many))
             if "".join(texts).count("\2") == (len(names) - 1) * len(texts):
                 return list(map(str.encode, texts))
     return list(map(encode_properties, many))
