@@ -19,7 +19,8 @@ _NO_PROSE = re.compile(r"^```.*?^```$|^ {4}.*$|`+[^`]*`+|\]\([^)]*\)|<[^>\n]*>|h
 """Of a page: code, the targets of links, and marks."""
 _CODE = re.compile(r"``[^`]*``|`[^`\n]*`|^ *(?:>>>|\.\.\.) .*$|https?://\S+", re.MULTILINE)
 """Of a docstring or a comment."""
-_DOCSTRING = re.compile(r'^ *r?"""(.*?)"""', re.MULTILINE | re.DOTALL)
+_DOCSTRING = re.compile(r'^ *r?"""(.*?)"""|""".*?"""', re.MULTILINE | re.DOTALL)
+"""Or another long string, so that its end, which can begin a line, begins no docstring."""
 _COMMENT = re.compile(r"(?:^|  )#[ :](?! *(?:fmt|noqa|type|pragma|isort)\b)(.*)$", re.MULTILINE)
 _WORD = re.compile(r"(?<![\w./@%\\-])[A-Za-z][a-z]+(?:'[a-z]+)?(?![\w/@(=-]|\.\w)")
 """A word in small letters but for the first: what else there is are names."""
@@ -38,7 +39,8 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
         return
     for pattern in (_DOCSTRING, _COMMENT):
         for match in pattern.finditer(text):
-            yield text.count("\n", 0, match.start(1)) + 1, blanked(_CODE, match[1])
+            if match[1] is not None:
+                yield text.count("\n", 0, match.start(1)) + 1, blanked(_CODE, match[1])
 
 
 def own_words() -> tuple[set[str], re.Pattern[str]]:
