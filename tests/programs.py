@@ -72,7 +72,9 @@ def start_serve(
     pipe = subprocess.PIPE
     words = [*command, str(store), *options]
     with Process(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment()) as process:
-        yield process, json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
         if process.poll() is None:
             process.kill()
 

@@ -156,7 +156,8 @@ def test_a_wrong_body(log: Log) -> None:
 @pytest.mark.parametrize("is_zero", [False, True])
 def test_a_record_that_is_none(log: Log, is_zero: bool) -> None:
     begin, end = log.places[4:6]
-    log.data[begin : end if is_zero else begin + 4] = bytes(end - begin) if is_zero else b"\x7f\xff\xff\xff"
+    wrong = bytes(end - begin) if is_zero else b"\x7f\xff\xff\xff"
+    log.data[begin : begin + len(wrong)] = wrong
     status, rows, err = log.dump()
     assert (status, places(rows)) == (1, log.places[:4])
     assert f" at {begin}: " in err
