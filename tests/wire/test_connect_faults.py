@@ -380,7 +380,7 @@ def test_a_signal_handler_can_send_within_a_send() -> None:
         finally:
             signal.signal(signal.SIGUSR1, before)
         bodies = [message.body for message in broker.messages("orders")]
-    assert len(places) > 100
+    assert len(places) > 60  # some 116, and fewer where an answer comes before the wait for it
     assert [bodies[place] for place in places] == [b"handler"] * len(places)
     assert bodies.count(b"send") == len(places) + 1
 
