@@ -36,6 +36,7 @@ TITLES: Final = {
         "10,000 a second: bare queue to a thread, one in: 100",
         "10,000 a second: send to listener, one in: 2",
         "10,000 a second: send to listener, one in: 100",
+        "10,000 a second: send to listener, one in: 2, against bare queue to a thread",
         "10,000 a second: send to listener, one in: 10,000, against bare queue to a thread",
     ),
 }
