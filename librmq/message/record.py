@@ -59,8 +59,8 @@ except ImportError:
 
 short_crc32 = zlib.crc32
 SHORT_BODY: Final = 1024
-"""Size in bytes up to which `short_crc32` is better: on some processors the interpreter runs slower after a call of ISA-L,
-so that an append of 128 bytes takes a sixth longer."""
+"""Size in bytes up to which `short_crc32` is better: on some processors the interpreter runs slower after a call of
+ISA-L, so that an append of 128 bytes takes a sixth longer."""
 
 
 # ---- compressed bodies
