@@ -108,12 +108,10 @@ def prepare_batch(
         raws = [join_properties(raw, added) for raw in raws]
         decoded = list(map(decode_properties, raws))
         raw_sizes = list(map(len, raws))
-    largest = max(body_sizes)
-    check_sizes(largest, max(raw_sizes), max_size)
+    check_sizes(max(body_sizes), max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
     tags = [pairs.get("TAGS") for pairs in decoded]
     code_of = {tag: tags_code(tag) for tag in set(tags)}  # few in most batches
-    crc32 = record_format.short_crc32 if largest <= record_format.SHORT_BODY else record_format.crc32
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -121,7 +119,7 @@ def prepare_batch(
         bodies,
         list(map(_pack_short, raw_sizes)),
         raws,
-        [crc32(body) & 0x7FFFFFFF for body in bodies],
+        list(map(record_format.body_checksum, bodies)),
         [code_of[tag] for tag in tags],
         [pairs.get("UNIQ_KEY") for pairs in decoded],
         [pairs.get("KEYS") for pairs in decoded],
