@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -56,6 +57,35 @@ def test_a_reader_sees_what_a_peer_has_appended_before(shared: Shared) -> None:
     for number in range(50):
         shared.direct(b"%d" % number)
         assert shared.bodies()[-1] == b"%d" % number
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: store.message_at(0),
+        lambda store: store.queue_range("orders", 0),
+        lambda store: store.read("orders", 0, 0),
+        lambda store: store.find_by_key("orders", "k"),
+        MessageStore.flush,
+    ],
+)
+def test_a_reader_waits_for_nobody_who_is_told(shared: Shared, read: Callable[[MessageStore], object]) -> None:
+    """The caller of a read may hold a lock for which the one who is told waits."""
+    is_told, goes_on = threading.Event(), threading.Event()
+
+    def tell(_: object) -> None:
+        is_told.set()
+        goes_on.wait(60)
+
+    shared.arrived = tell
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            shared.direct(b"told by the thread that follows")
+            assert is_told.wait(20)
+            shared.direct(b"found by the reader")
+            pool.submit(read, shared.store).result(timeout=20)
+        finally:
+            goes_on.set()
 
 
 def test_the_owner_is_told_of_messages(shared: Shared) -> None:

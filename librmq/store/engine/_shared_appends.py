@@ -2,6 +2,9 @@
 
 The owner has its turn within an append, under the append lock: it takes the lock of the page, follows what peers have
 written, writes, and shows them where the log ends. The log asks for the turn, because it has no room outside of one.
+
+A reader follows too, whatever locks its caller holds. So it only adopts the records, and rings: the thread alone tells
+those who wait for messages, because that takes the lock of the runner.
 """
 
 from __future__ import annotations
@@ -64,9 +67,10 @@ class SharedAppends:
         self._appender, self._check_room, self._arrived = appender, check_room, arrived
         self.wait_s: float = wait_s
         self._lock = appender.lock
-        self._ended, self._end = socket.socketpair()
+        self._own_bell, self._ring = socket.socketpair()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._bell.setblocking(False)
+        for bell in (self._bell, self._own_bell, self._ring):
+            bell.setblocking(False)
         try:
             self._bell.bind(settings["bell"])
             self._page = AppendPage.make(path, settings)
@@ -83,7 +87,7 @@ class SharedAppends:
         self.is_open: bool = False
         """Whether peers may append."""
         self._bells = select.poll()  # it takes descriptors of any number, as `select.select` does not
-        for bell in (self._bell, self._ended):
+        for bell in (self._bell, self._own_bell):
             self._bells.register(bell, select.POLLIN)
         self._thread = Thread(target=self._follow_peers, name="librmq share follow", daemon=True)
         self._thread.start()
@@ -174,6 +178,8 @@ class SharedAppends:
             self._copier = LogCopier(self._appender.open_parts())
         self._copier.adopt(self._page.numbers[page_format.TAIL], self._adopted)
         self._adopted_end = self._appender.log.end
+        if self._page.numbers[page_format.ASLEEP]:  # a peer that was killed has not rung
+            self._wake()
 
     def _show(self) -> None:
         """Write the end of the log, the room behind it and the offsets of queues to the page."""
@@ -211,11 +217,31 @@ class SharedAppends:
 
     # ---- what peers have written
 
-    def follow(self) -> bool:
-        """Take note of what peers have written before this call; return False, after a comparison, if it is nothing."""
-        is_level = not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end
-        if is_level and not self._adopted:  # an append of this process may have followed without telling
+    def follow(self) -> None:
+        """Take note of what peers have written before this call, and let the thread of this page tell of it.
+
+        Without anything new this is a comparison.
+        """
+        if not self._is_level():
+            self._adopt_under_lock()
+
+    def _is_level(self) -> bool:
+        """Return whether this process has taken note of all that peers have written."""
+        return not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has been woken so often that it wakes in any case, or has ended
+            self._ring.send(b".")
+
+    def _follow_and_tell(self) -> bool:
+        """Do as `follow`, in the thread of this page; return whether there was something to tell."""
+        if not self._is_level():
+            self._adopt_under_lock()
+        elif not self._adopted:  # a reader, or an append of this process, may have followed
             return False
+        return self._tell()
+
+    def _adopt_under_lock(self) -> None:
         lock = self._lock
         lock.check_reentry()
         thread = get_ident()
@@ -232,7 +258,6 @@ class SharedAppends:
                     self.end_turn()
                 finally:
                     lock.owner = 0
-        return self._tell()
 
     def _is_interrupted(self) -> bool:
         """Return whether a signal may have interrupted an append of this process, or the end of its turn."""
@@ -243,8 +268,8 @@ class SharedAppends:
         )
 
     def _tell(self) -> bool:
-        """Tell of the messages of peers, without a lock; return whether there were some."""
-        with critical, self._lock.mutex:
+        """Tell of the messages of peers, in the thread of this page, without a lock; return whether there were some."""
+        with self._lock.mutex:
             adopted, self._adopted = self._adopted, {}
         if adopted:
             self._appender.finish_append(self._appender.log.end, wait=False)
@@ -270,20 +295,22 @@ class SharedAppends:
         """Follow the peers, in a thread of its own."""
         numbers = self._page.numbers
         states = StateLog(_log, self._page.path)
-        while not self._ends:
+        ends = False
+        while not ends:
+            ends = self._ends  # before the last look, which finds all that peers have written
             numbers[page_format.ASLEEP] = 1
             # The system call orders the store above before the load below, as that of a peer's release does.
             rings = self._has_rung(0)
             is_quiet = False
-            is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
-            if not rings and is_level and not self._adopted and not self._is_unflushed():
+            if not ends and not rings and self._is_level() and not self._adopted and not self._is_unflushed():
                 rings = self._wait_for_ring()
                 is_quiet = not rings
             numbers[page_format.ASLEEP] = 0
             if rings:
-                with suppress(BlockingIOError):
-                    while self._bell.recv(1):
-                        pass
+                for bell in (self._bell, self._own_bell):
+                    with suppress(BlockingIOError):
+                        while bell.recv(64):
+                            pass
             try:
                 self._follow_while_they_append(is_quiet=is_quiet)
                 states.works((), "following what peers append")
@@ -307,7 +334,8 @@ class SharedAppends:
     def _follow_while_they_append(self, *, is_quiet: bool) -> None:
         """Follow the peers until they pause, and need not wake this thread; with ``is_quiet`` shut them out."""
         numbers = self._page.numbers
-        if self._ends:
+        if self._ends:  # no peer appends any more
+            self._tell()
             return
         if self._has_turn:  # if a signal has interrupted its end, peers wait for that
             self._in_turn(lambda: None)
@@ -316,7 +344,7 @@ class SharedAppends:
             self._in_turn(self._open)
         has_followed = False
         begin = self._appender.log.end
-        while self.follow() or self._is_unflushed():
+        while self._follow_and_tell() or self._is_unflushed():
             end = self._appender.log.end
             if self._is_unflushed():
                 self._flush()  # in place of a pause: others append meanwhile
@@ -427,7 +455,7 @@ class SharedAppends:
         self._page.drop_queues()
 
     def _close_bells(self) -> None:
-        for bell in (self._bell, self._ended, self._end):
+        for bell in (self._bell, self._own_bell, self._ring):
             bell.close()
 
     def after_fork(self) -> None:
@@ -448,9 +476,8 @@ class SharedAppends:
             return
         if not self._ends:
             self._in_turn(self._end_appends)
-        self._tell()
         if self._thread.is_alive():
-            self._end.send(b".")
+            self._wake()
             self._thread.join()
         if self._is_unflushed():
             self._flush()
