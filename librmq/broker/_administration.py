@@ -21,7 +21,6 @@ from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, ha
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
-    ConsumerData,
     ConsumerOffsets,
     ConsumerOffsetsOf,
     CreateTopic,
@@ -311,16 +310,9 @@ class Progress:
             }
         return len(self._unknown) < _MOST_UNKNOWN
 
-    def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
-        groups: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
-        for group in self._clients.consumers.values():
-            if request.topic in group.subscriptions:
-                groups[group.name] = ConsumerData(
-                    group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
-                )
-            elif group.name in groups:
-                groups[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
-        return groups
+    def groups(self, request: TopicGroups) -> tuple[str, ...]:
+        subscribed = (group.name for group in self._clients.consumers.values() if request.topic in group.subscriptions)
+        return tuple(dict.fromkeys((*self._offsets.groups(request.topic), *subscribed)))
 
     def queue_end(self, request: MaxOffset) -> int:
         """Return the queue offset after the last message of a queue."""

@@ -12,7 +12,15 @@ from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
 from librmq.message import StoredMessage
-from librmq.protocol import ConsumerData, Endpoint, MessageModel, QueryOffset, Route, Subscription, TopicGroups
+from librmq.protocol import (
+    DescribeConnections,
+    Endpoint,
+    MessageModel,
+    QueryOffset,
+    Route,
+    Subscription,
+    TopicGroups,
+)
 
 
 class TrackType(enum.Enum):
@@ -47,11 +55,8 @@ def message_tracks(route: Route, message: StoredMessage, broker_name: str | None
     back, or that the group's current subscription excludes, counts as consumed.
     """
     endpoint = _endpoint(route, message, broker_name)
-    topic = message.topic
-    return [
-        MessageTrack(name, _track(endpoint, message, name, data))
-        for name, data in sorted(endpoint.call(TopicGroups(topic)).items())
-    ]
+    groups = sorted(endpoint.call(TopicGroups(message.topic)))
+    return [MessageTrack(group, _track(endpoint, message, group)) for group in groups]
 
 
 def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> Endpoint:
@@ -65,17 +70,18 @@ def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> 
     return route.endpoint(broker_name)
 
 
-def _track(endpoint: Endpoint, message: StoredMessage, group: str, data: ConsumerData | None) -> TrackType:
-    if data is None:
+def _track(endpoint: Endpoint, message: StoredMessage, group: str) -> TrackType:
+    running = endpoint.call(DescribeConnections(group))
+    if running is None:
         return TrackType.NOT_ONLINE
-    if data.kind == "pull":
+    if running.kind == "pull":
         return TrackType.PULL
-    if data.model is MessageModel.BROADCASTING:
+    if running.model is MessageModel.BROADCASTING:
         return TrackType.CONSUME_BROADCASTING
     progress = endpoint.call(QueryOffset(group, message.topic, message.queue_id))
     if progress is None or progress <= message.queue_offset:
         return TrackType.NOT_CONSUME_YET
-    subscription = data.subscriptions.get(message.topic)
+    subscription = running.subscriptions.get(message.topic)
     if subscription is not None and not _selects(subscription, message):
         return TrackType.CONSUMED_BUT_FILTERED
     return TrackType.CONSUMED

@@ -150,8 +150,8 @@ class CheckSubscription(ReadRequest[None]):
 
 
 @value
-class TopicGroups(ReadRequest["Mapping[str, ConsumerData | None]"]):
-    """Return the groups that subscribe to a topic or have progress in it, with None if no instance runs."""
+class TopicGroups(ReadRequest[tuple[str, ...]]):
+    """Return the groups that subscribe to a topic or have progress in it."""
 
     topic: str
 

@@ -15,6 +15,10 @@ from librmq.files import MemoryFiles
 from librmq.protocol import PullMessage, SendTogether, UpdateOffset
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import answer_to
+from librmq.wire.remoting._headers import RequestCode
+from tests.wire.fake_servers import FakeServer
 
 WAIT_S = 60
 
@@ -120,6 +124,15 @@ def test_a_sent_message_is_stored_as_by_a_local_producer(served: Served) -> None
     assert len(found.stored_body) < 5000  # compressed by the producer
     assert (sent.queue.queue_id, sent.queue_offset) == (found.queue_id, found.queue_offset)
     assert sent.message_id == found.unique_key
+
+
+def test_the_groups_of_a_topic_are_one_request() -> None:
+    groups = [f"group-{number:03}" for number in range(200)]
+    body = write_body({"groupList": groups})
+    with FakeServer(lambda frame: answer_to(frame, body=body)) as server, librmq.connect(server.address) as route:
+        before = len(server.asked)
+        assert route.groups_of("orders") == tuple(groups)
+        assert [frame.code for frame in server.asked[before:]] == [RequestCode.QUERY_TOPIC_CONSUME_BY_WHO]
 
 
 def test_async_sends_and_polls(served: Served) -> None:

@@ -45,6 +45,7 @@ from librmq.protocol import (
     SaveProgress,
     SetGroup,
     Subscription,
+    TopicGroups,
 )
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
@@ -226,7 +227,7 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
         return {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     if broker.has_receives:
         return _move_at_owner(broker, request, bounds)
-    if group not in broker.group_rows() and group not in broker.groups_of(topic):
+    if group not in broker.group_rows() and group not in broker.call(TopicGroups(topic)):
         raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
     offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     for queue, queue_offset in offsets.items():

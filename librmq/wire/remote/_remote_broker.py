@@ -60,7 +60,6 @@ from librmq.protocol import (
     SendStatus,
     SentBack,
     Subscription,
-    TopicGroups,
     UnlockQueues,
     Unregister,
     UpdateOffset,
@@ -252,7 +251,7 @@ class RemoteBroker(Endpoint):
         form = FORMS.get(kind)
         if kind is CancelMessage and not self.has_receives and cast("CancelMessage", request).recall_handle is not None:
             return cast("R", self._pops.recall(cast("CancelMessage", request)))
-        if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
+        if form is None or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
         if kind is UpdateOffset:
             return cast("R", self._store_progress(self._pulls.after_reset(cast("UpdateOffset", request))))
@@ -549,8 +548,6 @@ class RemoteBroker(Endpoint):
             return self._read_result(lambda asked, _: by_pop(self._pops, asked), request, _NO_FRAME)
         if isinstance(request, GroupSubscriptions):
             return self._subscriptions(request)
-        if isinstance(request, TopicGroups):
-            return self._groups_of(request.topic)
         if isinstance(request, ResendLetters):
             if request.letters is not None and not request.only_unsent:
                 return ResentLetters()
@@ -572,18 +569,6 @@ class RemoteBroker(Endpoint):
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None
         return self._read(answer, f"the clients of {group}", partial(group_clients_of, group))
-
-    def _groups_of(self, topic: str) -> dict[str, ConsumerData | None]:
-        consumers: dict[str, ConsumerData | None] = {}
-        for name in self.groups_of(topic):
-            members = self.clients_of(name)
-            consumers[name] = None if members is None or topic not in members[0].subscriptions else members[0]
-        return consumers
-
-    def groups_of(self, topic: str) -> list[str]:
-        """Return the groups that consume a topic or have progress in it."""
-        request, form = TopicGroups(topic), FORMS[TopicGroups]
-        return cast("list[str]", self._read_result(form.read, request, self.request(form.write(request))))
 
     def tables(self, folder: str) -> BrokerTables:
         """Return the tables of a store, which are in a folder here, as its broker has them now and slaves get them."""

@@ -412,9 +412,6 @@ class RemoteRoute(AdministeredRoute):
 
     # ---- administration
 
-    def _groups_at(self, broker_name: str, topic: str) -> Iterable[str]:
-        return self.broker(broker_name).groups_of(topic)  # a call of the request asks for each group's clients too
-
     def delete_topic(self, topic: str) -> None:
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
         super().delete_topic(topic)

@@ -301,11 +301,11 @@ def _reply_groups(request: TopicGroups, groups: Iterable[str]) -> Reply:
     return Reply(body=write_body({"groupList": list(groups)}))
 
 
-def _read_groups(request: TopicGroups, answer: Frame) -> list[str]:
+def _read_groups(request: TopicGroups, answer: Frame) -> tuple[str, ...]:
     names = read_body(check(answer).body, "the groups of a topic").get("groupList") or []
     if not isinstance(names, list):
         raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
-    return [str(name) for name in names]
+    return tuple(map(str, names))
 
 
 def _reply_locked(request: LockQueues, queues: frozenset[MessageQueue]) -> Reply:
