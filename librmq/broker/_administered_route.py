@@ -571,6 +571,7 @@ class AdministeredRoute(Route, Closing):
         delivered to the group again. `librmq.PullConsumer` offers more control.
 
         Raises:
+            BrokerError: No message came, and a broker refuses the group, as when it has no rights.
             ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is not a time span of at most a year.
             FilterSyntaxError: The expression does not compile.
             MessageIllegalError: The name of the topic or the group is invalid.

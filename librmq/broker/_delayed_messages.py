@@ -23,6 +23,7 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.scheduling.waiting import destination_of
 from librmq.store import AppendResult, MessageStore
+from librmq.store.format import directory
 from librmq.store.format.timerfiles import TimerCheckpoint
 
 
@@ -39,10 +40,14 @@ def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | N
     return TimerConfig.of_store(store.path, store.files) or default
 
 
-_NO_TIMER: Final = (
-    "which is no delay level of this broker, and the store is a RocketMQ broker's, where 4.9 would not see it: "
-    "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
-)
+def _no_timer(store: MessageStore) -> str:
+    """Return why a broker without timer and relay refuses a time, and what to do."""
+    is_of_5 = directory.is_of_5(store.path, store.files)
+    maker = "RocketMQ 5, whose timer does not run here" if is_of_5 else "a RocketMQ broker, where 4.9 would not see it"
+    return (
+        f"which is no delay level of this broker, and the store was made by {maker}: "
+        "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
+    )
 
 
 class Deliveries:
@@ -105,6 +110,7 @@ class Deliveries:
                 aside=context.aside("flushes for its hops", relaying),
             )
             self.arrivals.wake_by_topic[SystemTopic.HOP] = partial(self._wake, relaying)
+        self._refusal = None if self.takes_any_delay else _no_timer(store)
 
     @property
     def takes_any_delay(self) -> bool:
@@ -200,14 +206,14 @@ class Deliveries:
             is_moment = PropertyName.TIMER_DELIVER_MS in properties and not is_deliver_at
             is_timed_only = is_moment or (timers is not None and PropertyName.TIMER_DELAY_SEC in properties)
             levels = NO_LEVELS if is_timed_only else self._store.levels
-            if level := levels.level_for(message.topic, delay_ms, None if self.takes_any_delay else _NO_TIMER):
+            if level := levels.level_for(message.topic, delay_ms, self._refusal):
                 delayed = without_time(message)
                 delayed.properties[PropertyName.DELAY] = str(level)
                 return delayed, queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 return send_at(without_time(message), deliver_ms, queue_id), 0
         if timers is None:
-            raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {_NO_TIMER}")
+            raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {self._refusal}")
         waiting = timers.waiting_form(message, queue_id)
         return (message, queue_id) if waiting is None else (waiting, 0)
 

@@ -18,7 +18,7 @@ from typing import Final, Self, TypeVar, cast
 
 from librmq.client.observation import ObservedClient, note_client
 from librmq.config import check_kind
-from librmq.errors import ClientError, ClientStateError, ConfigError
+from librmq.errors import BrokerBusyError, BrokerError, ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
 from librmq.message import UniqueIds
 from librmq.message.ids import Host, encode_host
@@ -226,6 +226,8 @@ class Client(ObservedClient):
         """How often brokers have removed this client, and with it the pulls that they held."""
         self._joined_ms = 0
         self._registered: set[str] = set()  # the brokers that have this client's heartbeat
+        self.refusals: dict[str, BrokerError] = {}
+        """What brokers, by name, refused this client's last heartbeat with: they give its consumers nothing."""
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
@@ -358,15 +360,20 @@ class Client(ObservedClient):
                 try:
                     self.route.endpoint(name).call(beat)
                 except ClientError as error:
+                    if isinstance(error, BrokerError) and not isinstance(error, BrokerBusyError):  # busy will pass
+                        self.refusals[name] = error
                     self._states.failing(("heartbeat", name), f"heartbeat to {name}", error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
                     self._registered.add(name)
+                    self.refusals.pop(name, None)
                     self._states.works(("heartbeat", name), f"heartbeat to {name}")
 
     def _route_changed(self) -> None:
         names = set(self.route.broker_names())
         self._registered &= names
+        for gone in self.refusals.keys() - names:
+            del self.refusals[gone]
         if names - self._registered:
             now = self.runner.now_ms()
             self.runner.wake(self._beat, self._next_beat(now))

@@ -21,7 +21,7 @@ from librmq.consumer._failures import Rests
 from librmq.consumer._listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
-from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.errors import BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
@@ -289,6 +289,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         turns.
 
         Raises:
+            BrokerError: No message came, and a broker refused the last heartbeat, as when the group has no rights.
             ClientStateError: `poll_async` runs in this event loop.
         """
         return self._poll(timeout, one_by_one=False)
@@ -319,16 +320,26 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                         clock.wait(self._arrived, LOCK_PAUSE_S)  # This offers the lock to other threads.
                         continue
                     if remaining <= 0 or not clock.wait(self._arrived, remaining):
-                        return []
+                        return self._no_messages()
         except BaseException:  # Ctrl-C lost the pulled messages, so pull them again
             if has_begun:
                 self._rewind()
             raise
 
+    def _no_messages(self) -> list[DeliveredMessage]:
+        """Return an empty list, unless queues only look empty because a broker refuses this client."""
+        for name, error in list(self.client.refusals.items()):
+            raise BrokerError(
+                error.code,
+                f"{self._life.what}: broker {name} gives it no messages, because it refuses its heartbeats: {error}",
+            ) from error
+        return []
+
     async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
         """Poll while other coroutines of the event loop run. A cancelled poll loses no message.
 
         Raises:
+            BrokerError: As `poll`.
             ClientStateError: Another poll of this consumer is running.
         """
         return await self._poll_async(timeout, one_by_one=False)
@@ -359,7 +370,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 if has_moved and remaining >= 0:
                     await asyncio.sleep(0)
                 elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
-                    return []
+                    return self._no_messages()
         finally:
             self._arrived.awaited = None
             self._polling.release()

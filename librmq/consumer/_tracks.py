@@ -55,8 +55,8 @@ def message_tracks(route: Route, message: StoredMessage, broker_name: str | None
     back, or that the group's current subscription excludes, counts as consumed.
     """
     endpoint = _endpoint(route, message, broker_name)
-    groups = sorted(endpoint.call(TopicGroups(message.topic)))
-    return [MessageTrack(group, _track(endpoint, message, group)) for group in groups]
+    groups = endpoint.call(TopicGroups(message.topic))
+    return [MessageTrack(group, _track(endpoint, message, group)) for group in sorted(groups)]
 
 
 def _endpoint(route: Route, message: StoredMessage, broker_name: str | None) -> Endpoint:

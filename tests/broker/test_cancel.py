@@ -373,7 +373,9 @@ def test_an_exact_level_is_taken_for_a_moment_too() -> None:
         for deliver_at in (datetime.fromtimestamp(1_700_000_010, UTC), datetime.fromtimestamp(1_700_003_600, UTC)):
             producer.send("T", b"x", deliver_at=deliver_at)
         assert [message.due_ms for message in pending_messages(broker.store)] == [1_700_000_010_000, 1_700_003_600_000]
-        with pytest.raises(MessageIllegalError, match=r"is to wait 11 s, which is no delay level"):
+        with pytest.raises(
+            MessageIllegalError, match=r"is to wait 11 s, which is no delay level .* where 4\.9 would not see it"
+        ):
             producer.send("T", b"x", deliver_at=datetime.fromtimestamp(1_700_000_011, UTC))
 
 

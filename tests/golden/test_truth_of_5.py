@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, MessageIllegalError, Producer
 from librmq.diagnosis import StoreView, diagnose, pending_messages, story
 from librmq.diagnosis.view import group_summaries, topic_summaries
 from librmq.message.properties import PropertyName
@@ -55,6 +56,15 @@ def test_what_such_a_broker_does_not_store_is_no_finding(store: tuple[Path, dict
     """With ``configManagerVersion=v2`` it stores neither topics of dead letters nor groups that it made by itself."""
     kinds = {finding.kind for finding in diagnose(store[0])}
     assert not kinds & {"unlisted-topic", "unlisted-group"}
+
+
+def test_a_refused_delay_names_the_maker_of_the_store(tmp_path: Path) -> None:
+    unpack(existing("store-5.3.3", "tx3.tar.xz"), tmp_path)
+    with Broker.open(tmp_path / "tx3") as broker, Producer(broker, "shop") as producer:
+        broker.create_topic("orders", 1)
+        with pytest.raises(MessageIllegalError, match=r"made by RocketMQ 5, .* BrokerConfig\(timers=") as caught:
+            producer.send("orders", b"x", delay=7)
+    assert "4.9" not in str(caught.value)
 
 
 def test_a_client_reads_what_the_log_has(store: tuple[Path, dict[str, Any]]) -> None:

@@ -90,6 +90,8 @@ class FakeServer(_Listener):
         """Queues of a topic in each broker."""
         self.others: dict[str, str] = {}
         """Addresses of other brokers, by name."""
+        self.heartbeat_refusal: tuple[int, str] | tuple[()] = ()
+        """Code and remark with which it refuses heartbeats."""
 
     def serve(self, connected: socket.socket) -> None:
         reader = FrameReader()
@@ -109,7 +111,7 @@ class FakeServer(_Listener):
             queues = [{"brokerName": name, **numbers} for name in rows]
             return answer_to(frame, body=write_body({"brokerDatas": list(rows.values()), "queueDatas": queues}))
         if frame.code in (RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT):
-            return answer_to(frame)
+            return answer_to(frame, *(self.heartbeat_refusal if frame.code == RequestCode.HEART_BEAT else ()))
         return None
 
     def _rows(self) -> dict[str, dict[str, object]]:

@@ -26,7 +26,7 @@ from librmq.errors import ClientError
 from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
-from librmq.wire.remote import RemoteRoute
+from librmq.wire.remote import RemoteRoute, remote_route
 from librmq.wire.remote._connection import Connection
 from librmq.wire.remote._connections import Connections
 from librmq.wire.remoting import RemotingServer, listen
@@ -256,6 +256,93 @@ def test_lists_that_are_none_are_clear_errors(ask: Callable[[RemoteRoute], objec
         pytest.raises(BrokerUnreachableError, match="can't be read"),
     ):
         ask(route)
+
+
+NO_RIGHTS = 16, "User:mail has no permission to access Group:billing from 127.0.0.1, decision:Deny"
+
+
+@contextmanager
+def without_rights() -> Iterator[tuple[FakeServer, RemoteRoute]]:
+    """Connect to a broker of 5.x with ACL, which refuses the heartbeats of a group without rights."""
+
+    def answer(frame: Frame) -> Frame:
+        if frame.code == RequestCode.GET_CONSUMER_LIST_BY_GROUP:
+            return answer_to(frame, *(server.heartbeat_refusal or (1, "no consumer for this group, billing")))
+        return answer_to(frame, 22)
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
+        server.heartbeat_refusal = NO_RIGHTS
+        yield server, route
+
+
+def reader(route: RemoteRoute) -> librmq.PullConsumer:
+    return librmq.PullConsumer(route, "billing", consume_from=ConsumeFrom.FIRST)
+
+
+def polled_async(route: RemoteRoute) -> list[librmq.DeliveredMessage]:
+    async def poll() -> list[librmq.DeliveredMessage]:
+        async with reader(route) as consumer:
+            consumer.subscribe("orders")
+            return await consumer.poll_async(0.05)
+
+    return asyncio.run(poll())
+
+
+def polled(route: RemoteRoute, *, assigned: bool = False) -> list[librmq.DeliveredMessage]:
+    with reader(route) as consumer:
+        if assigned:
+            consumer.assign(consumer.queues("orders"))
+        else:
+            consumer.subscribe("orders")
+        return consumer.poll(0.05)
+
+
+@pytest.mark.parametrize(
+    "consume",
+    [
+        polled,
+        partial(polled, assigned=True),
+        polled_async,
+        lambda route: list(route.consume("orders", group="billing", timeout=0.05)),
+    ],
+)
+def test_a_group_without_rights_is_no_empty_topic(consume: Callable[[RemoteRoute], object]) -> None:
+    with without_rights() as (_, route), pytest.raises(librmq.BrokerError, match="fake gives it no messages") as caught:
+        consume(route)
+    assert caught.value.code == NO_RIGHTS[0]
+    assert NO_RIGHTS[1] in str(caught.value)
+
+
+def is_refused(consumer: librmq.PullConsumer) -> bool:
+    try:
+        assert consumer.poll(0.01) == []
+    except librmq.BrokerError as error:
+        return error.code == NO_RIGHTS[0]
+    return False
+
+
+def test_a_group_that_loses_its_rights_and_gets_them_again() -> None:
+    with without_rights() as (server, route), reader(route) as consumer:
+        server.heartbeat_refusal = ()
+        consumer.subscribe("orders")
+        assert not is_refused(consumer)
+        server.heartbeat_refusal = NO_RIGHTS
+        route.broker("fake").beat()
+        until(lambda: is_refused(consumer))
+        server.heartbeat_refusal = (2, "[REJECTREQUEST]system busy, start flow control for a while")
+        consumer.client.beat()
+        assert is_refused(consumer)
+        server.heartbeat_refusal = ()
+        consumer.client.beat()
+        assert not is_refused(consumer)
+
+
+def test_a_busy_broker_refuses_nobody_for_good() -> None:
+    with without_rights() as (server, route):
+        server.heartbeat_refusal = (2, "[REJECTREQUEST]system busy, start flow control for a while")
+        with reader(route) as consumer:
+            consumer.subscribe("orders")
+            assert not is_refused(consumer)
 
 
 @pytest.mark.parametrize(
@@ -806,3 +893,29 @@ def test_a_shut_down_consumer_polls_no_more(served: Served) -> None:
     assert polled.wait(WAIT_S)
     with pytest.raises(ClientStateError):
         consumer.poll(0)
+
+
+def test_a_broker_that_is_back_at_another_address_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refused connection is the only reason to ask the name server."""
+    monkeypatch.setattr(remote_route, "POLL_MS", 3_600_000)
+
+    def stored(frame: Frame) -> Frame:
+        return answer_to(frame, fields={"msgId": "0" * 32, "queueId": "0", "queueOffset": "0"})
+
+    with FakeServer(stored) as names, ExitStack() as stack:
+        before = stack.enter_context(FakeServer(stored))
+        names.broker = before.address
+        route = stack.enter_context(librmq.connect(names.address))
+        producer = stack.enter_context(librmq.Producer(route, "shop", retries=0))
+        producer.send("orders", b"1")
+        with FakeServer(stored) as after:
+            names.broker = after.address
+            before.close()
+
+            def is_sent() -> bool:
+                with suppress(BrokerUnreachableError):
+                    return producer.send("orders", b"2") is not None
+                return False
+
+            until(is_sent)
+            assert RequestCode.SEND_MESSAGE_V2 in [frame.code for frame in after.asked]

@@ -34,6 +34,7 @@ from librmq.protocol import (
     ChangeInvisible,
     ChannelClosed,
     CheckSubscription,
+    ClientRemoved,
     ConsumerData,
     Endpoint,
     EndTransaction,
@@ -469,16 +470,18 @@ class RemoteBroker(Endpoint):
     def beat(self) -> bool:
         """Repeat all heartbeats; return whether all arrived. Waits: never under the runner's lock."""
         with self._lock:
-            ids = list(self._beats)
+            beats, known = self._beats.copy(), set(self._knows)
             self._knows.clear()
         all_arrived = True
-        for client_id in ids:
+        for client_id, beat in beats.items():
             if not self.has_client(client_id):
                 continue
             try:
                 self._of_client(client_id)
             except ClientError as error:
                 all_arrived = False
+                if isinstance(error, BrokerError) and client_id in known:  # it has lost its rights: it will say so
+                    self._later(partial(beat.client.call, ClientRemoved(self.name)))
                 _log.debug(
                     "%(client)s: no heartbeat reaches %(broker)s: %(error)s",
                     client=client_id,

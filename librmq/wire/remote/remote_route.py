@@ -26,7 +26,7 @@ from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCo
 from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote._administration import ANSWERS
-from librmq.wire.remote._connection import Transport
+from librmq.wire.remote._connection import Requested, Transport
 from librmq.wire.remote._connections import Connections, Dial, is_held_here
 from librmq.wire.remote._dialing import AccessKeys, HostNames, OpenSocket, dial_by_tcp, split_address
 from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
@@ -262,8 +262,9 @@ class RemoteRoute(AdministeredRoute):
         self._timeout_s = timeout_s
         self._at_close = at_close
         self._poll_ms = _SHARED_POLL_MS if is_shared else POLL_MS
+        self._dial = dial
         self._connections = Connections(
-            dial,
+            self._dial_or_ask,
             runner.clock.monotonic,
             self._requested,
             self._lost,
@@ -517,6 +518,22 @@ class RemoteRoute(AdministeredRoute):
 
         self.runner.submit(Work(self._polling.label, self._look, ended))
         return None
+
+    def _dial_or_ask(self, address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
+        """Open a connection; if a broker can't be reached, let the name servers be asked where it is now.
+
+        The pauses between tries to reach an address limit how often that is.
+        """
+        try:
+            return self._dial(address, requested, lost)
+        except BrokerUnreachableError:
+            if address not in self.name_servers.addresses:
+                self._later(self._poll_soon)
+            raise
+
+    def _poll_soon(self) -> None:
+        if self._polling.at is not None and not self._is_closed:  # else the name servers are being asked
+            self.runner.wake(self._polling)
 
     # ---- heartbeats, and connections that were lost
 
