@@ -33,7 +33,7 @@ from librmq.message.message import Message
 from librmq.store import MessageStore
 
 COUNT: Final = 51_200
-NEEDS: Final = ("librmq_core", "isal")
+NEEDS: Final = ("librmq.runtime._core", "isal")
 
 
 def in_threads(load: Load, folder: Path, *, threads: int) -> Timed:
@@ -142,7 +142,7 @@ def against_peers(detail: str, size: int) -> Iterator[Case]:
     ]  # fmt: skip
     for name, run, against, peer, target, module, setup in table:
         unit, limit = "B/s" if name == "scan" else "msg/s", module == "os"
-        yield Case(name, run, detail, peer, against, target, unit, setup, limit, needs=("librmq_core", module))
+        yield Case(name, run, detail, peer, against, target, unit, setup, limit, needs=("librmq.runtime._core", module))
 
 
 def cases() -> Iterator[Case]:
@@ -162,7 +162,7 @@ def cases() -> Iterator[Case]:
         ("checksum and copy alone, two threads", copy_two, copy_one, Target()),
     ):
         yield Case(name, run, "16 KiB", peer, "twice one thread", target, setup=load, limit=True,
-                   needs=("librmq_core",))  # fmt: skip
+                   needs=("librmq.runtime._core",))  # fmt: skip
 
 
 CASES: Final = list(cases())

@@ -7,6 +7,7 @@ pure Python, with a warning, and `librmq doctor` shows which code runs.
 
 import json
 import os
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-MODULE = "librmq_core"
+MODULE = "librmq.runtime._core"
 SCHEMA = {"$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6"}
 
 
@@ -36,6 +37,10 @@ class CoreBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile in a new folder, so that a failed build never ships the module of an earlier one."""
         self.folder = tempfile.TemporaryDirectory()
+        place = Path(*MODULE.split(".")).with_suffix(sysconfig.get_config_var("EXT_SUFFIX"))
+        in_checkout = Path(self.root, place)
+        if version == "editable":
+            in_checkout.unlink(missing_ok=True)
         components = [self.component("librmq", self.metadata.version)]
         if self.is_wanted():
             try:
@@ -49,8 +54,10 @@ class CoreBuildHook(BuildHookInterface[Any]):
             else:
                 import Cython
 
-                place = "force_include_editable" if version == "editable" else "force_include"
-                build_data[place][str(module)] = module.name
+                if version == "editable":  # the package is imported from the checkout, so its module stands there too
+                    shutil.copy(module, in_checkout)
+                else:
+                    build_data["force_include"][str(module)] = str(place)
                 build_data.update(pure_python=False, infer_tag=True)
                 components.append(self.component("Cython", Cython.__version__))
         self.write_materials(components, build_data)
@@ -64,14 +71,14 @@ class CoreBuildHook(BuildHookInterface[Any]):
         from Cython.Build import cythonize
         from setuptools import Distribution, Extension
 
-        source = Path(self.root, "core", f"{MODULE}.pyx")
+        source = Path(self.root, "core", "librmq_core.pyx")
         extension = Extension(MODULE, [os.path.relpath(source)], include_dirs=[str(source.parent)])
         translated = cythonize([extension], build_dir=str(folder / "c"), force=True, quiet=True)
         command = Distribution({"name": MODULE, "ext_modules": translated}).get_command_obj("build_ext")
         command.build_lib, command.build_temp, command.force = str(folder / "lib"), str(folder / "o"), True
         command.ensure_finalized()
         command.run()
-        (module,) = (folder / "lib").glob(f"{MODULE}.*")
+        (module,) = (folder / "lib").rglob("_core.*")
         return module
 
     def component(self, name: str, version: str) -> dict[str, Any]:

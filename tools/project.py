@@ -180,7 +180,8 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         librmq: list[str | Path] = [wheel] if wheel else ["--editable", CHECKOUT]
         # To install librmq again would take it away from programs that run meanwhile.
         install([*([] if installed else librmq), *requirements(extras)], () if installed else ("librmq",))
-        if not installed and not has("librmq_core.*"):  # the build has said why, but uv shows that only with --verbose
+        has_core = has("librmq/runtime/_core.*") if wheel else any(CHECKOUT.glob("librmq/runtime/_core.*"))
+        if not installed and not has_core:  # the build has said why, but uv shows that only with --verbose
             print(
                 "librmq runs in pure Python here: its compiled core takes a C compiler and Python's headers.",
                 flush=True,

@@ -23,8 +23,8 @@ CHANGELOG = CHECKOUT / "CHANGELOG.md"
 VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
 VERSION = re.compile(r'(?<=^__version__ = ")[^"]+', re.MULTILINE)
 UNRELEASED = "## [Unreleased]\n"
-CORE = re.compile(r"librmq_core\.[^/]+\.(so|pyd)$")
-IN_WHEEL = re.compile(rf"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/|{CORE.pattern})")
+CORE = re.compile(r"librmq/runtime/_core\.[^/]+\.(so|pyd)$")
+IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
 NOT_SHIPPED = (".github/", ".devcontainer/", ".editorconfig", ".gitignore", ".pre-commit-config.yaml")
 """What a clone has beside a source distribution: it serves work on the repository alone."""
 USES = {

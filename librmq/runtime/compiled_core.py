@@ -1,4 +1,4 @@
-"""The compiled core, the module ``librmq_core``: hot paths in C, built with librmq where a compiler was there.
+"""The compiled core, the module ``librmq.runtime._core``: hot paths in C, built with librmq where a compiler was there.
 
 `CORE` is the table of its functions. They do the usual case entirely; for anything else they have no effect, and the
 caller runs its Python code. Files on disk are equal with and without it. ``LIBRMQ_CORE=off`` runs Python code, and with
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
@@ -25,7 +26,7 @@ class Core:
     """The functions of the compiled core. Without it each is None, and Python code runs."""
 
     module: Any = None
-    """The module ``librmq_core``."""
+    """The module ``librmq.runtime._core``."""
     items: Callable[..., Any] | None = None
     """The items of one file of the log (`librmq.commitlog_frames.items`)."""
     use_stored_messages: Callable[..., None] | None = None
@@ -85,7 +86,7 @@ def _imported() -> tuple[Core, str]:
     if not _has_lock():  # an import would turn the lock on again for the whole process
         return PURE, "the compiled core needs the interpreter lock"
     try:
-        import librmq_core as module
+        module = import_module("librmq.runtime._core")
     except ModuleNotFoundError:
         return PURE, "this installation was built without the compiled core"
     except ImportError as error:

@@ -40,9 +40,9 @@ def test_a_tag_names_the_version_of_the_package(monkeypatch: pytest.MonkeyPatch,
     ("name", "module", "fault"),
     [
         ("librmq-1.0-cp311-cp311-linux_x86_64.whl", None, "lacks the compiled core, which its name promises"),
-        ("librmq-1.0-py3-none-any.whl", "librmq_core.abi3.so", "has the compiled core, which its name denies"),
+        ("librmq-1.0-py3-none-any.whl", "librmq/runtime/_core.abi3.so", "has the compiled core, which its name denies"),
         ("librmq-1.0-py3-none-any.whl", None, None),
-        ("librmq-1.0-cp311-cp311-linux_x86_64.whl", "librmq_core.cpython-311-x86_64-linux-gnu.so", None),
+        ("librmq-1.0-cp311-cp311-linux_x86_64.whl", "librmq/runtime/_core.cpython-311-x86_64-linux-gnu.so", None),
     ],
 )
 def test_a_wheel_has_the_core_that_its_name_promises(

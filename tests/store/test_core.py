@@ -524,7 +524,7 @@ OPENED = (
     "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
     "for name in 'ab': MessageStore.open(name, files=MemoryFiles()).close()"
 )
-WITHOUT_CORE = "import sys; sys.modules['librmq_core'] = None"
+WITHOUT_CORE = "import sys; sys.modules['librmq.runtime._core'] = None"
 WITHOUT_LOCK = "import sys; sys._is_gil_enabled = lambda: False"
 
 
@@ -566,9 +566,13 @@ def test_an_unknown_value_of_the_variable_is_an_error() -> None:
     ],
 )
 def test_another_api_is_refused(tmp_path: Path, module: str, said: str) -> None:
-    """As where a folder earlier on the path has the core of another version, or of another machine."""
-    (tmp_path / "librmq_core.py").write_text(module, "utf-8")
-    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    """As where a build left the core of another version, or of another machine."""
+    (file := tmp_path / "core.py").write_text(module, "utf-8")
+    first = (
+        "import sys\nfrom importlib.util import spec_from_file_location\n"
+        f"class Finder: find_spec = lambda name, *_: spec_from_file_location(name, {str(file)!r}) if "
+        "name == 'librmq.runtime._core' else None\nsys.meta_path.insert(0, Finder)"
+    )
     assert f"pure Python, because the compiled core {said}" in said_with("", first)
     assert f"LIBRMQ_CORE is on, but the compiled core {said}" in said_with("on", first)
 

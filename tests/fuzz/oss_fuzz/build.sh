@@ -6,6 +6,6 @@ export PYTHONPATH=$PWD
 for corpus in tests/fuzz/corpus/*/; do
     target=$(basename "$corpus")
     cp tests/fuzz/oss_fuzz/fuzz_target.py "$SRC/fuzz_$target.py"
-    compile_python_fuzzer "$SRC/fuzz_$target.py" --collect-submodules librmq --hidden-import librmq_core
+    compile_python_fuzzer "$SRC/fuzz_$target.py" --collect-submodules librmq --hidden-import librmq.runtime._core
     (cd "$corpus" && zip -q -r "$OUT/fuzz_${target}_seed_corpus.zip" .)
 done
