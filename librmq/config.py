@@ -29,9 +29,10 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -312,6 +313,25 @@ def to_timestamp_ms(name: str, time: datetime | int) -> int:
     if isinstance(time, datetime) and time.tzinfo is not None:
         return -int(-time.timestamp() * 1000 // 1)
     raise ConfigError(f"{name}: expected a time with a time zone, or milliseconds since 1970, found {time!r:.80}")
+
+
+def check_reached(name: str, queue_offset: int, topic: str, ends: Collection[int]) -> None:
+    """Refuse a queue offset that none of a topic's queues has reached, by their ends; a time was meant, perhaps.
+
+    Raises:
+        ConfigError: It is beyond the end of each.
+    """
+    if queue_offset <= max(ends, default=queue_offset):
+        return
+    meant = "; if a time was meant, give it with its zone"
+    with suppress(OverflowError, ValueError, OSError):
+        # Until the year 5138 seconds since 1970 have at most 11 digits, and since 1973 milliseconds have 12.
+        seconds = queue_offset / 1000 if queue_offset >= 10**11 else queue_offset
+        meant += f", as {datetime.fromtimestamp(seconds, UTC).isoformat()}" if queue_offset >= 10**8 else ""
+    raise ConfigError(
+        f"{name}: expected a queue offset up to {max(ends)}, where the longest queue of topic {topic!r} ends, found "
+        f"{queue_offset}{meant}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- a store's settings

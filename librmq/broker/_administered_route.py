@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 from librmq.broker._arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker._topics import check_topic_settings, refuse_own_topic
 from librmq.broker.groups import group_settings
-from librmq.config import Seconds, to_seconds
+from librmq.config import Seconds, check_reached, to_seconds
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
@@ -27,6 +27,7 @@ from librmq.errors import (
     MalformedError,
     RmqError,
 )
+from librmq.formatting import NAMED
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.topics import (
@@ -80,7 +81,7 @@ from librmq.protocol import (
 )
 from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, counted
 
 if TYPE_CHECKING:
     from librmq.store import BrokerTables, MessageStore
@@ -364,6 +365,9 @@ class AdministeredRoute(Route, Closing):
     ) -> dict[MessageQueue, int]:
         """Set the progress of a running or stopped group in a topic; return the queue offset of each queue.
 
+        In a queue without an offset ``to`` the group is at the end or beginning, as the result says; a warning names
+        these queues.
+
         Args:
             group: The consumer group.
             topic: The topic.
@@ -372,7 +376,8 @@ class AdministeredRoute(Route, Closing):
             queue_id: The only queue to move; None means all.
 
         Raises:
-            ConfigError: ``to`` is none of these, or ``queue_id`` is not a whole number.
+            ConfigError: ``to`` is none of these, or an offset beyond the end of all these queues; or ``queue_id`` is
+                not a whole number.
             BrokerError: The group, the topic or the queue does not exist, or a broker of RocketMQ can't move a running
                 group there.
         """
@@ -380,6 +385,10 @@ class AdministeredRoute(Route, Closing):
         request = MoveGroup(group, topic, target_of(to), queue_id)
         if queue_id is not None and type(queue_id) is not int:
             raise ConfigError(f"queue_id: expected a whole number or None, found {queue_id!r:.80}")
+        if isinstance(request.to, int) and request.to:
+            bounds = self.queues(topic)
+            ends = [part.max_offset for queue, part in bounds.items() if queue_id in (None, queue.queue_id)]
+            check_reached("to", request.to, topic, ends)
         absent = ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
         parts, refusals = self._ask_all(request, *absent)
         moved = dict(sorted(chain.from_iterable(part.items() for part in parts)))
@@ -387,6 +396,16 @@ class AdministeredRoute(Route, Closing):
             if refusals[0].code == ResponseCode.TOPIC_NOT_EXIST:
                 raise no_such_topic(topic, self.topics()) from refusals[0]
             raise no_such_group(group, self.groups()) from refusals[0]
+        if isinstance(request.to, int) and (other := [queue for queue, at in moved.items() if at != request.to]):
+            _log.warning(
+                "group %(group)s in %(topic)s: %(count)s without offset %(queue_offset)d, where the group is at the "
+                "end or the beginning now: %(queues)s",
+                group=group,
+                topic=topic,
+                count=counted(len(other), "queue"),
+                queue_offset=request.to,
+                queues=", ".join(f"{queue.broker_name}/{queue.queue_id} at {moved[queue]}" for queue in other[:NAMED]),
+            )
         return moved
 
     def join(self, timeout: float | timedelta = 30) -> None:

@@ -436,9 +436,11 @@ class Progress:
         if self._offsets.is_started(group, name):
             return StartOutcome.MOVED_BEFORE
         topic = self._topics.by_name.get(name)
+        bounds = [self._store.queue_range(name, queue_id) for queue_id in range(0 if topic is None else topic.queues)]
+        if bounds and (request.queue_offset or 0) > max(end for _, end in bounds):
+            return StartOutcome.BEYOND_END
         offsets = {}
-        for queue_id in range(0 if topic is None else topic.queues):
-            begin, end = self._store.queue_range(name, queue_id)
+        for queue_id, (begin, end) in enumerate(bounds):
             if request.queue_offset is not None:
                 offsets[queue_id] = min(max(request.queue_offset, begin), end)
             else:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, Literal
 
+from librmq.config import check_reached
 from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link
 from librmq.diagnosis import StoreView, decide_half, plan_skip, skip
@@ -101,6 +102,8 @@ class Changes:
         else:
             target = datetime.fromtimestamp((query.time_ms("to") or 0) / 1000, UTC)
         route = self._place.acting()
+        if isinstance(target, int):
+            check_reached("to", target, topic, [bounds.max_offset for bounds in route.queues(topic).values()])
         before = route.progress(group, topic)
         rows = []
         for name in route.broker_names():

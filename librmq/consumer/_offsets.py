@@ -10,23 +10,25 @@ Mirrors ``RemoteBrokerOffsetStore`` and ``LocalFileOffsetStore``.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
 from librmq.client import Client
-from librmq.config import to_timestamp_ms
+from librmq.config import check_reached, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer.config import StartAt
-from librmq.errors import ConfigError, MalformedError, RmqError
+from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.files import Files, file_size
 from librmq.files.interface import make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message import MessageQueue
 from librmq.message.topics import TopicPrefix
-from librmq.protocol import QueryOffset, StartGroup, StartOutcome, UpdateOffset
+from librmq.protocol import DescribeQueues, QueryOffset, StartGroup, StartOutcome, UpdateOffset
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -53,9 +55,12 @@ class BrokerOffsets:
     def start(self, topic: str, broker_name: str) -> None:
         """Let a broker move the group in a topic to ``start_at``, unless it has moved it before.
 
+        A broker whose queues all end before an offset moves the group to their ends, if another broker's do not.
+
         Raises:
             BrokerError: The broker can't.
             BrokerUnreachableError: It can't be reached; `read` asks again.
+            ConfigError: ``start_at`` is an offset beyond the end of every queue.
         """
         at, place = self._start_at, (topic, broker_name)
         if at is None or place in self._started or topic.startswith(TopicPrefix.RETRY):
@@ -65,16 +70,32 @@ class BrokerOffsets:
             request = replace(request, timestamp_ms=max(0, to_timestamp_ms("start_at", at)))
         elif at != "last":
             request = replace(request, queue_offset=0 if at == "first" else at)
-        outcome = self._client.route.endpoint(broker_name).call(request)
+        endpoint = self._client.route.endpoint(broker_name)
+        outcome = endpoint.call(request)
+        is_beyond = outcome is StartOutcome.BEYOND_END
+        if is_beyond and isinstance(at, int):
+            check_reached("start_at", at, topic, self._ends(topic))
+            outcome = endpoint.call(replace(request, queue_offset=None))
         self._started.add(place)
-        _log.info(
+        _log.log(
+            logging.WARNING if is_beyond else logging.INFO,
             "group %(group)s in %(topic)s at %(broker)s: start_at is %(start_at)s, which %(effect)s",
             group=self._group,
             topic=topic,
             broker=broker_name,
             start_at=at,
-            effect=_EFFECTS[outcome],
+            effect="is beyond the end of every queue there, so it has moved it to the ends" * is_beyond
+            or _EFFECTS[outcome],
         )
+
+    def _ends(self, topic: str) -> list[int]:
+        """Return the ends of the topic's queues at all brokers that can be reached."""
+        ends = list[int]()
+        for name in self._client.route.broker_names():
+            with suppress(BrokerError, BrokerUnreachableError):  # the topic need not be at each broker
+                bounds = self._client.route.endpoint(name).call(DescribeQueues(topic))
+                ends += [part.max_offset for part in bounds.values()]
+        return ends
 
     def read(self, queue: MessageQueue) -> int | None:
         """Ask the broker for the stored progress; None if there is none."""

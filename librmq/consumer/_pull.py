@@ -598,10 +598,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         with self.runner.lock:
             assigned = self._assigned_queue(queue)
-            first, end = self.min_offset(queue), self.max_offset(queue)
-            if type(queue_offset) is not int or not first <= queue_offset <= end:
-                raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset!r:.80}")
+            self._check_offset(queue, queue_offset, self.min_offset(queue))
             self._set_position(assigned, queue_offset)
+
+    def _check_offset(self, queue: MessageQueue, queue_offset: object, first: int) -> None:
+        end = self.max_offset(queue)
+        if type(queue_offset) is not int or not first <= queue_offset <= end:
+            raise ClientStateError(
+                f"{queue} has offsets {first} to {end}, not {queue_offset!r:.80}; queue_offset_at finds that of a time"
+            )
 
     def seek_to_begin(self, queue: MessageQueue) -> None:
         """Continue at the oldest message."""
@@ -649,7 +654,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Store progress now: after all polled messages, or at these queue offsets.
 
         Raises:
-            ClientError: A broker did not store it.
+            ClientStateError: A broker did not store it, or a queue ends before its offset.
             TypeError: ``offsets`` does not map queues to queue offsets.
         """
         if offsets is not None and not isinstance(offsets, Mapping):
@@ -665,6 +670,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 for assigned, queue_offset in positions.items():
                     if type(queue_offset) is not int or queue_offset < 0:
                         raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
+                    if queue_offset > assigned.next_offset:
+                        self._check_offset(assigned.queue, queue_offset, 0)
             if self.recorder is not None:
                 self.recorder.passes()
             for assigned, queue_offset in positions.items():

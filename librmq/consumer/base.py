@@ -263,7 +263,8 @@ class Consumer(Instance, Member, Generic[C]):
         Raises:
             BrokerError: A broker does not serve an SQL subscription, or has no ``start_at``.
             BrokerUnreachableError: The route is a single broker, which is closed.
-            ConfigError: A push consumer has no listener yet; subscribe one, then start.
+            ConfigError: A push consumer has no listener yet: subscribe one, then start. Or ``start_at`` is an offset
+                that no queue has.
             ClientStateError: The consumer was started before.
             GroupMismatchError: With ``guard``, instances of the group have other subscriptions.
         """

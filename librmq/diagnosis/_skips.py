@@ -257,7 +257,8 @@ def plan_continue_as(source: Source, group: str, new_group: str, topic: str) -> 
             raise no_progress(group, topic)
         if view.progress.get((new_group, topic)):
             raise ConfigError(f"group {new_group!r} already has progress in topic {topic!r}: choose another name")
-        return dict(offsets)
+        ends = {queue_id: view.store.queue_range(topic, queue_id)[1] for queue_id in offsets}
+        return {queue_id: min(queue_offset, ends[queue_id]) for queue_id, queue_offset in offsets.items()}
 
 
 def continue_as(broker: Broker, group: str, new_group: str, topic: str) -> dict[int, int]:

@@ -314,6 +314,8 @@ class StartOutcome(enum.Enum):
     MOVED_BEFORE = "moved before"
     NO_QUEUES = "no queues"
     """The topic has none yet, so its messages come after the start."""
+    BEYOND_END = "beyond end"
+    """Each of the topic's queues ends before the queue offset; nothing has changed."""
 
 
 @value
@@ -328,7 +330,7 @@ class StartGroup(Request[StartOutcome]):
     timestamp_ms: int = -1
     """To the first message stored at or after a time; -1 is the end."""
     queue_offset: int | None = None
-    """To this queue offset instead, or the nearest that a queue has."""
+    """To this queue offset instead, or the nearest that a queue has, unless all end before it."""
     client_id: str | None = None
     """The client that starts; it reads the progress after the answer, so the broker does not ask it to move."""
 

@@ -292,6 +292,10 @@ def test_a_group_consumes_and_is_reset(place: Place, tmp_path: Path) -> None:
         assert route.reset_group("billing", "orders", "end") == end
         assert route.reset_group("billing", "orders", begin) == zero
         assert set(route.reset_group("billing", "orders", 1).values()) <= {0, 1}
+        before = route.progress("billing", "orders")
+        with pytest.raises(ConfigError, match=r"found 1795802400000; if a time was meant, give it .* 2026-11-27T18:00"):
+            route.reset_group("billing", "orders", 1_795_802_400_000)
+        assert route.progress("billing", "orders") == before
         with pytest.raises(ConfigError, match="to: expected 'begin'"):
             route.reset_group("billing", "orders", "soon")  # type: ignore[arg-type]
         with pytest.raises(BrokerError):

@@ -327,6 +327,20 @@ def test_a_stopped_group_is_reset(rmq: Kit, broker: Broker) -> None:
         broker.reset_group("g", "U", to="end")
 
 
+def test_a_reset_names_the_queues_that_lack_the_offset(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    broker.create_topic("T", 2)
+    producer = Producer(broker, "p")
+    for queue_id in (0, 0, 1):
+        producer.send("T", b"x", queue=queue_id)
+    broker.set_group("g")
+    assert {queue.queue_id: at for queue, at in broker.reset_group("g", "T", 2).items()} == {0: 2, 1: 1}
+    assert (
+        f"1 queue without offset 2, where the group is at the end or the beginning now: {broker.name}/1" in caplog.text
+    )
+    with pytest.raises(ConfigError, match=r"to: expected a queue offset up to 1, .* found 2; if a time was meant"):
+        broker.reset_group("g", "T", 2, queue_id=1)
+
+
 def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
     seen: list[bytes] = []
     for number in range(4):

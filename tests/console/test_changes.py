@@ -172,6 +172,7 @@ def test_a_change_that_fails_says_why(broker: Broker, runner: ManualRunner) -> N
     for path, why in (
         ("what=reset&group=billing&topic=nowhere&to=end", "nowhere"),
         ("what=reset&group=billing&topic=orders&to=sometime", "expected a time"),
+        ("what=reset&group=billing&topic=orders&to=1795802400000", "if a time was meant"),
         ("what=retries&group=mail&retries=many", "expected a whole number"),
         ("what=explode", "expected one of"),
         ("", "what: missing"),

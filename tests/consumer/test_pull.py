@@ -220,6 +220,19 @@ def test_a_seek_within_a_loop_counts_immediately(filled: Kit) -> None:
     assert seen == [0, 1, 7, 8, 9]
 
 
+def test_an_offset_beyond_the_end_is_neither_sought_nor_committed(filled: Kit) -> None:
+    consumer = reader(filled)
+    consumer.assign(QUEUES[:1])
+    with consumer:
+        with pytest.raises(
+            ClientStateError, match="offsets 0 to 10, not 1795802400000; queue_offset_at finds that of a time"
+        ):
+            consumer.seek(QUEUES[0], 1_795_802_400_000)
+        with pytest.raises(ClientStateError, match="not 1795802400000"):
+            consumer.commit({QUEUES[0]: 1_795_802_400_000})
+        assert consumer.position(QUEUES[0]) == 0
+
+
 def test_a_poll_that_is_interrupted_loses_nothing(filled: Kit) -> None:
     consumer = reading(filled, 1)
     polled: list[Any] = []

@@ -13,7 +13,7 @@ import pytest
 import librmq
 from librmq import Broker, ManualClock, ManualRunner, MessageModel, Producer, PullConsumer, PushConsumer, StoreConfig
 from librmq.broker import BrokerConfig
-from librmq.cluster import Replica, promote_replica
+from librmq.cluster import Cluster, Replica, promote_replica
 from librmq.consumer.config import StartAt
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MalformedError
 from librmq.files._memory import MemoryFiles
@@ -88,7 +88,7 @@ def read(broker: Any, kind: str = "pull", **settings: Any) -> str:
         (BEGIN + timedelta(seconds=30), "bc"),
         (BEGIN + timedelta(days=1), ""),
         (1, "bc"),
-        (99, ""),
+        (3, ""),
         (None, "c"),
     ],
 )
@@ -103,6 +103,33 @@ def test_a_group_with_progress_moves_once(kind: str, start_at: StartAt | None, e
         assert read(broker, kind, start_at="first") == ("abc" if start_at is None else "")
         broker.delete_group("g", keep_progress=False)
         assert read(broker, kind, start_at="first") == "abc"
+
+
+@pytest.mark.parametrize("kind", ["push", "pull", "assign"])
+def test_an_offset_that_no_queue_has_starts_nothing(kind: str) -> None:
+    with open_broker(MemoryFiles()) as broker:
+        fill(broker)
+        with pytest.raises(
+            ConfigError, match=r"start_at: expected a queue offset up to 3, .* 2026-01-01T00:00:00\+00:00"
+        ):
+            read(broker, kind, start_at=1_767_225_600_000)
+        assert broker.consumer_offset("g", "t") == 2
+        assert read(broker, kind, start_at=1) == "bc"
+
+
+def test_a_broker_whose_queues_are_shorter_starts_at_their_ends(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster.open(
+        "/c", ["a", "b"], files=MemoryFiles(), runner=ManualRunner(), store_config=StoreConfig.tiny()
+    ) as cluster:
+        cluster.create_topic("t", 1)
+        producer = Producer(cluster, "p")
+        for name in "aab":
+            producer.send("t", b"x", queue=MessageQueue("t", name, 0))
+        with PullConsumer(cluster, "g", start_at=2) as consumer:
+            consumer.subscribe("t")
+            assert not consumer.poll()
+            assert {queue.broker_name: consumer.position(queue) for queue in consumer.assignment} == {"a": 2, "b": 1}
+    assert "start_at is 2, which is beyond the end of every queue there, so it has moved it to the ends" in caplog.text
 
 
 def test_further_instances_and_those_that_run(rmq: Kit) -> None:
@@ -167,7 +194,9 @@ def test_a_broker_of_rocketmq_is_refused() -> None:
     answer = answer_to(Frame(31_009, {}), ResponseCode.REQUEST_CODE_NOT_SUPPORTED, " request type 31009 not supported")
     with pytest.raises(BrokerError, match="as librmq's brokers do: move the group once by `librmq reset --route"):
         FORMS[StartGroup].read(StartGroup("g", "t"), answer)
-    with pytest.raises(MalformedError, match="outcome: expected one of moved, moved before, no queues, found 'x'"):
+    with pytest.raises(
+        MalformedError, match="outcome: expected one of moved, moved before, no queues, beyond end, found 'x'"
+    ):
         FORMS[StartGroup].read(StartGroup("g", "t"), answer_to(Frame(31_009, {}), 0, fields={"outcome": "x"}))
 
 

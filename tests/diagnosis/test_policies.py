@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from librmq import ConfigError, diagnosis
+from librmq.protocol import UpdateOffset
 from librmq.testing import Kit
 
 
@@ -94,6 +95,8 @@ def test_a_group_continues_under_a_new_name(behind: Kit) -> None:
     for wrong in (("none", "G3"), ("G", "G2")):
         with pytest.raises(ConfigError):
             diagnosis.continue_as(behind.broker, *wrong, "T")
+    behind.broker.call(UpdateOffset("G", "T", 0, 99))
+    assert diagnosis.continue_as(behind.broker, "G", "G3", "T") == {0: 10, 1: 4}
 
 
 def test_an_outdated_plan_is_refused(behind: Kit) -> None:

@@ -11,6 +11,7 @@ from librmq.cli._output import Output, complain
 from librmq.cli._rows import Row, named
 from librmq.cli._selection import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli._stores import open_administered, open_running, select_queues, view_of
+from librmq.config import check_reached
 from librmq.diagnosis import View
 from librmq.diagnosis.pending import waiting_retries
 from librmq.errors import InputError
@@ -259,6 +260,8 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
         before = next((progress for _, progress in view.consumed(group, topic)), {})
         _make_known(route, group)
         to = arguments.to if arguments.offset is None else max(int(arguments.offset), 0)
+        if isinstance(to, int):
+            check_reached("--offset", to, topic, [offsets.stop for offsets in queues.values()])
         after: dict[Any, int] = {}
         if arguments.route is not None and arguments.queue is None:
             # A broker of RocketMQ moves a running group only in all queues.
