@@ -7,6 +7,7 @@ from functools import cache, partial
 from importlib.resources import files
 from math import ceil
 from os import PathLike
+from secrets import token_urlsafe
 from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, quote
 
@@ -20,12 +21,12 @@ from starlette.routing import Route as Address
 
 from librmq.broker import AdministeredRoute
 from librmq.console._changes import Changes
-from librmq.console._guard import Application, Authorize, Guard
+from librmq.console._guard import SECRET, Application, Authorize, Guard
 from librmq.console._pages import Pages
 from librmq.console._place import Place
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Moment, Page, Query, at_moment
-from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.errors import BrokerUnreachableError, ConfigError, RmqError
 from librmq.formatting import options_unbroken, visible
 from librmq.runtime.event_log import EventLog
 
@@ -54,6 +55,7 @@ def console(
     hosts: Collection[str] = (),
     folder: str | None = None,
     secret: str | None = None,
+    behind_proxy: bool = False,
 ) -> Application:
     """Return the pages about a place as an ASGI application, which can be mounted at any path.
 
@@ -62,21 +64,27 @@ def console(
         allow_changes: Whether dead letters can be sent again, messages cancelled, groups reset.
         bodies: Whether bodies of messages are shown.
         authorize: Called with the ASGI scope of each request; returns, or awaits, the caller's name, which the log of
-            changes has. None refuses the request. Without it only requests from this machine to this machine are
-            answered.
-        hosts: The names, each with its port or without, by which browsers may ask; needed behind a proxy if there is
-            no ``authorize``.
+            changes has. None refuses the request.
+        hosts: The names, each with its port or without, by which browsers may ask. They do not say who may.
         folder: The folder of the store behind a ``route`` to another process of this machine: stories of messages,
             findings, what waits and past moments are read there.
-        secret: Only who has opened the address with ``?secret=…`` once is answered.
+        secret: Only who has opened the address with ``?secret=…`` once is answered. Without ``authorize`` and
+            ``secret`` each console makes a secret, and logs it.
+        behind_proxy: Whether a proxy before the console decides who may ask, so that all that it passes on is answered.
 
     Raises:
         MissingExtraError: The extra ``console`` is not installed.
         TypeError: ``route`` is no route and no path.
+        ConfigError: ``secret`` is empty.
     """
+    if secret == "":
+        raise ConfigError("secret: expected some characters, found none, by which everyone would be let in")
     place = Place(route, folder)
     pages = Pages(place, bodies=bodies, allow_changes=allow_changes)
     site = _Site(pages, Changes(place) if pages.allow_changes else None)
+    if authorize is None and secret is None and not behind_proxy:
+        secret = token_urlsafe(24)
+        _log.warning("the console answers who opens its address with ?%(_link)s", _link=f"{SECRET}={secret}")
     return Guard(site.application(), authorize=authorize, hosts=hosts, secret=secret)
 
 

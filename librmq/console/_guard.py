@@ -2,9 +2,10 @@
 
 ::
 
-    Host        the machine itself, or a name that the application gives: a foreign name that leads here is refused,
-                because a page elsewhere could reach the console by it (DNS rebinding)
-    caller      the application's own ``authorize``; without it only this machine, and with a secret its holder
+    caller      whom the application's own ``authorize`` names, or who has opened the link with the secret; an address
+                and a ``Host`` prove nothing, because a proxy on this machine has both
+    Host        with ``hosts`` one of these names: a page elsewhere could reach the console by a name of its own that
+                leads here (DNS rebinding)
     POST        from a page of the console (``Sec-Fetch-Site``), with a token that only such a page has
     answers     no script or style but the console's own, in no frame, kept in no cache
 """
@@ -13,13 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from http.cookies import CookieError, SimpleCookie
 from inspect import isawaitable
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 Scope = Mapping[str, Any]
 """A request as ASGI describes it."""
@@ -40,10 +40,8 @@ _HEADERS: Final = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-store"),
 )
-_FORWARDED: Final = (b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip")
-_LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 SECRET: Final = "secret"
-"""The parameter of the link that the command prints."""
+"""The parameter of the link that has the secret."""
 
 
 class Guard:
@@ -57,12 +55,16 @@ class Guard:
         hosts: Collection[str] = (),
         secret: str | None = None,
     ) -> None:
-        """Without ``authorize`` only this machine is answered; with a ``secret`` only who has followed its link."""
+        """Without ``authorize`` and ``secret`` everyone is answered."""
         self._application = application
         self._authorize = authorize
         self._hosts = frozenset(host.lower() for host in hosts)
         self._secret = secret
-        self._key = secrets.token_bytes(32)
+        # Of one secret, so that processes that share it take each other's cookies and forms.
+        self._key = secrets.token_bytes(32) if secret is None else secret.encode()
+        self._cookie = f"librmq-{self._signed('cookie')[:12]}"
+        """The cookie's name: browsers send the cookies of one port to all ports of a host."""
+        self._session = self._signed("session")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -75,14 +77,16 @@ class Guard:
             await send(message)
 
         headers = dict(scope["headers"])
-        refusal = self._foreign(scope, headers)
-        caller: str | None = "this machine"
+        refusal = self._foreign(headers)
+        caller: str | None = "a caller" if self._secret is None else "the link's holder"
         if not refusal and self._secret is not None:
             if (location := self._followed_link(scope)) is not None:
                 await self._begin_session(location, send_guarded)
                 return
             if not self._has_cookie(headers):
-                refusal = "open the link that `librmq console` printed: it has the secret that this page asks for"
+                refusal = (
+                    "open the link that has the secret of this page: `librmq console` prints it, an application logs it"
+                )
         if not refusal and self._authorize is not None:
             answer = self._authorize(scope)
             caller = await answer if isawaitable(answer) else answer
@@ -101,34 +105,29 @@ class Guard:
 
     def token(self, caller: str) -> str:
         """Return what a form of a caller must send back."""
-        return hmac.new(self._key, caller.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+        return self._signed(f"token {caller}")
 
-    def _foreign(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str:
-        """Return why a request is refused by its host and address; empty if it is not."""
+    def _signed(self, text: str) -> str:
+        return hmac.new(self._key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+
+    def _foreign(self, headers: Mapping[bytes, bytes]) -> str:
+        """Return why a request is refused by its host; empty if it is not."""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._hosts:
-            if host in self._hosts or name in self._hosts:
-                return ""
-            return f"the host {host!r} is none of those that the console was given (hosts=)"
-        if self._authorize is not None:
+        if not self._hosts or host in self._hosts or name in self._hosts:
             return ""
-        if any(header in headers for header in _FORWARDED):
-            return "a proxy passed this request on: give the console authorize=, or hosts= and a guard before it"
-        if name not in _LOCAL_NAMES or not _is_local(scope):
-            return "only this machine is answered: give the console authorize= to let others in"
-        return ""
+        return f"the host {host!r} is none of those that the console was given (hosts=)"
 
-    # ---- the secret of the command's link
+    # ---- the secret of the link
 
     def _followed_link(self, scope: Scope) -> str | None:
         """Return the address without the secret if a request has the right one."""
         pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         given = next((value for name, value in pairs if name == SECRET), None)
-        if given is None or not self._is_secret(given):
+        if given is None or not _are_equal(given, self._secret or ""):
             return None
         rest = urlencode([pair for pair in pairs if pair[0] != SECRET])
-        path = scope["path"].rpartition("/")[2] or "./"
+        path = quote(scope["path"].rpartition("/")[2], safe="", errors="replace") or "./"
         return f"{path}?{rest}" if rest else path
 
     def _has_cookie(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -138,29 +137,15 @@ class Guard:
         except CookieError:
             return False
         morsel = cookies.get(self._cookie)
-        return morsel is not None and self._is_secret(morsel.value)
-
-    @property
-    def _cookie(self) -> str:
-        """The cookie's name: browsers send the cookies of one port to all ports of a host."""
-        assert self._secret is not None
-        return f"librmq-{hashlib.sha256(self._secret.encode()).hexdigest()[:12]}"
-
-    def _is_secret(self, given: str) -> bool:
-        assert self._secret is not None
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self._secret.encode())
+        return morsel is not None and _are_equal(morsel.value, self._session)
 
     async def _begin_session(self, location: str, send: Callable[[Any], Awaitable[None]]) -> None:
-        cookie = f"{self._cookie}={self._secret}; HttpOnly; SameSite=Strict; Path=/"
+        cookie = f"{self._cookie}={self._session}; HttpOnly; SameSite=Strict; Path=/"
         await _answer(303, b"", ((b"location", location.encode()), (b"set-cookie", cookie.encode())), send)
 
 
-def _is_local(scope: Scope) -> bool:
-    client = scope.get("client")
-    try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return False
+def _are_equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))
 
 
 async def _answer(

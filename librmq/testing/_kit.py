@@ -280,7 +280,8 @@ class Kit:
         """
         from librmq.console import console  # loads a web framework
 
-        return console(self.broker, allow_changes=allow_changes)
+        # Only the test reaches it.
+        return console(self.broker, allow_changes=allow_changes, behind_proxy=True)
 
     def consumer(
         self, group: str, *, site: str | None = None, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, ManualRunner, Message, Producer, share
-from librmq.console import console
 from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
-from tests.console.pages import OWN, Asked, cells, facts, shop
+from tests.console.pages import OWN, Asked, cells, console, facts, shop
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_a_reset_is_shown_then_made(broker: Broker, runner: ManualRunner, caplog
     assert "Progress now" in done
     assert broker.lag("billing") == 0
     (line,) = [record.getMessage() for record in caplog.records if record.name == "librmq.console"]
-    assert line.startswith("this machine at 127.0.0.1: librmq reset ")
+    assert line.startswith("a caller at 127.0.0.1: librmq reset ")
 
 
 def test_letters_are_sent_again_once(broker: Broker, runner: ManualRunner) -> None:

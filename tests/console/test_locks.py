@@ -11,10 +11,9 @@ from typing import Any, Self
 import pytest
 
 from librmq import Broker, ManualRunner, ThreadRunner, connect
-from librmq.console import console
 from librmq.files import MemoryFiles
 from librmq.wire.remoting import RemotingServer
-from tests.console.pages import Asked, shop
+from tests.console.pages import Asked, console, shop
 
 PAGES = (
     *("/", "/topics", "/topic?name=orders", "/topic?name=orders&key=o-3", "/topic?name=orders&sql=amount+%3E+50"),

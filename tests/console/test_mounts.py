@@ -19,10 +19,9 @@ from django.urls import path
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-import librmq
-from librmq.console import console
+import librmq.console
 from librmq.testing import Kit
-from tests.console.pages import Asked
+from tests.console.pages import Asked, console
 from tests.django_project import configure
 
 PAGE = Path(__file__).parents[2] / "docs" / "console.md"
@@ -48,6 +47,8 @@ def in_django(
 ) -> Iterator[Any]:
     configure(tmp_path_factory.mktemp("django"))
     monkeypatch.setattr(librmq, "share", lambda _: kit.broker)
+    monkeypatch.setattr(librmq.console, "console", lambda place, **_: console(place))
+    monkeypatch.setenv("CONSOLE_SECRET", "which these tests do without")
     monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "none, because settings are configured")
     names: dict[str, Any] = {}
     with override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["127.0.0.1"]):
@@ -87,7 +88,7 @@ def test_the_address_without_a_slash_keeps_its_parameters(in_django: Any) -> Non
 @pytest.mark.parametrize(("cookie", "status"), [("session=a-secret", 200), ("session=other", 403), ("", 403)])
 def test_a_dependency_of_fastapi_decides_who_sees(kit: Kit, cookie: str, status: int) -> None:
     (text,) = re.findall(r"```python\n(from fastapi.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    names: dict[str, Any] = {"console": console, "broker": kit.broker}
+    names: dict[str, Any] = {"console": librmq.console.console, "broker": kit.broker}
     exec(text, names)
     asked = Asked(names["shop"], "shop.example", client="10.0.0.9")
     assert asked.get("/queue/", headers={"Cookie": cookie}).status_code == status

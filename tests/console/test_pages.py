@@ -28,7 +28,6 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.console import _pages as pages
-from librmq.console import console
 from librmq.diagnosis import pending_messages
 from librmq.diagnosis import view as diagnosis_view
 from librmq.errors import BrokerUnreachableError
@@ -39,7 +38,7 @@ from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-from tests.console.pages import MARKUP, Asked, SlowClock, facts, shop
+from tests.console.pages import MARKUP, Asked, SlowClock, console, facts, shop
 from tests.wire.test_connect import until
 
 
