@@ -23,6 +23,11 @@ def number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
 
 
+def sent_again(letters: int | None) -> str:
+    """Return the note beside a number of dead letters: how many others were sent again; empty without any."""
+    return f"{number(letters)} more were sent again" if letters else ""
+
+
 def duration(seconds: float | None) -> str:
     """Return ``350 ms``, ``7.2 s``, ``3 min 20 s``, ``5 h 12 min`` or ``12 d 3 h``."""
     if seconds is None:

@@ -170,11 +170,12 @@ def causes(found: Sequence[DeadLetterCause], letters: int) -> Table:
             Cell(short(cause.cause, 200)),
             topic_link(cause.original_topic),
             count(cause.messages),
+            count(cause.resent),
             Cell(moment(cause.last_timestamp_ms)),
             count(cause.most_times),
         ]
         for cause in islice(found, _ROWS)
     ]
-    columns = ("cause", "topic", "letters", "last", "attempts")
+    columns = ("cause", "topic", "letters", "sent again", "last", "attempts")
     note = f"Of the newest {LETTERS} letters." if letters > LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)

@@ -53,7 +53,7 @@ from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
 from librmq.diagnosis.view import count_dead_letters, topic_summaries
 from librmq.errors import ConfigError
-from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
+from librmq.formatting import UNKNOWN, duration, moment, number, rate, sent_again, short, size
 from librmq.message import StoredMessage
 from librmq.message.topics import is_own_group, kind_of_topic
 
@@ -114,7 +114,8 @@ class Pages:
             disk = [] if is_past else self._disk(log)
             findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
             waiting = self._waiting_fact(view, query)
-        total, dead = sum(lags.values()), sum(letters.values())
+        total, dead = sum(lags.values()), sum(of_group.unsent for of_group in letters.values())
+        resent = sum(of_group.resent or 0 for of_group in letters.values())
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
         notes = []
@@ -130,7 +131,7 @@ class Pages:
                 Fact("consumed", *self._rate(samples.consumed_per_s(), query)),
                 Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
                 waiting,
-                Fact("dead letters", number(dead), "", "bad" if dead else ""),
+                Fact("dead letters", number(dead), sent_again(resent), "bad" if dead else ""),
                 *disk,
             ],
             [
@@ -175,23 +176,24 @@ class Pages:
         samples: Samples,
         groups: Sequence[str],
         lags: Mapping[str, int],
-        letters: Mapping[str, int],
+        letters: Mapping[str, tuple[int, int | None]],
         every: int,
     ) -> Table:
         rows = []
         for group in groups:
-            points = line(samples.lags(group))
+            points, (dead, resent) = line(samples.lags(group)), letters[group]
             rows.append(
                 [
                     group_link(group),
                     count(lags.get(group), "warn"),
                     Cell(points, "", "line"),
                     Cell(rate(samples.consumed_per_s(group)), is_number=True),
-                    count(letters.get(group, 0), "bad"),
+                    count(dead, "bad"),
+                    count(resent),
                 ]
             )
         note = f"The {len(groups)} with the most of {number(every)} groups." if len(groups) < every else ""
-        columns = ("group", "lag", "since this page was opened", "consumed", "dead letters")
+        columns = ("group", "lag", "since this page was opened", "consumed", "dead letters", "sent again")
         return Table("Groups", columns, rows, note, "No group yet.")
 
     def _busiest(self, samples: Samples, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
@@ -360,10 +362,11 @@ class Pages:
                     count(None if row is None else row.lag, "warn"),
                     count(None if row is None else row.again),
                     Cell("" if oldest is None or now_ms is None else duration(max(now_ms - oldest, 0) / 1000)),
-                    count(letters[group], "bad"),
+                    count(letters[group].unsent, "bad"),
+                    count(letters[group].resent),
                 ]
             )
-        columns = ("group", "topics", "lag", "of it retries", "oldest waits for", "dead letters")
+        columns = ("group", "topics", "lag", "of it retries", "oldest waits for", "dead letters", "sent again")
         return _list_page("group", columns, rows, len(names), begin, query.text("q"))
 
     def group(self, query: Query) -> Page:
@@ -388,11 +391,11 @@ class Pages:
             group,
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
-                Fact("dead letters", number(dead)),
+                Fact("dead letters", number(dead.unsent), sent_again(dead.resent)),
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
                 Fact("retries", number(members.retries), "before a dead letter"),
             ],
-            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead)],
+            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead.every)],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
         )
@@ -402,7 +405,7 @@ class Pages:
         group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
             found = newest_letters(view, group, LETTERS)
-            every = count_dead_letters(view, group)
+            every = count_dead_letters(view, group).every
         rows = []
         for message, letter in found:
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)

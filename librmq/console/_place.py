@@ -95,7 +95,7 @@ class Place:
     def view(self, at_ms: int | None = None) -> Iterator[View[Any]]:
         """View topics, groups and progress as the brokers have them now, or the store as it was at a time."""
         if self.route is not None and self.broker is None and at_ms is None and not self.has_much_progress:
-            yield ClusterView(self.route)
+            yield ClusterView(self.route, self.folder)
             self.unanswered = ""
         else:
             with self.log(at_ms) as view:

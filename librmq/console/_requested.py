@@ -111,7 +111,7 @@ def findings_by_requests(
                 {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
             )  # fmt: skip
         letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
-        for cause in sum_up_causes(letters):
+        for cause in filter(lambda cause: cause.messages, sum_up_causes(letters)):
             yield Finding(
                 "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",
                 f"{number(cause.messages)} dead letters: {cause.cause}.",

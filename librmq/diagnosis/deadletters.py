@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
+from librmq.formatting import sent_again
 from librmq.message import StoredMessage, retry_topic
 from librmq.message.dead_letter_cause import cause_of
 from librmq.message.properties import PropertyName
@@ -48,7 +49,10 @@ class GivenUpMessage(NamedTuple):
 
 
 class DeadLetterCause(NamedTuple):
-    """Dead letters of one cause; numbers in the text of an exception are ignored."""
+    """Dead letters of one cause; numbers in the text of an exception are ignored.
+
+    Times, attempts and example are those of the letters that were not sent again, or if all were, of all.
+    """
 
     group: str
     original_topic: str
@@ -56,7 +60,7 @@ class DeadLetterCause(NamedTuple):
     cause: str
     """As in `GivenUpMessage`, with numbers replaced by ``#``."""
     messages: int
-    """Number of dead letters."""
+    """Number of dead letters that were not sent again."""
     first_timestamp_ms: int
     """Time at which the group gave up the first of them."""
     last_timestamp_ms: int
@@ -65,6 +69,8 @@ class DeadLetterCause(NamedTuple):
     """The most failed attempts at one of them."""
     example: int
     """The physical offset of the last one."""
+    resent: int
+    """Number of dead letters that were sent again."""
 
 
 def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMessage]:
@@ -85,9 +91,10 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
+        MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        return sum_up_causes(letter for *_, letter in letters_by_queue(view, group))
+        return sum_up_causes(letter for *_, letter in letters_by_queue(view, group, view.resent_times))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
@@ -95,15 +102,22 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
     sums: dict[tuple[str, str, str], DeadLetterCause] = {}
     for letter in letters:
         name = letter.group, letter.original_topic, _VARIABLE_PARTS.sub("#", letter.cause)
-        at_ms, times = letter.store_timestamp_ms, letter.reconsume_times
-        before = sums.get(name) or DeadLetterCause(*name, 0, at_ms, at_ms, times, 0)
-        sums[name] = before._replace(
-            messages=before.messages + 1,
-            first_timestamp_ms=min(before.first_timestamp_ms, at_ms),
-            last_timestamp_ms=max(before.last_timestamp_ms, at_ms),
-            most_times=max(before.most_times, times),
-            example=letter.physical_offset,
-        )
+        at_ms, times, is_unsent = letter.store_timestamp_ms, letter.reconsume_times, letter.resent_at_ms is None
+        before = sums.get(name)
+        if before is None or (is_unsent and not before.messages):  # the first one, or the first unsent one
+            resent = not is_unsent if before is None else before.resent
+            place = letter.physical_offset
+            sums[name] = DeadLetterCause(*name, int(is_unsent), at_ms, at_ms, times, place, int(resent))
+            continue
+        sums[name] = before = before._replace(resent=before.resent + (not is_unsent))
+        if is_unsent or not before.messages:
+            sums[name] = before._replace(
+                messages=before.messages + is_unsent,
+                first_timestamp_ms=min(before.first_timestamp_ms, at_ms),
+                last_timestamp_ms=max(before.last_timestamp_ms, at_ms),
+                most_times=max(before.most_times, times),
+                example=letter.physical_offset,
+            )
     return sorted(sums.values(), key=lambda sums_of_cause: (-sums_of_cause.messages, sums_of_cause[:3]))
 
 
@@ -139,8 +153,9 @@ def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
 
 
 def dead_letter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
-    """Yield a finding for each frequent cause of dead letters of a group and topic, and one for the rest."""
-    for causes in grouped(dead_letter_causes(view), lambda cause: (cause.group, cause.original_topic)).values():
+    """Yield a finding for each frequent cause of unsent dead letters of a group and topic, and one for the rest."""
+    unsent = [cause for cause in dead_letter_causes(view) if cause.messages]
+    for causes in grouped(unsent, lambda cause: (cause.group, cause.original_topic)).values():
         yield from (_causes_finding([cause], limits) for cause in causes[:_CAUSES])
         if len(causes) > _CAUSES:
             yield _causes_finding(causes[_CAUSES:], limits)
@@ -148,11 +163,14 @@ def dead_letter_findings(view: StoreView, limits: Thresholds) -> Iterator[Findin
 
 def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Finding:
     largest, messages = causes[0], sum(cause.messages for cause in causes)
+    resent = sum(cause.resent for cause in causes)
+    more = f" {sent_again(resent)}." if resent else ""
     what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
         "dead-letters", limits._severity_of(largest.original_topic),
-        f"group {largest.group}, topic {largest.original_topic}", f"{counted(messages, 'dead letter')}: {what}.",
+        f"group {largest.group}, topic {largest.original_topic}", f"{counted(messages, 'dead letter')}: {what}.{more}",
         {"cause": largest.cause, "causes": len(causes), **cut_evidence(len(causes) > 1), "messages": messages,
+         "resent": resent,
          "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),
          "last_timestamp_ms": max(cause.last_timestamp_ms for cause in causes), "physical_offset": largest.example},
         f"Fix the cause, then send them again: librmq dead-letters STORE --resend --group {largest.group}, or "

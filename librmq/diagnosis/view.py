@@ -14,11 +14,11 @@ topics and groups are computed from it, each by one function.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from librmq.clock import Clock, SystemClock
@@ -36,7 +36,7 @@ from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_of
-from librmq.store.format.documents import LetterIdentity, resent_times
+from librmq.store.format.documents import LetterIdentity, letter_identity, resent_times
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute, Broker
@@ -103,6 +103,11 @@ class View(Protocol[Queue]):
     @property
     def resent_times(self) -> Mapping[LetterIdentity, int]:
         """The times at which dead letters were last sent to their groups again."""
+        ...
+
+    @property
+    def resent_letters(self) -> Counter[str] | None:
+        """How many dead letters of each group were sent again; None if that is unknown."""
         ...
 
     def queues(self, topic: str) -> Mapping[Queue, range]:
@@ -175,7 +180,9 @@ class GroupSummary(NamedTuple):
     lag: int | None
     """Number of unconsumed messages; None without progress."""
     dead_letters: int
-    """Number of messages in its topic of dead letters."""
+    """Number of its dead letters that were not sent again."""
+    resent: int | None
+    """Number of those that were sent again; None if the brokers do not note that, so that all count as unsent."""
 
 
 def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSummary]:
@@ -188,12 +195,28 @@ def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSum
                 for queues in topics.values()
                 for progress in queues.values()
             )
-            yield GroupSummary(group, list(topics), lag if topics else None, count_dead_letters(view, group))
+            yield GroupSummary(group, list(topics), lag if topics else None, *count_dead_letters(view, group))
 
 
-def count_dead_letters(view: View[Any], group: str) -> int:
-    """Return the number of messages in a group's topic of dead letters."""
-    return sum(map(len, view.queues(dead_letter_topic(group)).values()))
+class LetterCount(NamedTuple):
+    """The dead letters of a group."""
+
+    unsent: int
+    """Those that were not sent again."""
+    resent: int | None
+    """Those that were sent again; None if that is unknown."""
+
+    @property
+    def every(self) -> int:
+        """All of them."""
+        return self.unsent + (self.resent or 0)
+
+
+def count_dead_letters(view: View[Any], group: str) -> LetterCount:
+    """Return the number of dead letters of a group."""
+    letters = sum(map(len, view.queues(dead_letter_topic(group)).values()))
+    resent = view.resent_letters
+    return LetterCount(letters, None) if resent is None else LetterCount(letters - resent[group], resent[group])
 
 
 class StoreView(Closing):
@@ -409,10 +432,22 @@ class StoreView(Closing):
         rows = self.tables.topics.rows.items()
         return sorted(self.topics.keys() | {topic for topic, row in rows if is_listed(topic, row.get("perm", 0))})
 
-    @property
+    @cached_property
     def resent_times(self) -> Mapping[LetterIdentity, int]:
         """The times at which dead letters were last sent to their groups again."""
-        return resent_times(self.store.path, self.store.files)
+        times, past_ms = resent_times(self.store.path, self.store.files), self.store.past_ms
+        return times if past_ms is None else {letter: at for letter, at in times.items() if at <= past_ms}
+
+    @cached_property
+    def resent_letters(self) -> Counter[str]:
+        """How many dead letters of each group were sent again."""
+        counts = Counter[str]()
+        for identity in self.resent_times:
+            with suppress(CorruptionError):  # no record begins there, or a damaged one
+                letter = self.store.message_at(identity[0])
+                if letter is not None and letter_identity(letter) == identity:
+                    counts[letter.topic.removeprefix(TopicPrefix.DEAD_LETTER)] += 1
+        return counts
 
     def queues(self, topic: str) -> dict[QueueName, range]:
         """Return the queue offsets of the messages in each queue of a topic."""
@@ -545,11 +580,14 @@ class ClusterView:
 
     levels = DEFAULT_LEVELS
     """The delay levels that brokers have by default."""
-    resent_times: Final[Mapping[LetterIdentity, int]] = MappingProxyType({})
-    """None: brokers do not note which dead letters were sent again."""
 
-    def __init__(self, route: AdministeredRoute) -> None:
+    def __init__(self, route: AdministeredRoute, folder: str | None = None) -> None:
+        """``folder`` is that of the only broker's store, if it is on this machine; brokers do not answer what it notes.
+
+        Without it nothing is known about dead letters that were sent again.
+        """
         self.route = route
+        self._folder = folder
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
 
     def broker_name(self, queue: MessageQueue) -> str:
@@ -609,6 +647,19 @@ class ClusterView:
         return self.stored_at(queue, offsets[0]), self.stored_at(queue, offsets[-1])
 
     # ---- groups
+
+    @cached_property
+    def resent_times(self) -> Mapping[LetterIdentity, int]:
+        """The times at which dead letters were last sent to their groups again, as far as that is known."""
+        return {} if self._folder is None else resent_times(self._folder, DiskFiles())
+
+    @cached_property
+    def resent_letters(self) -> Counter[str] | None:
+        """How many dead letters of each group were sent again; None if that is unknown."""
+        if self._folder is None or not self.resent_times:
+            return None if self._folder is None else Counter()
+        with StoreView.open(self._folder) as view:
+            return view.resent_letters
 
     @cached_property
     def groups(self) -> list[str]:

@@ -67,6 +67,7 @@ def test_groups_are_those_of_tables_and_topics(shell: Shell) -> None:
         "topics": ["%RETRY%CG_order", "OrderTopic", "TopicTest", "订单主题"],
         "lag": sum(row["lag"] for row in shell("lag", "store").rows),
         "dead_letters": 0,
+        "resent": 0,
     }
     everything = {row["group"] for row in shell("groups", "store", "--all").rows}
     assert everything > set(rows)
@@ -276,6 +277,15 @@ def test_a_repeated_resend_continues_with_the_unsent_letters(broken: Shell) -> N
     assert "all 3 dead letters were sent before" in answer.said
     retries = broken("show", "kit", "--topic", "%RETRY%g").rows[-3:]
     assert {row["dispatch_uniq_key"] for row in retries} == {row["unique_key"] for row in listed}
+
+
+def test_letters_that_were_sent_again_are_no_finding(broken: Shell) -> None:
+    assert broken("dead-letters", "kit", "--resend", "--group", "g", "--limit", 2).status == 0
+    assert [(row["dead_letters"], row["resent"]) for row in broken("groups", "kit").rows] == [(1, 2)]
+    assert [(row["messages"], row["resent"]) for row in broken("dead-letters", "kit", "--causes").rows] == [(1, 2)]
+    assert broken("dead-letters", "kit", "--resend", "--group", "g").status == 0
+    assert [(row["dead_letters"], row["resent"]) for row in broken("groups", "kit").rows] == [(0, 3)]
+    assert [row for row in broken("diagnose", "kit").rows if row["finding"] == "dead-letters"] == []
 
 
 def test_dead_letters_are_chosen_by_their_time(broken: Shell) -> None:

@@ -104,6 +104,27 @@ def test_the_same_pages_at_each_place(tmp_path: Path, broker: Broker, runner: Ma
             assert rows[0] == rows[1]
 
 
+def test_letters_that_were_sent_again_wait_no_more(tmp_path: Path, broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    broker.resend_dead_letters("mail", broker.dead_letters("mail")[:3])
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        for place, dead, resent in ((broker, "1", "3"), (tmp_path / "store", "1", "3"), (remote, "4", "unknown")):
+            asked = Asked(console(place))
+            for address in ("/", "/groups"):
+                rows = {row["group"]: row for row in asked.table(address, "Groups")}
+                assert (rows["mail"]["dead letters"], rows["mail"]["sent again"]) == (dead, resent)
+            assert facts(asked.page("/group?name=mail"))["dead letters"].startswith(dead)
+        beside = diagnosis_view.ClusterView(remote, str(tmp_path / "store"))
+        assert diagnosis_view.count_dead_letters(beside, "mail") == (1, 3)
+    asked = Asked(console(broker))
+    assert [
+        (row["letters"], row["sent again"]) for row in asked.table("/group?name=mail", "Dead letters by cause")
+    ] == [("1", "3")]
+    assert "3 more were sent again" in asked.page("/")
+    assert broker.resend_dead_letters("mail") == 1
+    assert not [row for row in asked.table("/findings", "Findings") if "dead letter" in row["what"]]
+
+
 def test_what_a_cluster_answers_without_its_log(broker: Broker, runner: ManualRunner) -> None:
     sent = shop(broker, runner)
     with Producer(broker, "shop") as producer:

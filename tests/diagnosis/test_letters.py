@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
-from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose
-from librmq.diagnosis.view import StoreView
+from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose, render_page, report
+from librmq.diagnosis.view import StoreView, group_summaries
 from librmq.files._memory import MemoryFiles
 from librmq.testing import Kit
 
@@ -97,3 +99,40 @@ def test_rare_causes_share_a_finding(rmq: Kit) -> None:
         (1, 2),
         (2, 2),
     ]
+
+
+def test_letters_that_were_sent_again_wait_no_more(rmq: Kit) -> None:
+    causes = iter(["no stock", "no stock", "no stock", "no money"])
+
+    def fail(message: object) -> None:
+        raise DeadLetter(next(causes))
+
+    consumer = rmq.consumer("G")
+    consumer.subscribe("orders", fail)
+    for _ in range(4):
+        rmq.producer().send("orders", b"x")
+        rmq.advance(seconds=10)
+    consumer.shutdown()
+    before = datetime.fromtimestamp(rmq.clock.now_ms() / 1000, UTC)
+    rmq.advance(seconds=10)
+    letters = rmq.dead_letters("G")
+    assert rmq.broker.resend_dead_letters("G", letters[:2]) == 2
+
+    money, stock = dead_letter_causes(rmq.broker)
+    assert [(cause.messages, cause.resent) for cause in (money, stock)] == [(1, 0), (1, 2)]
+    assert stock.first_timestamp_ms == stock.last_timestamp_ms == letters[2].store_timestamp_ms
+    found = [finding for finding in diagnose(rmq.broker) if finding.kind == "dead-letters"]
+    assert [(finding.evidence["messages"], finding.evidence["resent"]) for finding in found] == [(1, 0), (1, 2)]
+    assert found[1].what.endswith("no stock. 2 more were sent again.")
+    (summary,) = group_summaries(StoreView.of(rmq.broker), includes_own=False)
+    assert (summary.dead_letters, summary.resent) == (2, 2)
+
+    assert rmq.broker.resend_dead_letters("G") == 2
+    assert [(cause.messages, cause.resent) for cause in dead_letter_causes(rmq.broker)] == [(0, 1), (0, 3)]
+    assert [finding for finding in diagnose(rmq.broker) if finding.kind == "dead-letters"] == []
+    page = render_page(report(rmq.broker))
+    assert "4 more were sent again" in page
+
+    store = rmq.broker.store
+    with MessageStore.open(store.path, store.config, files=store.files, read_only=True, at=before) as past:
+        assert sum(cause.messages for cause in dead_letter_causes(StoreView.over(past))) == 4

@@ -306,13 +306,13 @@ def _dead_letters(report: Report, several: bool) -> Section:
     table_rows = (
         (row.store, f"{row.group} ← {row.topic}", row.cause,
          bar(row.messages, scale, f"{number(row.messages)} dead letters of {row.group}: {row.cause}"),
-         number(row.messages), number(row.most_times), span(row.first_ms, row.last_ms))
+         number(row.messages), number(row.resent), number(row.most_times), span(row.first_ms, row.last_ms))
         for row in rows
     )  # fmt: skip
     about = f"Messages that a group gave up. No consumer gets them until they are sent again.{_scale(scale)}"
     names = (
-        Column("group ← topic"), Column("cause"), Column("", "plot"), Column("messages", _N), Column("attempts", _N),
-        Column("given up", _N),
+        Column("group ← topic"), Column("cause"), Column("", "plot"), Column("messages", _N),
+        Column("sent again", _N), Column("attempts", _N), Column("given up", _N),
     )  # fmt: skip
     return Section("dead-letters", "Dead letters by cause", about, table(names, table_rows, stores=several))
 

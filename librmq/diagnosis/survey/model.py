@@ -123,7 +123,7 @@ class RetriedMessages(NamedTuple):
 
 
 class ReportedCause(NamedTuple):
-    """Dead letters of a group by cause."""
+    """Dead letters of a group by cause; see `DeadLetterCause`."""
 
     store: str
     group: str
@@ -135,6 +135,8 @@ class ReportedCause(NamedTuple):
     most_times: int
     physical_offset: int
     """The place of the last dead letter."""
+    resent: int = 0
+    """Dead letters that were sent again."""
 
 
 class FrequentKey(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from librmq.diagnosis._findings import grouped
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
-from librmq.formatting import duration, moment, number, options_unbroken, size, visible
+from librmq.formatting import duration, moment, number, options_unbroken, sent_again, size, visible
 from librmq.runtime.event_log import counted
 
 
@@ -165,7 +165,7 @@ def _evidence(finding: ReportedFinding) -> list[tuple[str, str]]:
 def _facts(report: Report) -> list[Fact]:
     lag = sum(row.lag for row in report.lags)
     oldest = max((row.oldest_age_s for row in report.lags if row.oldest_age_s is not None), default=None)
-    dead = sum(row.messages for row in report.dead_letters)
+    dead, resent = (sum(getattr(row, name) for row in report.dead_letters) for name in ("messages", "resent"))
     waiting = sum(row.messages for row in report.waiting)
     topics = f"in {counted(len({row.topic for row in report.topics}), 'topic')}"
     first = min((row.first_ms for row in report.stores if row.first_ms is not None), default=None)
@@ -179,7 +179,7 @@ def _facts(report: Report) -> list[Fact]:
         Fact("records", number(sum(row.records for row in report.stores)), span),
         Fact("stored", size(sum(row.bytes for row in report.stores)), topics),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),
-        Fact("dead letters", number(dead), "", "bad" if dead else ""),
+        Fact("dead letters", number(dead), sent_again(resent), "bad" if dead else ""),
         Fact("pending", number(waiting), "halves, delays, retries"),
         Fact("verify", verdict, places, "bad" if unsound else "" if unknown else "good"),
     ]
