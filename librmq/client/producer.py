@@ -330,7 +330,7 @@ class Producer(Member):
         under way at the same time are stored in any order, as those of RocketMQ's callbacks are: await each where the
         order matters. A send whose task is cancelled may have been sent.
         """
-        if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
+        if queue is None and selector is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
             if self.client.observer is None:
@@ -537,8 +537,6 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)
 
-
-_SEND: Final = Producer.send
 
 # ---- requests and replies
 #

@@ -496,10 +496,8 @@ class ManualRunner(Runner):
                 f"{', '.join(places[:5])}: time stands until listeners end, so they can't wait for later messages"
             )
 
-    def _take_turns(self, until_ms: int) -> None:
-        if type(self).pick is ManualRunner.pick:
-            self._take_usual_turns(until_ms)
-            return
+    def _take_picked_turns(self, until_ms: int) -> None:
+        """Take the turns that `pick` returns: the `_take_turns` of a runner that overrides `pick`."""
         steps, at = 0, self.now_ms()
         while (turn := self.pick(self.options(until_ms))) is not None:
             if isinstance(turn, Step):
@@ -510,7 +508,7 @@ class ManualRunner(Runner):
             if self.now_ms() != at:
                 steps, at = 0, self.now_ms()
 
-    def _take_usual_turns(self, until_ms: int) -> None:
+    def _take_turns(self, until_ms: int) -> None:
         """Take the first of the `options` repeatedly, without making the others."""
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         steps, now = 0, clock.now_ms()

@@ -50,6 +50,9 @@ class ReplayRunner(ManualRunner):
         at = known.index(self._first_queue) if self._first_queue in known else self._first_queue[1]
         return options[at % len(options)]
 
+    def _take_turns(self, until_ms: int) -> None:
+        self._take_picked_turns(until_ms)
+
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         if self.before_turn is not None:
             self.before_turn()

@@ -333,7 +333,7 @@ class Explorer(KitRunner):
             self._wait(self._left)
         self._taking, self._until_ms = True, until_ms
         try:
-            super()._take_turns(until_ms)
+            self._take_picked_turns(until_ms)
         finally:
             self._taking = before
 
