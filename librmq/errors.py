@@ -252,6 +252,10 @@ class LostAnswerError(BrokerUnreachableError):
     """The owner of a shared store ended before it answered; the next owner has the same queues."""
 
 
+class RequestNotSentError(BrokerUnreachableError):
+    """The connection had ended before the whole request was sent, so no broker has carried it out."""
+
+
 class SendTimeoutError(ClientError, TimeoutError):
     """The time limit for all tries of a send has passed; the message may have been stored."""
 

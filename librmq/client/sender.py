@@ -24,6 +24,7 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     LostAnswerError,
+    RequestNotSentError,
     RmqError,
     SendTimeoutError,
 )
@@ -163,6 +164,16 @@ def _is_retried(error: Exception, is_bound: bool) -> bool:
     return isinstance(error, BrokerUnreachableError)
 
 
+def _may_be_stored(error: Exception | None) -> bool:
+    """Return whether a try failed without showing that its message is not stored."""
+    return isinstance(error, BrokerUnreachableError) and not isinstance(error, RequestNotSentError)
+
+
+def _perhaps_stored(unanswered: Exception, last: Exception) -> Exception:
+    """Return the error of a send whose last try has stored nothing, where an earlier one had no answer."""
+    return type(unanswered)(f"{last}; an earlier try had no answer, so the message may be stored: {unanswered}")
+
+
 def _over_time(
     message: Message, timeout_ms: float, attempts: int, failure: Exception | None, is_bound: bool
 ) -> Exception:
@@ -279,6 +290,7 @@ class Sender:
                 choose = partial(self.queue_of_try, queues)
         tried: list[str] = []
         failure: Exception | None = None
+        unanswered: Exception | None = None  # of the first try whose message may be stored
         result: SendResult | None = None
         if begin_ms is None:
             begin_ms = self._now_ms()
@@ -286,6 +298,7 @@ class Sender:
         if first is not None:
             begin_ms, broker_name, failure, result = first
             tried.append(broker_name)
+            unanswered = failure if _may_be_stored(failure) else None
         while len(tried) <= config.retries:
             if tried:
                 now_ms = self._now_ms()
@@ -331,8 +344,12 @@ class Sender:
                 self._record_attempt(target, now_ms, batch or (sent,), "ERROR")
                 self._run_hooks(after, None, error)
                 if is_one_way or not _is_retried(error, is_bound):
-                    raise
+                    if unanswered is None or isinstance(error, SendTimeoutError):
+                        raise
+                    raise _perhaps_stored(unanswered, error) from error
                 failure = error
+                if unanswered is None and _may_be_stored(error):
+                    unanswered = error
             else:
                 if self._metrics is not None or self.latencies is not None:
                     self._record_attempt(target, now_ms, batch or (sent,), response.status.value)
@@ -346,7 +363,9 @@ class Sender:
         if result is not None:
             return result
         assert failure is not None
-        raise failure
+        if unanswered is None or _may_be_stored(failure):
+            raise failure
+        raise _perhaps_stored(unanswered, failure) from failure
 
     async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
         """Send like `send`; make the first try without a thread, where no hook and no endpoint could wait."""

@@ -40,6 +40,7 @@ from librmq.errors import (
     ConfigError,
     LostAnswerError,
     NoRouteError,
+    RequestNotSentError,
     RmqError,
     StoreLockedError,
 )
@@ -75,7 +76,7 @@ from librmq.store.peer_appends import PeerAppender
 from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
-from librmq.wire.remote._connection import RequestNotSentError, as_caller
+from librmq.wire.remote._connection import as_caller
 from librmq.wire.remote._connections import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import SystemClock
-from librmq.errors import BrokerUnreachableError, RmqError
+from librmq.errors import BrokerUnreachableError, RequestNotSentError, RmqError
 from librmq.files import FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.message import Message
@@ -53,7 +53,6 @@ from librmq.wire._unix_sockets import (
     share_folder,
 )
 from librmq.wire.remote._administration import connections
-from librmq.wire.remote._connection import RequestNotSentError
 from librmq.wire.remote._dialing import dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remoting._frames import close_in_child

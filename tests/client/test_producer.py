@@ -29,6 +29,7 @@ from librmq.errors import (
     ConfigError,
     MessageIllegalError,
     NoRouteError,
+    RequestNotSentError,
     RmqError,
     SendTimeoutError,
 )
@@ -336,6 +337,23 @@ def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broke
     producer.send("T", b"x", timeout=5)
     producer.send_oneway("T", b"x")
     assert len(bodies(two[0]) + bodies(two[1])) == 5
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        RequestNotSentError("refused"),
+        BrokerError(protocol.ResponseCode.MESSAGE_ILLEGAL, "refused"),
+        NoRouteError("none"),
+    ],
+)
+def test_a_send_whose_first_answer_is_lost_may_be_stored(two: tuple[Broker, Broker], last: Exception) -> None:
+    """However the last try ends, the error is not one that says that nothing is stored."""
+    failures = [BrokerUnreachableError("its answer was lost"), last]
+    producer = Producer(Cluster(*two, fail=lambda _: failures.pop(0)), "shop", retries=1)
+    with pytest.raises(BrokerUnreachableError, match="may be stored: its answer was lost") as raised:
+        producer.send("T", b"y")
+    assert not isinstance(raised.value, RequestNotSentError)
 
 
 def test_a_hook_that_fails_after_a_send_does_not_undo_it(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:

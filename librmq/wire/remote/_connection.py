@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from librmq.clock import SystemClock
-from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
+from librmq.errors import BrokerUnreachableError, MalformedError, RequestNotSentError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock, if_free
 from librmq.wire.remoting._codec import read_plain_sent
@@ -32,10 +32,6 @@ def as_caller(callers: set[int], call: Callable[..., T], *given: object) -> T:
     finally:
         if is_first:
             callers.discard(thread)
-
-
-class RequestNotSentError(BrokerUnreachableError):
-    """The connection had ended before the whole request was sent, so the server has not carried it out."""
 
 
 # ---- the seam of the client

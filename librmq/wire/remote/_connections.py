@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from librmq.errors import BrokerUnreachableError
+from librmq.errors import BrokerUnreachableError, RequestNotSentError
 from librmq.runtime.locks import Inherited, Lock, RLock
-from librmq.wire.remote._connection import Requested, RequestNotSentError, Transport
+from librmq.wire.remote._connection import Requested, Transport
 from librmq.wire.remoting._frames import Frame
 
 Dial = Callable[[str, Requested, Callable[[Transport], None]], Transport]
