@@ -661,7 +661,7 @@ cdef class AppendState:
 
     def append_usual(
         self, message, queue_id=0, *, born_timestamp_ms=None, born_host=None, store_host=None, sys_flag=ZERO,
-        reconsume_times=ZERO, prepared_transaction_offset=ZERO, properties_raw=None, wait=True
+        reconsume_times=ZERO, prepared_transaction_offset=ZERO, properties_raw=None, wait=True, is_copy=False
     ):
         """Append a usual message here, any other by `Appender.append`."""
         cdef int64_t end = 0
@@ -684,7 +684,7 @@ cdef class AppendState:
         return self.append(
             message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host, store_host=store_host,
             sys_flag=sys_flag, reconsume_times=reconsume_times, properties_raw=properties_raw, wait=wait,
-            prepared_transaction_offset=prepared_transaction_offset,
+            prepared_transaction_offset=prepared_transaction_offset, is_copy=is_copy,
         )
 
 

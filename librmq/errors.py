@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import unicodedata
 from os import PathLike, fspath
-from typing import Final
+from typing import Final, Protocol
 
 from librmq.printable import printable_lines
 
@@ -276,6 +276,26 @@ class BrokerError(ClientError):
         super().__init__(remark)
         self.code = code
         self.remark = remark
+
+
+class _Stored(Protocol):
+    @property
+    def message_id(self) -> str: ...
+    @property
+    def topic(self) -> str: ...
+    @property
+    def queue_id(self) -> int: ...
+    @property
+    def queue_offset(self) -> int: ...
+    @property
+    def physical_offset(self) -> int: ...
+
+
+def refused_copy(of: _Stored, error: BrokerError | MessageIllegalError) -> BrokerError | MessageIllegalError:
+    """Return the error about a copy of a stored message, with the place of that message."""
+    place = f"{of.topic!r}/{of.queue_id} at {of.queue_offset}, physical offset {of.physical_offset}"
+    text = f"message {of.message_id} of {place}: {error}"
+    return BrokerError(error.code, text) if isinstance(error, BrokerError) else MessageIllegalError(text)
 
 
 class ReceiptError(BrokerError):

@@ -14,8 +14,9 @@ from typing import Final
 
 from librmq.broker._context import BrokerContext
 from librmq.broker.handlers._in_flight import Flight, QueueKey, is_receive_retry
-from librmq.errors import BrokerError, ConfigError, CorruptionError
+from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
+from librmq.message import record as record_format
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.delays import parse_level
 from librmq.message.ids import parse_host
@@ -140,6 +141,7 @@ class FailedMessages:
             message.sys_flag,
             times + 1,
             store_host=message.store_host,
+            is_copy=True,
         )
         # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
         # and then a loss of power would leave neither. RocketMQ does not wait here.
@@ -223,6 +225,7 @@ class FailedMessages:
             self._store_host,
             message.sys_flag,
             message.reconsume_times + 1,
+            is_copy=True,
         )
 
     def _was_stored_again(self, earlier: EarlierCopies, message: StoredMessage, group: str, retries: str) -> bool:
@@ -281,7 +284,10 @@ class FailedMessages:
                     requests = [retry_of(letter, group) for letter in left]
                     count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
                     if not count:
-                        self._send(requests[0])  # an error says why it is refused
+                        try:
+                            self._send(requests[0])  # alone, the error says why it is refused
+                        except (BrokerError, MessageIllegalError) as error:
+                            raise refused_copy(left[0], error) from None
                     sent += map(letter_identity, left[: count or 1])
                     left = left[count or 1 :]
         finally:
@@ -332,15 +338,15 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
     if letter.topic != dead_letter_topic(group):
         raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
-    retry = Message(retry_topic(group), letter.body, flag=letter.flag)
-    retry.properties.update(letter.properties)
+    retry = Message.from_parts(retry_topic(group), letter.stored_body, letter.flag, dict(letter.properties))
     for name in (*_DELIVERY_PROPERTIES, PropertyName.RESENT_LETTER):
         retry.properties.pop(name, None)
     if len(letter.properties_raw) < _ROOM:
         retry.properties[PropertyName.RESENT_LETTER] = _name_of(letter_identity(letter))
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
-    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
+    flags = letter.sys_flag & (record_format.COMPRESSED | record_format.COMPRESSION_MASK)
+    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, flags, max_reconsume_times=1)
 
 
 def resend_letters(

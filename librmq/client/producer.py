@@ -34,6 +34,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
+    TOOL_PRODUCERS,
     CancelResult,
     ReplyArrived,
     ResponseCode,
@@ -494,20 +495,26 @@ class Producer(Member):
             raise MessageIllegalError(
                 f"message: expected a Message, or a topic and a body, found {message!r:.80}{several}"
             )
-        if message.topic not in self._topics:
-            validate_client_topic(message.topic)
-            if message.topic in NOT_FOR_SENDING:
-                raise reserved_topic(message.topic)
-        if not message.body:
-            raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
-        if len(message.body) > self._config.max_message_size:
-            raise body_too_large(len(message.body), self._config.max_message_size)
+        if message.topic not in self._topics or not 0 < len(message.body) <= self._config.max_message_size:
+            self._check_new(message)
         properties = message.properties
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next(now_ms)
         if _WAIT not in properties:
             properties[_WAIT] = "true"
         return message
+
+    def _check_new(self, message: Message) -> None:
+        """Refuse what clients do not send, unless it is a copy of a stored message, about which the broker decides."""
+        if self.group in TOOL_PRODUCERS:
+            return
+        validate_client_topic(message.topic)
+        if message.topic in NOT_FOR_SENDING:
+            raise reserved_topic(message.topic)
+        if not message.body:
+            raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
+        if len(message.body) > self._config.max_message_size:
+            raise body_too_large(len(message.body), self._config.max_message_size)
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:

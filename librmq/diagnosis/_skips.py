@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from librmq.diagnosis._lag_report import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
+from librmq.errors import (
+    BrokerError,
+    ConfigError,
+    MalformedError,
+    MessageIllegalError,
+    TransactionRefusedError,
+    refused_copy,
+)
 from librmq.files.interface import read_replaced
-from librmq.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage, record
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.protocol import (
     INNER_PRODUCER,
@@ -184,14 +191,18 @@ def set_aside(broker: StoreRoute, plan: Skip, topic: str) -> Skip:
         for message in broker.store.messages(plan.topic, queue.queue_id, queue.begin, queue.end)
     )
     for number, message in enumerate(messages):
-        copy = Message(topic, message.body, flag=message.flag)
-        copy.properties |= {
+        properties = {
             name: value
             for name, value in message.properties.items()
             if name in _KEPT or name not in RESERVED_PROPERTIES
         }
-        host = message.born_host or LOCAL_HOST
-        broker.call(SendMessage(INNER_PRODUCER, copy, number % queues, message.born_timestamp_ms, host))
+        copy = Message.from_parts(topic, message.stored_body, message.flag, properties)
+        host, flags = message.born_host or LOCAL_HOST, message.sys_flag & (record.COMPRESSED | record.COMPRESSION_MASK)
+        request = SendMessage(INNER_PRODUCER, copy, number % queues, message.born_timestamp_ms, host, flags)
+        try:
+            broker.call(request)
+        except (BrokerError, MessageIllegalError) as error:
+            raise refused_copy(message, error) from None
     return skip(broker, plan._replace(aside=topic))
 
 

@@ -318,7 +318,7 @@ class MessageStore(Closing):
         those that a broker fills in: ``born_timestamp_ms`` (by default now), ``born_host`` and ``store_host`` as
         (address, port) (by default the store's), ``sys_flag``, ``reconsume_times`` and ``prepared_transaction_offset``.
         ``properties_raw`` are bytes to store as the properties; if the message has properties too, they must be the
-        same.
+        same. With ``is_copy`` it is a copy of a stored message, which ``max_message_size`` does not limit.
 
         Raises:
             MessageIllegalError: Topic, body, properties or record are too long, a field is out of range, or

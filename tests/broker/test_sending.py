@@ -386,3 +386,17 @@ def test_a_year_in_which_nothing_happens(on_disk: bool) -> None:
             runner.advance(due - runner.now_ms())
             turns += 1
         assert turns < 100
+
+
+def test_a_stored_message_is_copied_whatever_its_size() -> None:
+    """An earlier process had another limit: a retry of its message is no new message, and a send of the same is one."""
+    files = MemoryFiles()
+    with MessageStore.open("/b", StoreConfig.tiny(max_message_size=16 << 10), files=files) as store:
+        place = store.append(Message("T", bytes(8 << 10))).physical_offset
+    with opened(files, store=StoreConfig.tiny(max_message_size=1 << 10)) as broker:
+        with pytest.raises(MessageIllegalError, match="8,192 bytes"):
+            send(broker, "T", bytes(8 << 10))
+        broker.call(protocol.SendBack("g", place, 0))
+        manual(broker).advance(60_000)
+        (retry,) = broker.messages("%RETRY%g")
+        assert retry.body == bytes(8 << 10)

@@ -95,6 +95,15 @@ def test_large_compressed_bodies_are_sent(shell: Shell, cluster: Broker, server:
     assert [len(message.body) for message in cluster.messages("orders")] == [1_000_000, 4_000_000]
 
 
+def test_a_dry_run_asks_for_the_topic(filled: Shell) -> None:
+    with Broker.temporary(BrokerConfig(auto_create_topic=False)) as cluster, RemotingServer(cluster) as server:
+        answer = filled("replay", "full", "--route", server.address, "--dry-run")
+        assert (answer.status, "no broker has it" in answer.said) == (2, True)
+        cluster.create_topic("orders", 2)
+        cluster.create_topic("bills", 1)
+        assert filled("replay", "full", "--route", server.address, "--dry-run").status == 0
+
+
 def test_a_repeated_call_sends_only_what_is_new(filled: Shell, cluster: Broker, server: RemotingServer) -> None:
     words = ("replay", "full", "--route", server.address, "--topic", "orders", "--tag", "big")
     assert [row["messages"] for row in filled(*words).rows] == [3]

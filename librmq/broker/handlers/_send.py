@@ -6,7 +6,7 @@ the same order. Appending does not take the runner's lock; waking held pulls and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -29,9 +29,10 @@ from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
-from librmq.message.properties import PropertyName, priority_of
+from librmq.message.properties import PropertyName, encode_properties, priority_of
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.protocol import (
+    TOOL_PRODUCERS,
     ReplyArrived,
     ResponseCode,
     SendBatch,
@@ -208,16 +209,18 @@ class SendHandler:
         if topic.is_multi_tag:
             sys_flag |= record.MULTI_TAGS
         properties = message.properties.copy()
-        properties[_CLUSTER] = self._cluster
+        is_copy = group in TOOL_PRODUCERS
+        if not is_copy or self._has_room_for_cluster(properties):
+            properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if topic.is_plain and message._delays is None and HELD_PROPERTIES.isdisjoint(properties):
             if appender.shared is not None and name not in appender.shared.offered:
                 appender.shared.offer(name, topic.queues, lambda: self._topics.get(name) is topic)
-            if request is not None:
+            if request is not None or is_copy:
                 stored_message = Message.from_parts(name, message.body, message.flag, properties)
-                times = request.reconsume_times
+                times = 0 if request is None else request.reconsume_times
                 return queue_id, self.store_message(
-                    stored_message, queue_id, born_timestamp_ms, born_host, sys_flag, times
+                    stored_message, queue_id, born_timestamp_ms, born_host, sys_flag, times, is_copy=is_copy
                 )
             if appender.is_locked() and appender.lock.is_writing():
                 self._check_busy(name)
@@ -282,6 +285,7 @@ class SendHandler:
             request.born_host,
             sys_flag,
             request.reconsume_times,
+            is_copy=request.group in TOOL_PRODUCERS,
         )
         if is_prepared:
             self._half_stored(stored_message.unique_key, result.physical_offset)
@@ -460,6 +464,8 @@ class SendHandler:
         sys_flag: int = 0,
         reconsume_times: int = 0,
         store_host: Host | None = None,
+        *,
+        is_copy: bool = False,
     ) -> AppendResult:
         """Append a message unchanged and wake the pulls that wait for it; see `MessageStore.append`.
 
@@ -479,9 +485,15 @@ class SendHandler:
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
             wait=False,
+            is_copy=is_copy,
         )
         self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
+
+    def _has_room_for_cluster(self, properties: Mapping[str, str]) -> bool:
+        """Return whether a record has room for the cluster's name, which a copy of a stored message can do without."""
+        size = len(encode_properties({**properties, _CLUSTER: self._cluster}))
+        return size <= record.MAX_PROPERTIES_SIZE
 
     def _check_room(self) -> None:
         try:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple, cast
@@ -25,7 +25,7 @@ from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError, StoreIOError
-from librmq.files import DiskFiles
+from librmq.files import DiskFiles, Files, OverlayFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName, checked_encoding, decode_properties, encode_properties
@@ -65,7 +65,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     unknown: set[str] = set()
     with ExitStack() as opened:
         rows = _rows(arguments.path, arguments.input_format, opened)
-        write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append_message
+        write = opened.enter_context(_Writer(arguments)).append_message
         is_begun = False
         for number in itertools.count(1):
             done = number - 1
@@ -79,9 +79,8 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                 for column in map(str, row.keys() - _COLUMNS - _OF_ANOTHER_STORE):
                     _note_unknown(column, unknown)
                 with critical:  # so that the row that an interrupt names is the next one
-                    if write is not None:
-                        write(read)
-                        is_begun = True
+                    write(read)
+                    is_begun = not arguments.dry_run
                     done = number
                     count = counted.setdefault(read.message.topic, [0, 0, 0])
                     count[0] = max(count[0], read.queue_id + 1)
@@ -114,23 +113,33 @@ def _note_unknown(column: str, noted: set[str]) -> None:
 
 
 class _Writer:
-    """The store that messages go to, which keeps their store times if it was empty."""
+    """The store that messages go to, which keeps their store times if it was empty.
+
+    A dry run does the same in memory, which it empties now and then.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        files = DiskFiles(follow_links=arguments.follow_links)
-        path = arguments.store
+        self._arguments = arguments
+        self._clock = ManualClock(0)
+        self._open()
+        self._keeps_times = self._store.log.begin == self._store.log.end
+        self._queues: dict[str, int] = {}
+
+    def _open(self) -> None:
+        arguments, path = self._arguments, self._arguments.store
+        files: Files = OverlayFiles() if arguments.dry_run else DiskFiles(follow_links=arguments.follow_links)
         check_kind(path, files, writable=True)
         config = None if arguments.config is None else settle_config(path, files, arguments.config)
-        self._clock = ManualClock(0)
         self._store = MessageStore.open(path, config, clock=self._clock, background=False, files=files)
-        self._keeps_times = self._store.log.begin == self._store.log.end
         self._tables = BrokerTables.open(os.path.join(path, CONFIG), files=files)
         self._unflushed = 0
-        self._queues: dict[str, int] = {}
 
     def append_message(self, read: _Read) -> None:
         """Append a message; its topic gets the queues that it needs."""
-        if self._unflushed > _FLUSH_BYTES:
+        if self._unflushed > _FLUSH_BYTES and self._arguments.dry_run:
+            self._store.close()
+            self._open()
+        elif self._unflushed > _FLUSH_BYTES:
             self._store.flush()
             self._unflushed = 0
         time_ms = read.store_timestamp_ms if self._keeps_times else SystemClock().now_ms()
@@ -234,6 +243,7 @@ def _read(row: Mapping[str, Any]) -> _Read:
         sys_flag=sys_flag,
         reconsume_times=_integer(row, "reconsumeTimes", 32),
         prepared_transaction_offset=_integer(row, "preparedTransactionOffset"),
+        is_copy=True,
         properties_raw=_stored_properties(row),  # as bytes, so that a delay that is over does not begin again
     )
     if (born_ms := _time(row, "bornTimestamp")) is not None:
@@ -295,10 +305,11 @@ def _stored_properties(row: Mapping[str, Any]) -> bytes:
         "",
         b"",
         tags=None if PropertyName.TAGS in properties else _text(row, "tags"),
-        keys=() if PropertyName.KEYS in properties else _keys(row),
         unique_key=None if PropertyName.UNIQUE_KEY in properties else _text(row, "uniqueKey"),
     )
     properties |= message.properties
+    if PropertyName.KEYS not in properties and (keys := _keys(row)):
+        properties[PropertyName.KEYS] = keys
     if not raw:
         return encode_properties(properties)
     checked_encoding(raw.encode(), properties)
@@ -314,13 +325,21 @@ def _text(row: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _keys(row: Mapping[str, Any]) -> str | Sequence[str]:
-    """Return one key, or several: a list, in CSV as JSON."""
+def _keys(row: Mapping[str, Any]) -> str | None:
+    """Return the keys as a record has them: one, or several of a list, in CSV as JSON.
+
+    Raises:
+        InputError: The column has something else.
+        MessageIllegalError: A key has a space, which separates keys.
+    """
     value = row.get("keys")
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
-    return value if isinstance(value, list) else _text(row, "keys") or ()
+    if isinstance(value, list) and all(isinstance(key, str) and key and " " not in key for key in value):
+        return " ".join(value)  # stored keys can have other whitespace, which new ones can't
+    keys = value if isinstance(value, list) else _text(row, "keys") or ()
+    return Message("", b"", keys=keys).properties.get(PropertyName.KEYS)
 
 
 def _integer(row: Mapping[str, Any], name: str, bits: int = 64) -> int:

@@ -18,10 +18,10 @@ from librmq.cli._stores import open_running, open_store
 from librmq.client import Producer, SendResult
 from librmq.diagnosis import StoreView
 from librmq.diagnosis.deadletters import OF_A_LETTER
-from librmq.errors import CorruptionError, InputError
+from librmq.errors import BrokerError, CorruptionError, InputError, MessageIllegalError, refused_copy
 from librmq.files import DiskFiles, file_size
-from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic
-from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
+from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic, record
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, encode_properties
 from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
@@ -31,6 +31,11 @@ from librmq.wire.share_links import OwnedStore
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20
 _LARGEST: Final = (1 << 63) - 1
+_KEPT: Final = frozenset((PropertyName.TAGS, PropertyName.KEYS, PropertyName.UNIQUE_KEY, PropertyName.PRIORITY))
+_USUAL_LIMIT: Final = 4 << 20
+"""The most bytes of a body that RocketMQ's brokers take by default."""
+_SURE_PROPERTIES: Final = 32_000
+"""So many bytes of properties leave room for a unique id."""
 
 
 def replay(arguments: argparse.Namespace, output: Output) -> int:
@@ -63,21 +68,23 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
     selection = select(argparse.Namespace(**(vars(arguments) | {"store": None, "key": None, "id": None})))
     counted: dict[str, list[int]] = {}
     with ExitStack() as opened:
-        broker = None
-        if arguments.route is None and not arguments.dry_run:
-            broker = opened.enter_context(open_running(arguments))
+        broker = None if arguments.route is not None else opened.enter_context(open_running(arguments))
         store = opened.enter_context(open_store(arguments)) if broker is None else broker.store
         progress = _Progress(arguments, store, selection)
         bar = opened.enter_context(ProgressBar("replay", store.log.end - store.log.begin, quiet=output.is_on_terminal))
-        batches = None
+        if broker is None:
+            route: Route = opened.enter_context(connect_to(arguments))
+        else:
+            route = broker.remote if isinstance(broker, OwnedStore) else broker
+        producer, batches = opened.enter_context(Producer(route, REPLAY_PRODUCER)), None
         if not arguments.dry_run:
             opened.callback(progress.write)  # also if it is interrupted
-            if broker is None:
-                route: Route = opened.enter_context(connect_to(arguments))
-            else:
-                route = broker.remote if isinstance(broker, OwnedStore) else broker
-            batches = _Batches(opened.enter_context(Producer(route, REPLAY_PRODUCER)), progress, arguments.to_topic)
+            batches = _Batches(producer, progress, arguments.to_topic)
+        large = 0
         for message, end in _messages(store, progress):
+            if batches is None:
+                _check_copy(producer, message, arguments.to_topic, is_first=message.topic not in counted)
+            large += len(message.stored_body) > _USUAL_LIMIT
             if batches is not None:
                 batches.add_message(message, end)
             bar.to(end - store.log.begin)
@@ -93,6 +100,11 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         of_topic = sum(count for (name, _), count in unconfirmed.items() if name == topic)
         output.row(row | {"unconfirmed": of_topic, "dry_run": arguments.dry_run})
     _warn(unconfirmed)
+    if large and arguments.dry_run and arguments.route is not None:
+        complain(
+            f"note: {large:,} messages have more than {_USUAL_LIMIT:,} bytes: a broker refuses them, and the command "
+            "stops there, unless its maxMessageSize is larger"
+        )
     if not counted:
         why = (
             "earlier calls have sent all; --from-start repeats them" if progress.is_continued else "nothing is selected"
@@ -114,6 +126,25 @@ def _check_target(arguments: argparse.Namespace) -> None:
         arguments.topic = dead_letter_topic(arguments.group)
     if arguments.topic is None or arguments.topic == arguments.to_topic:
         raise InputError("--to-topic: name another topic to take messages from by --topic, or a group by --group")
+
+
+def _check_copy(producer: Producer, stored: StoredMessage, to_topic: str | None, *, is_first: bool) -> None:
+    """Refuse in a dry run what sending would refuse; ``is_first`` is the first message of its topic.
+
+    Raises:
+        MessageIllegalError: The topic is new, and no broker makes one of this name; or the properties are too long.
+        NoRouteError: No broker has the topic, and none makes it.
+    """
+    topic = to_topic or stored.topic
+    if is_first and not producer.route.topic_route(topic):
+        validate_client_topic(topic)
+    if is_first:
+        producer.queues(topic)
+    if len(stored.properties_raw) > _SURE_PROPERTIES:
+        properties = {PropertyName.UNIQUE_KEY: "0" * 32, **_message_to_send(stored, to_topic).properties}
+        size = len(encode_properties(properties))
+        if size > record.MAX_PROPERTIES_SIZE:
+            raise refused_copy(stored, MessageIllegalError(f"its properties and a unique id have {size:,} bytes"))
 
 
 def _warn(unconfirmed: Counter[tuple[str, str]]) -> None:
@@ -154,14 +185,9 @@ def _message_to_send(stored: StoredMessage, topic: str | None) -> Message:
     What failed attempts added is left out: the count, the retry topic, and for another topic the cause.
     """
     left_out = RESERVED_PROPERTIES if topic is None else RESERVED_PROPERTIES | OF_A_LETTER
-    properties = {name: value for name, value in stored.properties.items() if name not in left_out}
-    message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=properties)
-    # As they are: a client's key can have a space.
-    for name in (PropertyName.KEYS, PropertyName.UNIQUE_KEY, PropertyName.PRIORITY):
-        if name in stored.properties:
-            message.properties[name] = stored.properties[name]
-    message.flag = stored.flag
-    return message
+    # All others are sent as they are: what clients refuse in new messages can be in stored ones.
+    properties = {name: value for name, value in stored.properties.items() if name in _KEPT or name not in left_out}
+    return Message.from_parts(topic or stored.topic, stored.body, stored.flag, properties)
 
 
 class _Batches:
@@ -190,27 +216,32 @@ class _Batches:
         """Send all, each queue in order, and note how far the cluster has them."""
         try:
             for queue, messages in list(self._waiting.items()):
-                self._send_queue(queue[1], messages)
+                self._send_queue(queue[1], messages)  # which leaves what it could not send
                 del self._waiting[queue]
             self._messages = self._bytes = 0
         finally:
             waiting = [messages[0].physical_offset for messages in self._waiting.values()]
             self._progress.passed(min(waiting, default=self._end))
 
-    def _send_queue(self, queue_id: int, stored: Sequence[StoredMessage]) -> None:
+    def _send_queue(self, queue_id: int, stored: list[StoredMessage]) -> None:
         messages = [_message_to_send(message, self._to_topic) for message in stored]
         topic = messages[0].topic
         queues = self._producer.queues(topic) if _can_be_batch(stored, messages) else ()
         if queues:
-            sent = self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
-            self._count_unconfirmed(stored[0].topic, len(messages), sent)
-        else:  # the first message of an unknown topic makes it
-            for message in messages:
+            with suppress(MessageIllegalError, BrokerError):  # sent alone, the one that is refused has its error
+                sent = self._producer.send_batch(messages, queue=queues[queue_id % len(queues)])
+                self._count_unconfirmed(stored[0].topic, len(messages), sent)
+                return
+        for message in messages:  # the first message of an unknown topic makes it
+            try:
                 if message.priority is None:
                     sent = self._producer.send(message, selector=_same_queue, arg=queue_id)
                 else:
                     sent = self._producer.send(message)  # to the queue that its priority names
-                self._count_unconfirmed(stored[0].topic, 1, sent)
+            except (MessageIllegalError, BrokerError) as error:
+                raise refused_copy(stored[0], error) from None
+            self._count_unconfirmed(stored[0].topic, 1, sent)
+            del stored[0]
 
     def _count_unconfirmed(self, topic: str, messages: int, sent: SendResult) -> None:
         if sent.status is not SendStatus.SEND_OK:

@@ -188,6 +188,7 @@ class Appender(AppendState):
         prepared_transaction_offset: int = 0,
         properties_raw: bytes | None = None,
         wait: bool = True,
+        is_copy: bool = False,
     ) -> AppendResult:
         """See `MessageStore.append`.
 
@@ -221,7 +222,7 @@ class Appender(AppendState):
                 )
                 body_size = len(body)
             if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
-                check_sizes(body_size, len(raw), self._max_body_size)
+                check_sizes(body_size, len(raw), body_size if is_copy else self._max_body_size)
             get = properties.get
             unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
             entry_code = tags_code(tags) if tags else 0

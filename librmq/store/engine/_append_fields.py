@@ -56,6 +56,7 @@ class AppendFields(TypedDict, total=False):
     reconsume_times: int
     prepared_transaction_offset: int
     properties_raw: bytes | None
+    is_copy: bool
 
 
 class BatchFields(TypedDict, total=False):
