@@ -262,6 +262,9 @@ class AdministeredRoute(Route, Closing):
     def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
 
+        So does a pull that an instance has left at a broker of RocketMQ. After the shutdown of one of this route, the
+        call waits up to 20 s until the broker holds none.
+
         Raises:
             BrokerError: There is no such group.
         """

@@ -198,6 +198,42 @@ class Impatient(SystemClock):
         return super().wait(event, seconds)
 
 
+class Patient(SystemClock):
+    """A clock that notes long waits, which pass at once."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, event: threading.Event, seconds: float | None) -> bool:
+        if seconds is not None and 10 < seconds < WAIT_S:
+            self.waits.append(seconds)
+            return False
+        return super().wait(event, seconds)
+
+
+@pytest.mark.parametrize(("info", "waits"), [({}, 1), ({"librmqVersion": "0.1.0"}, 0)])
+def test_a_group_is_deleted_when_a_broker_holds_none_of_its_pulls(info: dict[str, str], waits: int) -> None:
+    """A broker of RocketMQ makes the group of a pull again when its hold ends, also after its client has left."""
+    clock = Patient()
+    runner = ThreadRunner(clock)
+    deleted: list[int] = []
+
+    def answer(frame: Frame) -> Frame:
+        if frame.code == RequestCode.DELETE_SUBSCRIPTIONGROUP:
+            deleted.append(len(clock.waits))
+        return answer_to(frame, body=write_body({"table": info, "consumerIdList": []}))
+
+    try:
+        with FakeServer(answer) as server, librmq.connect(server.address, runner=runner) as route:
+            with librmq.PullConsumer(route, "g") as consumer:
+                consumer.subscribe("orders")
+            for group in ("g", "other"):
+                route.delete_group(group)
+    finally:
+        runner.shutdown()
+    assert (deleted, len(clock.waits)) == ([waits, waits], waits)
+
+
 class Resetting:
     """A broker that resets a group after its clients have saved progress, as RocketMQ 4.9.4 does."""
 

@@ -21,6 +21,7 @@ from librmq.message.lag import queue_lag
 from librmq.protocol import (
     ConnectedClient,
     ConsumerOffsetsOf,
+    DeleteGroup,
     DescribeClients,
     DescribeConnections,
     DescribeGroups,
@@ -108,6 +109,11 @@ def _set_group(broker: RemoteBroker, request: SetGroup) -> None:
     rows = broker.group_rows()
     row = rows.get(request.group) or {**rows.get(request.like or "", {}), "groupName": request.group}
     check(broker.request(FORMS[SetGroup].write(SetGroup(request.group, {**row, **request.settings}))))
+
+
+def _delete_group(broker: RemoteBroker, request: DeleteGroup) -> None:
+    broker.await_left_pulls(request.group)
+    check(broker.request(FORMS[DeleteGroup].write(request)))
 
 
 def _describe_connections(broker: RemoteBroker, request: DescribeConnections) -> GroupConnections | None:
@@ -314,6 +320,7 @@ ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
     DescribeQueues: _describe_queues,
     DescribeGroups: _describe_groups,
     SetGroup: _set_group,
+    DeleteGroup: _delete_group,
     DescribeConnections: _describe_connections,
     DescribeInstance: _describe_instance,
     DescribeClients: _describe_clients,

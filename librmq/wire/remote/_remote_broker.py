@@ -6,6 +6,7 @@ Slaves serve reads that the master suggests, or can't serve itself. Mirrors ``MQ
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,7 +74,7 @@ from librmq.store import BrokerTables
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections
-from librmq.wire.remote._consumer_requests import HeldReceives, LongPulls
+from librmq.wire.remote._consumer_requests import SUSPEND_MS, HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
@@ -158,6 +159,7 @@ _NO_FRAME: Final = Frame(0)
 _OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters, ResendLetters)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
+_HELD_MS: Final = SUSPEND_MS + 5_000  # a broker looks every 5 s which holds are over
 _RETRIES_MS: Final = 20_000
 """Age up to which a group's ``retryMaxTimes`` counts, as in a gRPC proxy."""
 
@@ -205,6 +207,7 @@ class RemoteBroker(Endpoint):
         # The settings of groups, and on which connection and when they came.
         self._groups: dict[str, tuple[Transport, int, Mapping[str, Any]]] = {}
         self._silent_until_ms = 0
+        self._left: dict[str, int] = {}  # by group, until when the broker can hold pulls of instances that have left
         self.has_receives = False
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
@@ -527,6 +530,9 @@ class RemoteBroker(Endpoint):
             transport = self._knows.get(client_id) if remaining is not None else self._knows.pop(client_id, None)
         if request.consumer_group is not None:
             self._pulls.drop_client(client_id, request.consumer_group)
+            now_ms = self._runner.now_ms()
+            self._left = {group: until for group, until in self._left.items() if until > now_ms}
+            self._left[request.consumer_group] = now_ms + _HELD_MS
         try:
             if transport is not None and transport.is_open:
                 check(self._ask(frame, transport))
@@ -583,6 +589,20 @@ class RemoteBroker(Endpoint):
         tables = BrokerTables.open(folder)
         tables.take(topics, self.group_rows(), self.all_offsets(), delays)
         return tables
+
+    def await_left_pulls(self, group: str) -> None:
+        """Wait until a broker of RocketMQ holds no pull of the instances of a group that have left by this route.
+
+        It answers a pull of a closed connection too when its hold ends, and makes the group of the pull again.
+        """
+        left_ms = self._left.get(group, 0) - self._runner.now_ms()
+        if left_ms > 0 and not self.has_receives and not self.is_librmq():
+            self.clock.wait(threading.Event(), min(left_ms, _HELD_MS) / 1000)
+
+    def is_librmq(self) -> bool:
+        """Ask the broker whether it is librmq's, which answers with the version of RocketMQ that it follows."""
+        frame = frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)
+        return self.read(frame, "the state of the broker", lambda body: "librmqVersion" in (body.get("table") or {}))
 
     def group_rows(self) -> Rows:
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)

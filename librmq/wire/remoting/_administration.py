@@ -421,6 +421,8 @@ class AdminRequests:
         _, put, size = rates.total("put")
         found_per_second = rates.per_second("get", None, now_ms, of_calls=True)
         missed = rates.per_second("miss", None, now_ms, of_calls=True)
+        from librmq import __version__  # the package loads what it exports when it is used
+
         table = {
             **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
             **{f"{name}ThreadPoolQueueHeadWaitTimeMills": 0 for name in ("send", "pull", "query")},
@@ -439,6 +441,7 @@ class AdminRequests:
             "commitLogMaxOffset": store.log.end,
             "commitLogMinOffset": store.log.begin,
             "consumeQueueDiskRatio": used,
+            "librmqVersion": __version__,
             "earliestMessageTimeStamp": -1 if first is None else first.store_timestamp_ms,
             "getFoundTps": found_per_second,
             "getMessageEntireTimeMax": rates.longest_ms("get"),
