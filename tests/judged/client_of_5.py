@@ -100,7 +100,7 @@ SCENARIOS = {
     "order of a message group": in_order,
     "delay": delay,
     "transactions": transactions,
-    "priorities (a broker from 5.4 on)": priorities,
+    "priorities": priorities,
     "lite message, at another topic": lite_message,
 }
 
