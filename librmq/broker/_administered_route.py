@@ -545,7 +545,7 @@ class AdministeredRoute(Route, Closing):
         Raises:
             ConfigError: A message is not a dead letter of the group; or at a broker of RocketMQ, ``letters`` is None or
                 ``only_unsent`` is given.
-            MalformedError: The file of the notes holds something else.
+            CorruptionError: The file of the notes is damaged.
         """
         from librmq.broker.retries import resend_letters
 

@@ -248,7 +248,7 @@ class FailedMessages:
         """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
 
         Raises:
-            MalformedError: The file of the notes holds something else.
+            CorruptionError: The file of the notes is damaged.
         """
         store, group = self._store, request.group
         if request.letters is None:

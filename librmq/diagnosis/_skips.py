@@ -16,7 +16,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import (
     BrokerError,
     ConfigError,
-    MalformedError,
+    CorruptionError,
     MessageIllegalError,
     TransactionRefusedError,
     refused_copy,
@@ -32,7 +32,7 @@ from librmq.protocol import (
     TopicDescription,
     TransactionState,
 )
-from librmq.store.format.documents import OWN_FOLDER, notes_locked
+from librmq.store.format.documents import OWN_FOLDER, checked, notes_locked, with_checksum
 
 if TYPE_CHECKING:
     from librmq.broker import Broker, StoreRoute
@@ -325,18 +325,19 @@ def skipped(source: Source) -> list[Skip]:
 
     Raises:
         NotAStoreError: The folder holds no store.
-        MalformedError: The file of records contains something else.
+        CorruptionError: The file of records is damaged.
     """
     with viewed(source) as view:
         path = os.path.join(view.store.path, OWN_FOLDER, _FILE)
-        notes = []
-        for number, line in enumerate(read_replaced(view.store.files, path).decode().splitlines(), 1):
+        notes, at = [], 0
+        for line in read_replaced(view.store.files, path).splitlines(keepends=True):
             try:
-                fields = json.loads(line)
+                fields = json.loads(checked(path, line, at))
                 queues = tuple(SkippedQueue(**queue) for queue in fields.pop("queues"))
                 notes.append(Skip(**fields, queues=queues))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise MalformedError(f"{path}, line {number}: expected the note of a skip: {error}") from None
+                raise CorruptionError(path, at, "config", f"expected the note of a skip: {error}") from None
+            at += len(line)
         return notes
 
 
@@ -345,7 +346,8 @@ def _record(broker: StoreRoute, done: Skip) -> None:
     path = os.path.join(folder, _FILE)
     fields = {**done._asdict(), "queues": [queue._asdict() for queue in done.queues]}
     with notes_locked(broker.store.path, files):
-        files.write(path, read_replaced(files, path) + json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+        note = with_checksum(json.dumps(fields, ensure_ascii=False).encode())
+        files.write(path, read_replaced(files, path) + note + b"\n")
 
 
 # ---- retries and halves that wait

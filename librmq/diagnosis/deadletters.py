@@ -79,7 +79,6 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
-        MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
         return [letter for *_, letter in letters_by_queue(view, group, view.resent_times)]

@@ -31,7 +31,13 @@ from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueT
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
-from librmq.store.format.documents import ReplicaMark, write_kept_config, write_retention
+from librmq.store.format.documents import (
+    KeptSettings,
+    ReplicaMark,
+    add_checksums,
+    write_kept_config,
+    write_retention,
+)
 from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
@@ -88,25 +94,28 @@ class Writer(StoreHandle):
             # Look again, because another process may have made or changed the store before this one had the lock.
             kind, mark = self._look()
             was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
-            self.is_own: bool = directory.is_made_by_librmq(path, files)
+            kept = KeptSettings.read(path, files)  # Where they are damaged readers go on; what a writer does is final.
+            self.is_own: bool = directory.is_made_by_librmq(path, files, kept)
             if config is not None:
-                config = directory.complete_config(path, config, files)
+                config = directory.complete_config(path, config, files, kept)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
                 # Write the mark before the log is opened, so that the folder of a killed replica is known as one.
                 ReplicaMark(self.replica_of, None).write(path, files)
             import_numpy()
-            self.configure(config or directory.infer_config(path, files))
+            self.configure(config or directory.infer_config(path, files, kept))
             if kind is directory.StoreKind.NEW:
                 # The settings reach the device before the folder of the log does. A folder with a log and without them
                 # counts as a broker's, whose retention deletes unread messages on a full disk.
-                write_kept_config(path, self.config, files, is_own=self.is_own)
+                kept = write_kept_config(path, self.config, files, kept, is_own=self.is_own)
                 files.flush_folder(path)
             self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
             # The file is marked only now, because a recovery withdraws notes that a broker's retention has made wrong.
             self._file_lock.mark_untouched()
             if config is not None and kind is not directory.StoreKind.NEW:
-                write_kept_config(path, self.config, files, is_own=self.is_own)
-            write_retention(path, self.config, files, default=directory.default_retention(path, files))
+                kept = write_kept_config(path, self.config, files, kept, is_own=self.is_own)
+            write_retention(path, self.config, files, default=directory.default_retention(kept))
+            if kept.lacks_checksums:
+                add_checksums(path, files)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

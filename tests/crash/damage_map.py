@@ -295,7 +295,8 @@ def look(found: Contents, now_ms: int, folder: Path) -> Look:
         patched.chdir(folder)
         seen = {name: _seen(partial(_printed, words)) for name, words in COMMANDS.items()}
         seen["columns"] = _seen(_rows)
-        verdict = _seen(lambda: verify("s"))
+        with _warnings():
+            verdict = _seen(lambda: verify("s"))
     with _warnings() as warned:
         life = _seen(lambda: _life(in_memory(found), now_ms))
     of_broker = life.answer if isinstance(life.answer, dict) else dict.fromkeys((*CLIENTS, *BROKER), life)
@@ -334,14 +335,14 @@ def _printed(words: str) -> Seen:
     printed, said, is_foreign = [], [], False
     for one in _IDS if "{}" in words else [""]:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
+        with redirect_stdout(out), redirect_stderr(err), _warnings() as warned:  # which go to standard error too
             status = main(words.format(one).split())
             out.flush()
         written = Path("out.jsonl")
         printed.append(written.read_bytes() if written.exists() else out.buffer.getvalue())
         written.unlink(missing_ok=True)
         is_foreign |= "a bug in librmq" in err.getvalue()
-        said += [re.sub(r"\d+", "#", err.getvalue()), str(status)] if status or err.getvalue() else []
+        said += [re.sub(r"\d+", "#", err.getvalue()), *sorted(warned), *[str(status)] * bool(status)]
     return Seen(printed, "".join(said), is_foreign)
 
 

@@ -125,7 +125,8 @@ def test_unknown_values_are_kept(folder: Path) -> None:
 
 
 DAMAGED = ["{", "[]", '{"offsetTable":[]}', '{"offsetTable":{"T@G":5}}', '{"offsetTable":{"T@G":{"x":1}}}',
-           '{"offsetTable":{"T@G":{1:"x"}}}', '{"offsetTable":{"T@G":{1:true}}}']  # fmt: skip
+           '{"offsetTable":{"T@G":{1:"x"}}}', '{"offsetTable":{"T@G":{1:true}}}',
+           '{"offsetTable\x7f":{"T@G":{2:7}}}', '{"dataVersion":{}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", *DAMAGED])

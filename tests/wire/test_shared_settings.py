@@ -409,6 +409,7 @@ def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
     owned(tmp_path, store_config=StoreConfig.tiny(file_reserved_hours=1))
     file = tmp_path / "librmq" / "retention.json"
     text = json.loads(file.read_text())
+    del text["crc32"]
     for folder in (None, "1:1"):
         file.write_text(json.dumps(text | {"folder": folder}))
         assert owned(tmp_path)[0].file_reserved_hours is None
@@ -416,12 +417,15 @@ def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
         caplog.clear()
     file.unlink()
     config = tmp_path / "librmq" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"file_reserved_hours": 1}))
+    fields = json.loads(config.read_text()) | {"file_reserved_hours": 1}
+    del fields["crc32"]
+    config.write_text(json.dumps(fields))
     assert owned(tmp_path)[0].file_reserved_hours is None
     assert "file_reserved_hours=1" in caplog.text
     for hostile in ("{", "[]", json.dumps(text | {"settings": {"file_reserved_hours": -1}})):
         file.write_text(hostile)
-        assert owned(tmp_path)[0].file_reserved_hours is None
+        with pytest.raises(CorruptionError, match=r"retention\.json.*then retention deletes nothing"):
+            owned(tmp_path)
 
 
 def test_durability_and_retention_may_differ(tmp_path: Path) -> None:

@@ -19,13 +19,15 @@ from librmq.client import Producer, SendResult
 from librmq.diagnosis import StoreView
 from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.errors import BrokerError, CorruptionError, InputError, MessageIllegalError, refused_copy
-from librmq.files import DiskFiles, file_size
+from librmq.files import DiskFiles
+from librmq.files.interface import read_replaced
 from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic, record
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, encode_properties
 from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
+from librmq.store.format.documents import OWN_FOLDER, checked, with_checksum
 from librmq.wire.share_links import OwnedStore
 
 _TOGETHER: Final = 256  # messages
@@ -283,7 +285,7 @@ class _Progress:
         names = ("topic", "queue", "offset", "tag", "sql", "grep", "since", "until", "to_topic")
         options = {name: str(value) for name in names if (value := getattr(arguments, name)) is not None}
         self._key = json.dumps({"route": arguments.route, **options}, sort_keys=True)
-        self._path = os.path.join(store.path, "librmq", "replay.json")
+        self._path = os.path.join(store.path, OWN_FOLDER, "replay.json")
         self._files = DiskFiles()
         self._is_finished = False
         self._most = _LARGEST
@@ -325,10 +327,11 @@ class _Progress:
             )
 
     def _places(self) -> dict[str, dict[str, Any]]:
-        if file_size(self._files, self._path) is None:
+        data = read_replaced(self._files, self._path)
+        if not data:
             return {}
         try:
-            places = json.loads(self._files.read(self._path))
+            places = json.loads(checked(self._path, data))
         except ValueError:
             places = None
         if not isinstance(places, dict) or not all(map(_is_progress, places.values())):
@@ -378,7 +381,7 @@ class _Progress:
             now["since_ms"] = self.selection.begin_ms
         places = self._places() | {self._key: now}
         self._files.make_folder(os.path.dirname(self._path))
-        self._files.write(self._path, json.dumps(places, indent=1).encode())
+        self._files.write(self._path, with_checksum(json.dumps(places, indent=1).encode()))
 
 
 def _is_progress(value: object) -> bool:

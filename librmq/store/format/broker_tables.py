@@ -43,7 +43,7 @@ from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicType, has_no_row, is_own_group
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
-from librmq.store.format.documents import START_FILE
+from librmq.store.format.documents import OWN_FOLDER, START_FILE, checked, with_checksum
 from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
 if TYPE_CHECKING:
@@ -421,6 +421,7 @@ class ConfigTable:
         self._changes = 0
         self.revision: int = 0
         """Number of changes since the table was read, also of those that callers made in `rows`, which they count."""
+        self._is_own = os.path.basename(os.path.dirname(path)) == OWN_FOLDER  # so its last field is a checksum
         self._versioned = versioned
         self._rows_of = name if check is _check_offsets_by_text else None
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
@@ -519,9 +520,10 @@ class ConfigTable:
             version["timestamp"] = now_ms
         self._changes = 0
         try:
-            return self._encoded(self.rows)
+            data = self._encoded(self.rows)
         except (MalformedError, UnicodeEncodeError, RecursionError) as error:
-            return self._encoded(self._writable_rows(error))
+            data = self._encoded(self._writable_rows(error))
+        return with_checksum(data) if self._is_own else data
 
     def _encoded(self, rows: Rows) -> bytes:
         if self._versioned:  # its rows are replaced, never changed
@@ -587,10 +589,12 @@ class ConfigTable:
             if not data:
                 continue
             try:
-                document = self._complete(java_json.loads(data, rows_of=self._rows_of))
-            except MalformedError as error:
-                damage = damage or CorruptionError(path, 0, "config", str(error))
-                wrong = f"is damaged ({error})"
+                content = checked(path, data) if self._is_own else data
+                document = self._complete(java_json.loads(content, rows_of=self._rows_of))
+            except (CorruptionError, MalformedError) as error:
+                what = error.what if isinstance(error, CorruptionError) else str(error)
+                damage = damage or CorruptionError(path, 0, "config", what)
+                wrong = f"is damaged ({what})"
                 continue
             if path == self.path:
                 self._stored = data
@@ -616,6 +620,8 @@ class ConfigTable:
                     raise MalformedError(f"{_DATA_VERSION}: expected a number as {field}")
             complete[_DATA_VERSION] = version
         rows = fields.get(self._name)
+        if fields and self._name not in fields:  # a broker writes an empty table too
+            raise MalformedError(f"expected {self._name}, found {', '.join(fields)[:80]}")
         complete[self._name] = rows if isinstance(rows, NumberRows) else self._check(_object(rows, self._name))
         return {**fields, **complete} if fields else complete
 

@@ -40,7 +40,7 @@ from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_queue
 from librmq.runtime import lazy_numpy as np
-from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
+from librmq.store.format.documents import OWN_FOLDER, KeptSettings
 from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
 from librmq.store.format.indexfile import (
     HEADER,
@@ -350,9 +350,9 @@ def known_topics(path: str, files: Files) -> set[str]:
 
 
 def _topic_rows(path: str, files: Files) -> dict[str, Any]:
-    config = os.path.join(path, CONFIG, "topics.json")
-    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
-        return dict(json.loads(read_replaced(files, config)).get("topicConfigTable", {}))
+    for name in ("topics.json", "topics.json.bak"):
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, CorruptionError):
+            return dict(json.loads(read_replaced(files, os.path.join(path, CONFIG, name)))["topicConfigTable"])
     return {}
 
 
@@ -396,40 +396,49 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 # --------------------------------------------------------------------------------------------------- settings
 
 
-def is_made_by_librmq(path: str, files: Files) -> bool:
+def is_made_by_librmq(path: str, files: Files, kept: KeptSettings | None = None) -> bool:
     """Return whether librmq made the store in ``path``, or will make it; otherwise it is a broker's directory.
 
     `librmq/config.json` says so. Without it, and in those of version 0.1.0, log files of `StoreConfig`'s default length
-    do: a broker has others.
+    do: a broker has others. ``kept`` is what the store keeps, if it was read.
+
+    Raises:
+        CorruptionError: What the store keeps is damaged.
     """
-    if not any(_sequence(os.path.join(path, COMMITLOG), files)) or is_kept_as_own(path, files):
+    if not any(_sequence(os.path.join(path, COMMITLOG), files)):
         return True
-    return _file_settings(path, files).get("commitlog_file_size") == StoreConfig().commitlog_file_size
+    kept = kept or KeptSettings.read(path, files)
+    if kept.is_own:
+        return True
+    settings = _file_settings(path, files, kept.sizes)
+    return settings.get("commitlog_file_size") == StoreConfig().commitlog_file_size
 
 
-def default_retention(path: str, files: Files) -> dict[str, Any]:
+def default_retention(kept: KeptSettings) -> dict[str, Any]:
     """Return the retention of an existing store that has recorded none: none by age or size.
 
     On a full disk that of a broker deletes what groups have not consumed, one that librmq made does not.
     """
-    return {"max_total_size": None, "file_reserved_hours": None, "keep_unconsumed": is_kept_as_own(path, files)}
+    return {"max_total_size": None, "file_reserved_hours": None, "keep_unconsumed": kept.is_own}
 
 
-def infer_config(path: str, files: Files) -> StoreConfig:
+def infer_config(path: str, files: Files, kept: KeptSettings | None = None) -> StoreConfig:
     """Return the settings that the store's files show, over defaults.
 
     These are `StoreConfig`'s for a new store and for a log with files of their size, otherwise a 4.9 broker's. An
     existing store has the retention that it recorded in this folder, otherwise `default_retention`. If files of one
     kind disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that
-    no setting produces, are ignored.
+    no setting produces, are ignored. ``kept`` is what the store keeps, if it was read; else a damaged file of that is
+    warned of, and counts as missing.
     """
-    settings = {**read_kept_config(path, files), **read_retention(path, files).settings, **_file_settings(path, files)}
+    kept = kept or KeptSettings.read_sound(path, files)
+    settings = {**kept.sizes, **kept.retention.in_force, **_file_settings(path, files, kept.sizes)}
     defaults = StoreConfig()
     if is_folder(files, os.path.join(path, COMMITLOG)):
         if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
             defaults = StoreConfig.broker()
-        defaults = dataclasses.replace(defaults, **default_retention(path, files))
-        if not is_made_by_librmq(path, files):
+        defaults = dataclasses.replace(defaults, **default_retention(kept))
+        if not is_made_by_librmq(path, files, kept):
             defaults = dataclasses.replace(defaults, **_BROKER_FLUSHES)
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
     if total is not None and total < file_size:
@@ -437,22 +446,23 @@ def infer_config(path: str, files: Files) -> StoreConfig:
     return dataclasses.replace(defaults, **settings)
 
 
-def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
+def complete_config(path: str, config: StoreConfig, files: Files, kept: KeptSettings | None = None) -> StoreConfig:
     """Return ``config`` with the store's own sizes, delay levels and retention where its maker named no others.
 
     An existing store that has recorded no retention in this folder has `default_retention`, unless the maker named
-    another.
+    another. ``kept`` is as in `infer_config`.
 
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
     """
-    file_settings = _file_settings(path, files)
+    kept = kept or KeptSettings.read_sound(path, files)
+    file_settings = _file_settings(path, files, kept.sizes)
     settings: dict[str, Any] = {}
     if is_folder(files, os.path.join(path, COMMITLOG)):
-        settings = default_retention(path, files)
-        if not is_made_by_librmq(path, files):
+        settings = default_retention(kept)
+        if not is_made_by_librmq(path, files, kept):
             settings |= _BROKER_FLUSHES
-    settings |= {**read_kept_config(path, files), **read_retention(path, files).settings, **file_settings}
+    settings |= {**kept.sizes, **kept.retention.in_force, **file_settings}
     settings = {name: value for name, value in settings.items() if name not in config.named}
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", config.commitlog_file_size)
     if total is not None and total < file_size:
@@ -468,7 +478,7 @@ def check_config(path: str, config: StoreConfig, files: Files) -> None:
     Raises:
         ConfigError: A setting contradicts a file.
     """
-    _check_file_settings(path, config, _file_settings(path, files))
+    _check_file_settings(path, config, _file_settings(path, files, KeptSettings.read_sound(path, files).sizes))
 
 
 def _check_file_settings(path: str, config: StoreConfig, file_settings: Mapping[str, Any]) -> None:
@@ -495,9 +505,8 @@ def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _file_settings(path: str, files: Files) -> dict[str, Any]:
+def _file_settings(path: str, files: Files, saved: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    saved = read_kept_config(path, files)
     length = _majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1, saved.get("commitlog_file_size"))
     if length is not None and length >= 256:
         settings["commitlog_file_size"] = length
@@ -510,7 +519,7 @@ def _file_settings(path: str, files: Files) -> dict[str, Any]:
         length = _majority_length(ext, 1, saved.get("consumequeue_ext_file_size"))
         if length is not None and length >= 64:
             settings["consumequeue_ext_file_size"] = length
-    slots_and_entries = _majority_geometry(path, files)
+    slots_and_entries = _majority_geometry(path, files, saved)
     if slots_and_entries is not None:
         settings["max_hash_slot_num"], settings["max_index_num"] = slots_and_entries
     return settings
@@ -605,7 +614,7 @@ def _find_geometry(file: File) -> tuple[int, int] | None:
     return None
 
 
-def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
+def _majority_geometry(path: str, files: Files, settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return slots and entries of most index files.
 
     They are those that the store keeps, if these give the files' length, otherwise those of the oldest file of that
@@ -616,7 +625,6 @@ def _majority_geometry(path: str, files: Files) -> tuple[int, int] | None:
     if not index_files:
         return None
     length = Counter(entry.size for entry in index_files).most_common(1)[0][0]
-    settings = read_kept_config(path, files)
     slots, entries = settings.get("max_hash_slot_num"), settings.get("max_index_num")
     if slots is not None and entries is not None and file_length(slots, entries) == length:
         return slots, entries

@@ -20,10 +20,14 @@
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
     librmq/clock.json          {"version": 1, "now_ms"}
                                the time of a clock that tests have moved, in a store that ``librmq serve`` had
-    librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
-                               dead letters that were sent to their groups again
+    librmq/resent.json         {"version": 1, "letters": [[physical offset, message id, store time, time of the last
+                               resend], …]}: dead letters that were sent to their groups again
     librmq/notes.lock          locked while this one, recorded settings or the notes of skips
                                (`librmq.diagnosis._skips`) change
+
+The last field of each is ``"crc32"``, eight hexadecimal digits: the checksum of the bytes before the comma in front of
+it. Documents of earlier versions have none; an opening for writing adds it. A document with another checksum counts as
+damaged.
 
 Without `config.json`, sizes come from the store's files, and the delay levels are 4.9's. Without `retention.json`, or
 with that of another folder, retention deletes nothing by age or size. Without `replica.json`, the copy is an
@@ -38,19 +42,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files import Files
+from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLockedError
+from librmq.files import Files, OverlayFiles
 from librmq.files.interface import confine, identity_of, is_full, make_folders, read_replaced
 from librmq.message import StoredMessage
+from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
 
 OWN_FOLDER: Final = "librmq"
@@ -63,6 +69,7 @@ START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1
+_MOST_BYTES: Final = 1 << 20
 _NOTES_S: Final = 10.0
 _NOTES_AGAIN_S: Final = 0.005
 
@@ -87,7 +94,104 @@ class _LaterVersionError(CorruptionError):
     """A later version of librmq wrote a document, which must not be replaced by what this one knows."""
 
 
-def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 << 20) -> dict[str, Any] | None:
+_CHECKSUM: Final = re.compile(rb',\s*"crc32":\s*"([0-9a-f]{8})"\s*}\s*$')
+_CHECKSUM_ROOM: Final = 64
+_WITHOUT: Final = {
+    CONFIG_FILE: "sizes come from the other files, and delay levels are RocketMQ's",
+    RETENTION_FILE: "retention deletes nothing by age or size until it is named again",
+    SETTINGS_FILE: "the next process that opens the store names its settings",
+    START_FILE: "groups that start_at has moved start again where it says",
+    MARK_FILE: "the copy is a store of its own",
+    os.path.join(OWN_FOLDER, "cancelled.json"): "cancelled messages are delivered",
+    os.path.join(OWN_FOLDER, "cancelled-since.json"): "messages that were cancelled last are delivered",
+    os.path.join(OWN_FOLDER, "resent.json"): "all dead letters count as unsent",
+    os.path.join(OWN_FOLDER, "replay.json"): "replay --route begins at the start",
+}
+"""What follows from the loss of a document."""
+
+
+def with_checksum(data: bytes) -> bytes:
+    """Return a JSON object of one field at least with its checksum as the last field."""
+    content = data.rstrip().removesuffix(b"}").rstrip()
+    return content + b',"crc32":"%08x"}' % crc32(content)
+
+
+def _checksum(data: bytes) -> re.Match[bytes] | None:
+    return _CHECKSUM.search(data, max(0, len(data) - _CHECKSUM_ROOM))
+
+
+def checked(path: str, data: bytes, at: int = 0) -> bytes:
+    """Return a JSON object, read at a place of the file ``path``, without its checksum.
+
+    One that an earlier version has written has none.
+
+    Raises:
+        CorruptionError: It has another checksum.
+    """
+    match = _checksum(data)
+    if match is None:
+        return data
+    content = data[: match.start()]
+    if crc32(content) != int(match[1], 16):
+        what = f"expected {match[1].decode()} as checksum, found {crc32(content):08x}; {_advice(path)}"
+        raise CorruptionError(path, at, "checksum", f"{what}; if you have changed it yourself, delete its crc32")
+    return content + b"}"
+
+
+def _advice(path: str) -> str:
+    name = os.path.join(*path.split(os.sep)[-2:])
+    effect = f": then {_WITHOUT[name]}" if name in _WITHOUT else ""
+    return f"copy the file from a backup of the store, or delete it{effect}"
+
+
+def add_checksums(path: str, files: Files) -> None:
+    """Add checksums to the documents of the store in ``path`` without any, last to that which says that they lack.
+
+    Unreadable ones stay as they are. The changes are durable on return.
+    """
+    config = os.path.join(path, CONFIG_FILE)
+    for place in [*(place for place in _documents(path, files) if place != config), config]:
+        data = _as_object(read_replaced(files, place))
+        if data and _checksum(data) is None and _is_object(data):
+            files.write(place, with_checksum(data))
+
+
+def _documents(path: str, files: Files) -> list[str]:
+    folders = [os.path.join(path, OWN_FOLDER), os.path.join(path, JobNote.FOLDER)]
+    return [
+        os.path.join(folder, name)
+        for folder in folders
+        for name in files.names(folder)
+        if name.endswith((".json", ".json.bak", ".jsonl"))
+    ]
+
+
+def _as_object(data: bytes) -> bytes:
+    """Return a document as an object; that of resent letters was a list in earlier versions."""
+    return b'{"version":1,"letters":%s}' % data if data[:1] == b"[" else data
+
+
+def _is_object(data: bytes) -> bool:
+    try:
+        return type(json.loads(data)) is dict
+    except (ValueError, RecursionError):
+        return False
+
+
+def damaged_documents(path: str, files: Files) -> Iterator[CorruptionError]:
+    """Yield what is wrong with the documents of the store in ``path``."""
+    for place in _documents(path, files):
+        try:
+            data, at = read_replaced(files, place), 0
+            for item in data.splitlines(keepends=True) if place.endswith(".jsonl") else filter(None, [data]):
+                if not _is_object(_as_object(checked(place, item, at))):
+                    raise CorruptionError(place, at, "config", f"expected a JSON object; {_advice(place)}")
+                at += len(item)
+        except CorruptionError as error:
+            yield error
+
+
+def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = _MOST_BYTES) -> dict[str, Any] | None:
     """Return the fields in the file ``path`` that ``kinds`` names, None if it is missing or empty.
 
     Other fields are ignored. Another process may replace or delete the file at any time.
@@ -101,6 +205,7 @@ def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 <<
 
 def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
     """Return the fields of a document that was read from ``path``, as `read_document` does."""
+    data = checked(path, data)
     try:
         document = json.loads(data)
         version = document["version"]
@@ -113,8 +218,9 @@ def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
             if type(document.get(name)) not in types:
                 raise ValueError(f"{document.get(name)!r:.80} as {name}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        names = ", ".join(kinds)
-        raise CorruptionError(path, 0, "config", f"expected a document with {names}, found {error}") from None
+        required = ", ".join(name for name, types in kinds.items() if NoneType not in types)
+        what = f"expected a document{' with ' * bool(required)}{required}, found {error}; {_advice(path)}"
+        raise CorruptionError(path, 0, "config", what) from None
     return {name: document[name] for name in kinds if name in document}
 
 
@@ -122,7 +228,8 @@ def write_document(path: str, files: Files, fields: Mapping[str, object], *, ind
     """Write a document to the file ``path``, whose folder is made; durable when it returns."""
     files.make_folder(os.path.dirname(path))
     separators = (",", ":") if indent is None else None
-    files.write(path, json.dumps({"version": _VERSION, **fields}, indent=indent, separators=separators).encode())
+    data = json.dumps({"version": _VERSION, **fields}, indent=indent, separators=separators).encode()
+    files.write(path, with_checksum(data))
 
 
 # ---- settings
@@ -138,48 +245,94 @@ _KEPT: Final = dict.fromkeys(
 RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
 """The settings of retention."""
 _OWN: Final = "made_by_librmq"
+_SETTINGS: Final[Kinds] = {**_KEPT, **dict.fromkeys(RETENTION, _ANY), _OWN: (bool, NoneType)}
 _SMALLEST_LOG_FILE: Final = 256  # it is below any total size
 _LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
 
-def read_kept_config(path: str, files: Files) -> dict[str, Any]:
-    """Return the settings that the store in ``path`` keeps, none if the file is missing or unreadable.
+class RecordedRetention(NamedTuple):
+    """The settings of retention that a store has recorded."""
 
-    Raises:
-        CorruptionError: A later version of librmq keeps them, for which sizes and delay levels may differ.
-    """
+    settings: dict[str, Any]
+    named: list[str]
+    """Those that a process which shares the store has named."""
+    is_foreign: bool = False
+    """Whether another folder has recorded them, or none that is known: then they delete nothing here."""
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """The settings that count in this folder."""
+        return {} if self.is_foreign else self.settings
+
+
+class KeptSettings(NamedTuple):
+    """The settings that a store keeps."""
+
+    sizes: dict[str, Any]
+    """Sizes and delay levels; none if the file is missing."""
+    is_own: bool
+    """Whether librmq made the store."""
+    retention: RecordedRetention
+    lacks_checksums: bool
+    """Whether an earlier version has written them."""
+
+    @classmethod
+    def read(cls, path: str, files: Files) -> Self:
+        """Read the settings that the store in ``path`` keeps.
+
+        Raises:
+            CorruptionError: They are damaged, or a later version of librmq keeps them, for which sizes and delay levels
+                may differ.
+        """
+        place = os.path.join(path, CONFIG_FILE)
+        data = read_replaced(files, place, _MOST_BYTES)
+        fields = parse_document(place, data, _SETTINGS) if data else {}
+        retention: dict[str, Any] = {name: fields.pop(name) for name in RETENTION if name in fields}
+        is_own = fields.pop(_OWN, None) is True
+        _check_settings(place, fields)
+        lacks_checksums = bool(data) and _checksum(data) is None
+        return cls(fields, is_own, _recorded_retention(path, files, retention), lacks_checksums)
+
+    @classmethod
+    def read_sound(cls, path: str, files: Files) -> Self:
+        """Read them as if a damaged file were missing, and warn of it."""
+        while True:
+            try:
+                return cls.read(path, files)
+            except _LaterVersionError:
+                raise
+            except CorruptionError as error:
+                _log.warning("%(error)s", error=error, path=path)
+                files = OverlayFiles(files)
+                files.delete(error.file)
+
+
+_NOTHING_KEPT: Final = KeptSettings({}, False, RecordedRetention({}, []), False)
+
+
+def _check_settings(place: str, settings: Mapping[str, Any]) -> None:
     try:
-        settings = read_document(os.path.join(path, CONFIG_FILE), files, _KEPT) or {}
         StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
-    except _LaterVersionError:
-        raise
-    except (ConfigError, CorruptionError):
-        return {}
-    return settings
+    except ConfigError as error:
+        raise CorruptionError(place, 0, "config", f"{error}; {_advice(place)}") from None
 
 
-def is_kept_as_own(path: str, files: Files) -> bool:
-    """Return whether the settings kept in ``path`` say that librmq made the store; False if they are unreadable."""
-    try:
-        fields = read_document(os.path.join(path, CONFIG_FILE), files, {_OWN: (bool, NoneType)}) or {}
-    except CorruptionError:
-        return False
-    return fields.get(_OWN) is True
+def write_kept_config(
+    path: str, config: StoreConfig, files: Files, before: KeptSettings = _NOTHING_KEPT, *, is_own: bool
+) -> KeptSettings:
+    """Keep the settings of the store in ``path`` if they differ from ``before``; durable when it returns.
 
-
-def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: bool) -> None:
-    """Keep the settings of the store in ``path`` if they have changed; durable when it returns.
-
-    ``is_own`` says that librmq made the store, not a broker.
+    ``is_own`` says that librmq made the store, not a broker. Return what the store keeps now.
 
     A full disk does not prevent opening the store; the next opening tries again.
     """
     settings = {name: getattr(config, name) for name in _KEPT}
-    before = read_kept_config(path, files)
-    if settings == before and is_own == is_kept_as_own(path, files):
-        return
+    if settings == before.sizes and is_own == before.is_own:
+        return before
     with full_disk_suffered(path, "sizes and delay levels"):
         write_document(os.path.join(path, CONFIG_FILE), files, settings | ({_OWN: True} if is_own else {}), indent=1)
+        return before._replace(sizes=settings, is_own=is_own)
+    return before
 
 
 @contextmanager
@@ -196,39 +349,29 @@ def full_disk_suffered(path: str, what: str) -> Iterator[None]:
 # ---- retention
 
 
-class RecordedRetention(NamedTuple):
-    """The settings of retention that a store has recorded."""
-
-    settings: dict[str, Any]
-    named: list[str]
-    """Those that a process which shares the store has named."""
-    is_foreign: bool = False
-    """Whether another folder has recorded them, or none that is known: then they delete nothing here."""
-
-
 def read_retention(path: str, files: Files) -> RecordedRetention:
-    """Return the retention that the store in ``path`` has recorded; none if it is unreadable or of another folder."""
-    recorded = _recorded_retention(path, files)
+    """Return the retention that the store in ``path`` has recorded; none if it is of another folder.
+
+    Raises:
+        CorruptionError: The file is damaged.
+    """
+    recorded = KeptSettings.read(path, files).retention
     return RecordedRetention({}, []) if recorded.is_foreign else recorded
 
 
-def _recorded_retention(path: str, files: Files) -> RecordedRetention:
-    kinds: Kinds = {"settings": (dict,), "named": (list,), "folder": (str, NoneType)}
+def _recorded_retention(path: str, files: Files, beside_sizes: dict[str, Any]) -> RecordedRetention:
+    place = os.path.join(path, RETENTION_FILE)
     try:
-        fields = read_document(os.path.join(path, RETENTION_FILE), files, kinds)
-        if fields is not None:
-            settings = {name: value for name, value in fields["settings"].items() if name in RETENTION}
-            named, identity = [name for name in RETENTION if name in fields["named"]], _folder_identity(path, files)
-            is_foreign = identity is not None and fields.get("folder") != identity
-        else:  # earlier versions have recorded it beside the sizes, which a copy has too
-            settings = read_document(os.path.join(path, CONFIG_FILE), files, dict.fromkeys(RETENTION, _ANY)) or {}
-            named, is_foreign = [], bool(settings)
-        if not settings:
-            return RecordedRetention({}, [])
-        StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
-    except (ConfigError, CorruptionError):
+        fields = read_document(place, files, {"settings": (dict,), "named": (list,), "folder": (str, NoneType)})
+    except _LaterVersionError:
         return RecordedRetention({}, [])
-    return RecordedRetention(settings, [name for name in named if name in settings], is_foreign)
+    if fields is None:  # earlier versions have recorded it beside the sizes, which a copy has too
+        return RecordedRetention(beside_sizes, [], bool(beside_sizes))
+    settings = {name: value for name, value in fields["settings"].items() if name in RETENTION}
+    _check_settings(place, settings)
+    named, identity = [name for name in settings if name in fields["named"]], _folder_identity(path, files)
+    is_foreign = identity is not None and fields.get("folder") != identity
+    return RecordedRetention(settings, named, is_foreign and bool(settings))
 
 
 def write_retention(path: str, config: StoreConfig, files: Files, *, default: Mapping[str, Any]) -> None:
@@ -237,7 +380,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
     ``default`` is that of a store without a record, which needs none. If retention deletes more than before, a warning
     says so once; one says at each opening that a record of another folder deletes nothing.
     """
-    settings, before = {name: getattr(config, name) for name in RETENTION}, _recorded_retention(path, files)
+    settings, before = {name: getattr(config, name) for name in RETENTION}, KeptSettings.read(path, files).retention
     if before.is_foreign or not before.settings:
         if all(settings[name] == value for name, value in default.items()):
             if before.is_foreign and any(before.settings.get(name) is not None for name in _LIMITS):
@@ -425,6 +568,7 @@ class MovedJobs:
 # ---- dead letters that were sent again
 
 LetterIdentity = tuple[int, str, int]
+_LETTERS: Final[Kinds] = {"letters": (list,)}
 
 
 def letter_identity(letter: StoredMessage) -> LetterIdentity:
@@ -436,17 +580,16 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
     """Return the times at which letters of the store in ``path`` were last sent again.
 
     Raises:
-        MalformedError: The file holds something else.
+        CorruptionError: The file is damaged.
     """
     notes = _resent_path(path)
+    data = _as_object(read_replaced(files, notes))
+    rows = parse_document(notes, data, _LETTERS)["letters"] if data else []
     try:
-        rows = json.loads(read_replaced(files, notes) or b"[]")
         return {(int(place), str(message_id), int(stored_ms)): int(at) for place, message_id, stored_ms, at in rows}
     except (ValueError, TypeError) as error:
-        raise MalformedError(
-            f"{notes}: expected a list of the dead letters that were sent again: {error}; without the file all count "
-            "as unsent"
-        ) from None
+        what = f"expected a list of the dead letters that were sent again: {error}; {_advice(notes)}"
+        raise CorruptionError(notes, 0, "config", what) from None
 
 
 @contextmanager
@@ -479,12 +622,12 @@ def note_resent(path: str, files: Files, letters: Iterable[LetterIdentity], at_m
     """Note that letters were sent again; notes on letters before ``log_begin``, which are deleted, go.
 
     Raises:
-        MalformedError: The file holds something else.
+        CorruptionError: The file is damaged.
     """
     with notes_locked(path, files):
         times = {**resent_times(path, files), **dict.fromkeys(letters, at_ms)}
         rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
-        files.write(_resent_path(path), json.dumps(rows).encode())
+        write_document(_resent_path(path), files, {"letters": rows})
 
 
 def _resent_path(path: str) -> str:

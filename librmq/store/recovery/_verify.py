@@ -37,6 +37,7 @@ from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort
+from librmq.store.format.documents import damaged_documents
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery.missing_files import lacking_queues
@@ -108,6 +109,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append("there is an abort marker: the store was not closed")
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
+    damage += (Damage(error.file, error.offset, error.kind, error.what) for error in damaged_documents(path, files))
     notes += tables.replaced()
     notes += tables.topic_notes()
     if writer is not None:

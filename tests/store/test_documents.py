@@ -1,0 +1,91 @@
+"""Files of librmq's own have a checksum, so that no changed byte of them is believed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner, MessageStore, StoreConfig
+from librmq.errors import CorruptionError
+from librmq.files._memory import MemoryFiles
+from librmq.store.format.directory import infer_config
+from librmq.store.recovery._verify import verify
+from tests.budget import many, some
+from tests.crash.damage_map import store
+from tests.stores import ROOT, Contents, contents, in_memory
+
+OWN = ("cancelled", "closed", "config", "receives", "resent", "retention", "settings")
+
+
+def of_librmq() -> Contents:
+    return dict(store(closed=True)[0])
+
+
+def opened(files: MemoryFiles) -> Broker:
+    return Broker.open(ROOT, files=files, runner=ManualRunner(ManualClock(store(closed=True)[1])))
+
+
+@many
+@pytest.mark.parametrize("name", OWN)
+def test_verify_finds_each_changed_byte(name: str) -> None:
+    """A change within the name of the checksum's field may leave the document as it was."""
+    found, path = of_librmq(), f"librmq/{name}.json"
+    data = found[path]
+    for at in some(range(0, len(data), 7)):
+        changed = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+        verdict = verify(ROOT, files=in_memory({**found, path: changed}))
+        if verdict.sound:
+            assert [*json.loads(changed).items()][:-1] == [*json.loads(data).items()][:-1], at
+        else:
+            assert [damage.file for damage in verdict.damage] == [f"{ROOT}/{path}"], at
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "effect"),
+    [
+        ("config", b"1s 1m 1h", b"1s 1m 9h", "delay levels are RocketMQ's"),
+        ("retention", b'"file_reserved_hours": null', b'"file_reserved_hours": 1', "retention deletes nothing"),
+        ("settings", b'"timeout_s": 60', b'"timeout_s": 61', "names its settings"),
+        ("cancelled", b'"later"', b'"hater"', "cancelled messages are delivered"),
+    ],
+)
+def test_a_writer_refuses_a_changed_document_and_says_what_follows_without_it(
+    name: str, before: bytes, after: bytes, effect: str
+) -> None:
+    found, path = of_librmq(), f"librmq/{name}.json"
+    assert before in found[path], found[path]
+    files = in_memory({**found, path: found[path].replace(before, after)})
+    was = contents(files)
+    with pytest.raises(CorruptionError, match=rf"{name}\.json.*delete it: then .*{effect}.*delete its crc32"):
+        opened(files)
+    assert contents(files) == was
+    files.delete(f"{ROOT}/{path}")
+    opened(files).close()
+
+
+def test_a_reader_warns_and_goes_on_without_changed_settings(caplog: pytest.LogCaptureFixture) -> None:
+    found, path = of_librmq(), "librmq/config.json"
+    files = in_memory({**found, path: found[path].replace(b"1s 1m 1h", b"1s 1m 9h")})
+    assert infer_config(ROOT, files).message_delay_level == StoreConfig().message_delay_level
+    assert "config.json: at 0: expected" in caplog.text
+    with MessageStore.open(ROOT, files=files, read_only=True) as reading:
+        assert sum(1 for _ in reading.topic_messages("T")) == 40
+
+
+def test_documents_of_earlier_versions_get_their_checksums_once() -> None:
+    found, checksum = of_librmq(), re.compile(rb',"crc32":"[0-9a-f]{8}"}$')
+    own = [path for path in found if path.startswith("librmq/") and checksum.search(found[path] or b"")]
+    assert {path.removesuffix(".bak") for path in own} == {f"librmq/{name}.json" for name in OWN}
+    letters = json.loads(found["librmq/resent.json"])["letters"]
+    earlier = {path: checksum.sub(b"}", found[path]) for path in own}
+    earlier["librmq/resent.json"] = json.dumps(letters).encode()
+    files = in_memory(found | earlier)
+    with opened(files) as broker:
+        assert not broker.resend_dead_letters("G", broker.dead_letters("G")[:1], only_unsent=True)
+        now = contents(files)
+        for path in own:
+            assert checksum.search(now[path]), path
+            if path != "librmq/resent.json":
+                assert now[path] == found[path], path
