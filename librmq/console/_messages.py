@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 import json
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from librmq.errors import ConfigError, RmqError
 from librmq.filter import SqlFilter, TagFilter
 from librmq.formatting import UNKNOWN, moment, number, short, size
 from librmq.message import StoredMessage, dead_letter_topic
+from librmq.message.record import decompress_body
 from librmq.store.format.directory import is_made_by_librmq
 from librmq.store.format.documents import letter_identity
 
@@ -29,7 +31,9 @@ _LOOKED_AT: Final = 20_000
 _SEARCH_S: Final = 2.0
 """Seconds after which a search stops, because a browser waits for its page."""
 BODY_SIZE: Final = 64 << 10
-"""The most bytes of a body that are shown."""
+"""The most bytes of a body that are shown, of which hexadecimal digits and the lines of a test show fewer."""
+_HEX: Final = 4096
+_IN_TEST: Final = 2048
 _MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
 
 
@@ -133,9 +137,25 @@ def messages_table(messages: Iterable[StoredMessage], note: str, *, bodies: bool
 
 def _preview(message: StoredMessage) -> str:
     try:
-        return short(message.decompressed_body(BODY_SIZE)[:256].decode("utf-8"), 60)
+        return short(_text(head_of_body(message, 256)), 60)
     except (RmqError, UnicodeDecodeError):
         return size(message.size)
+
+
+def head_of_body(message: StoredMessage, limit: int) -> tuple[bytes, bool]:
+    """Return at most ``limit`` bytes of a body as sent, and whether there are more.
+
+    Raises:
+        BodyCompressionError: It can't be decompressed.
+        MissingExtraError: The extra ``compression`` is not installed.
+    """
+    head = decompress_body(message.stored_body, message.sys_flag, limit + 1, cuts=True)
+    return head[:limit], len(head) > limit
+
+
+def _text(head: tuple[bytes, bool]) -> str:
+    """Return a body as text, without the character in which it is cut."""
+    return getincrementaldecoder("utf-8")().decode(head[0], final=not head[1])
 
 
 def retention_of(place: Place, view: View[Any]) -> Fact:
@@ -174,21 +194,19 @@ def events_of(story: Iterable[StoryEvent]) -> list[list[Cell]]:
 def body_of(message: StoredMessage, kind: str) -> Mapping[str, str]:
     """Return the body as text, JSON or hexadecimal digits; it is never unpickled or run."""
     try:
-        body = message.decompressed_body(BODY_SIZE)
+        head = body, is_cut = head_of_body(message, BODY_SIZE)
     except RmqError as error:
-        return {"kind": "unreadable", "text": str(error)}
-    cut = body[:BODY_SIZE]
+        return {"kind": "unreadable", "text": str(error), "note": ""}
+    cut = f"Only the first {size(BODY_SIZE)} are shown."
     if kind != "hex":
-        try:
-            if kind != "text":
-                return {"kind": "JSON", "text": _indented(message)}
-        except (RmqError, ValueError, RecursionError):
-            pass
-        try:
-            return {"kind": "text", "text": cut.decode("utf-8")}
-        except UnicodeDecodeError:
-            pass
-    return {"kind": "hex", "text": cut[:4096].hex(" ", -4)}
+        with suppress(ValueError, RecursionError):
+            if kind != "text" and not is_cut:
+                text = json.dumps(json.loads(body), indent=2, ensure_ascii=False)
+                return {"kind": "JSON", "text": text[:BODY_SIZE], "note": cut if len(text) > BODY_SIZE else ""}
+        with suppress(UnicodeDecodeError):
+            return {"kind": "text", "text": _text(head), "note": cut if is_cut else ""}
+    note = f"Only the first {size(_HEX)} are shown." if len(body) > _HEX else ""
+    return {"kind": "hex", "text": body[:_HEX].hex(" ", -4), "note": note}
 
 
 def fields_of(message: StoredMessage) -> list[list[Cell]]:
@@ -203,22 +221,22 @@ def fields_of(message: StoredMessage) -> list[list[Cell]]:
     return [[Cell(name), Cell(value)] for name, value in values.items()]
 
 
-def _indented(message: StoredMessage) -> str:
-    if len(message.stored_body) > BODY_SIZE:
-        raise ValueError("too long to be laid out")
-    return json.dumps(message.json(), indent=2, ensure_ascii=False)[:BODY_SIZE]
-
-
 def as_test(message: StoredMessage) -> str:
-    """Return the lines that make a test begin with a message like this one."""
-    body = message.decompressed_body(BODY_SIZE)
+    """Return the lines that make a test begin with a message like this one; none if its body can't be read."""
+    try:
+        body, is_cut = head_of_body(message, _IN_TEST)
+    except RmqError:
+        return ""
     properties = {
         name: value
         for name, value in message.properties.items()
         if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
     }
-    arguments = [repr(message.topic), repr(body[:2048])]
+    arguments = [repr(message.topic), repr(body)]
     arguments += [f"tags={message.tags!r}"] if message.tags else []
     arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
     arguments += [f"properties={properties!r}"] if properties else []
-    return f"def test_this_message(rmq):\n    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"
+    note = f"    # The body goes on: this is its beginning, of {number(_IN_TEST)} bytes.\n" if is_cut else ""
+    return (
+        f"def test_this_message(rmq):\n{note}    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"
+    )

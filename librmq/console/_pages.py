@@ -466,13 +466,13 @@ class Pages:
                 Table(
                     "Properties",
                     ("name", "value"),
-                    [[Cell(name), Cell(value[:4096])] for name, value in sorted(message.properties.items())],
+                    [[Cell(name), Cell(short(value, 4096))] for name, value in sorted(message.properties.items())],
                 ),
             ],
             template="message.html.j2",
             is_live=False,
             more={
-                "body": body_of(message, query.text("as")) if self.bodies else {"kind": "hidden", "text": ""},
+                "body": body_of(message, query.text("as")) if self.bodies else {"kind": "hidden", "text": "", "note": ""},
                 "unread": unread,
                 "test": as_test(message) if self.bodies else "",
                 "id": message.message_id,

@@ -48,7 +48,7 @@ from librmq.message.topics import (
     is_user_topic,
     receive_retry_topic,
 )
-from librmq.message.traces import TraceReader, is_trace_body
+from librmq.message.traces import TraceReader, has_traces
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, halves_of
 from librmq.scheduling.waiting import Cancellation, Cancellations, destination_of
@@ -107,7 +107,7 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
     """
     with viewed(source) as view:
         view.store.refresh()
-        records = [message for message in _records(view, name, topic) if not is_trace_body(message.body or b"")]
+        records = [message for message in _records(view, name, topic) if not has_traces(message)]
         received = pop_events(view, [message for message in records if _is_consumed(message)])
         events = [*_log_events(view, records), *_receives(received), *_traced(view, records, name, topic)]
         events.sort(key=lambda event: event.physical_offset)

@@ -30,7 +30,7 @@ from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMess
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic, kind_of_topic
-from librmq.message.traces import is_trace_body, is_trace_topic
+from librmq.message.traces import has_traces, is_trace_topic
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -701,6 +701,6 @@ def trace_topics(view: StoreView) -> list[str]:
             queue_id = max(queues, key=lambda queue_id: view.ranges[topic, queue_id].max_offset)
             last = view.ranges[topic, queue_id].max_offset - 1
             newest = next(iter(view.store.messages(topic, queue_id, last)), None) if last >= 0 else None
-            if newest is not None and is_trace_body(newest.body or b""):
+            if newest is not None and has_traces(newest):
                 topics.append(topic)
     return topics

@@ -97,8 +97,10 @@ def compression_type(sys_flag: int) -> str:
         raise BodyCompressionError(f"body: unknown compression type in sys flag {sys_flag:#x}") from None
 
 
-def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
+def decompress_body(body: bytes, sys_flag: int, limit: int, *, cuts: bool = False) -> bytes:
     """Return a stored body as sent: ``body`` itself unless ``sys_flag`` says that it is compressed.
+
+    With ``cuts`` only the first ``limit`` bytes of a longer one, of which the rest is not looked at.
 
     Raises:
         BodyCompressionError: The body is damaged or cut off, has bytes after its end, or decompresses to more than
@@ -106,21 +108,21 @@ def decompress_body(body: bytes, sys_flag: int, limit: int) -> bytes:
         MissingExtraError: The body is compressed by lz4 or zstd, and the extra ``compression`` is not installed.
     """
     if not sys_flag & COMPRESSED or not body:
-        return body
+        return body[:limit] if cuts else body
     kind = compression_type(sys_flag)
     if kind == "lz4":
-        return _decompress_lz4(body, limit)
+        return _decompress_lz4(body, limit, cuts)
     if kind == "zstd":
-        return _decompress_zstd(body, limit)
+        return _decompress_zstd(body, limit, cuts)
     stream = zlib.decompressobj()
     try:
         result = stream.decompress(body, limit + 1)
     except zlib.error as error:
         raise BodyCompressionError(f"zlib body: {error}") from None
-    return _complete_body(kind, result, stream.eof, stream.unused_data, limit)
+    return _complete_body(kind, result, stream.eof, stream.unused_data, limit, cuts)
 
 
-def _decompress_lz4(body: bytes, limit: int) -> bytes:
+def _decompress_lz4(body: bytes, limit: int, cuts: bool) -> bytes:
     try:
         from lz4.frame import LZ4FrameDecompressor
     except ImportError:
@@ -135,10 +137,10 @@ def _decompress_lz4(body: bytes, limit: int) -> bytes:
             pending = b""
     except (RuntimeError, EOFError, ValueError) as error:
         raise BodyCompressionError(f"lz4 body: {error}") from None
-    return _complete_body("lz4", b"".join(parts), stream.eof, stream.unused_data or b"", limit)
+    return _complete_body("lz4", b"".join(parts), stream.eof, stream.unused_data or b"", limit, cuts)
 
 
-def _decompress_zstd(body: bytes, limit: int) -> bytes:
+def _decompress_zstd(body: bytes, limit: int, cuts: bool) -> bytes:
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError:
@@ -153,11 +155,13 @@ def _decompress_zstd(body: bytes, limit: int) -> bytes:
             at += _ZSTD_PIECE
     except ZstdError as error:
         raise BodyCompressionError(f"zstd body: {error}") from None
-    return _complete_body("zstd", b"".join(parts), stream.eof, stream.unused_data or body[at:], limit)
+    return _complete_body("zstd", b"".join(parts), stream.eof, stream.unused_data or body[at:], limit, cuts)
 
 
-def _complete_body(kind: str, result: bytes, eof: bool, surplus: bytes, limit: int) -> bytes:
+def _complete_body(kind: str, result: bytes, eof: bool, surplus: bytes, limit: int, cuts: bool) -> bytes:
     """Return ``result``, or raise `BodyCompressionError` if it is not all of the body."""
+    if len(result) > limit and cuts:
+        return result[:limit]
     if len(result) > limit:
         raise BodyCompressionError(f"{kind} body: expected at most {limit:,} bytes decompressed, found more")
     if not eof:

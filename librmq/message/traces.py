@@ -24,9 +24,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal, NamedTuple
 
-from librmq.errors import MalformedError
+from librmq.errors import MalformedError, RmqError
 from librmq.message.ids import decode_unique_id
 from librmq.message.message import StoredMessage
+from librmq.message.record import decompress_body
 from librmq.message.topics import SystemTopic, TopicPrefix
 
 TraceKind = Literal["sent", "received", "consumed", "ended", "recalled"]
@@ -40,6 +41,7 @@ _RESULTS: Final = ("SUCCESS", "TIME_OUT", "EXCEPTION", "RETURNNULL", "FAILED")
 _MARKS: Final = tuple(
     f"{name}{_FIELD}".encode() for name in ("Pub", "SubBefore", "SubAfter", "EndTransaction", "Recall")
 )
+_LONGEST_MARK: Final = max(map(len, _MARKS))
 _REQUESTS: Final = 65_536
 """Most receives that wait for their end."""
 
@@ -172,9 +174,12 @@ def is_trace_topic(topic: str) -> bool:
     return topic == SystemTopic.TRACE or topic.startswith(TopicPrefix.TRACE)
 
 
-def is_trace_body(body: bytes) -> bool:
-    """Return whether a message's body is one of traces."""
-    return body.startswith(_MARKS)
+def has_traces(message: StoredMessage) -> bool:
+    """Return whether a message's body is one of traces; of one that can't be decompressed it is not."""
+    try:
+        return decompress_body(message.stored_body, message.sys_flag, _LONGEST_MARK, cuts=True).startswith(_MARKS)
+    except RmqError:
+        return False
 
 
 class TraceReader:

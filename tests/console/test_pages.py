@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import lz4.frame
 import pytest
+import zstandard
 
 from librmq import (
     Broker,
@@ -33,7 +35,14 @@ from librmq.diagnosis import view as diagnosis_view
 from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
 from librmq.java.json import NumberColumns, NumberRows
-from librmq.protocol import ConsumerData, Heartbeat, MessageModel, Subscription, UpdateOffset
+from librmq.message.record import (
+    COMPRESSED,
+    COMPRESSION_LZ4,
+    COMPRESSION_ZLIB,
+    COMPRESSION_ZSTD,
+    compress_body,
+)
+from librmq.protocol import ConsumerData, Heartbeat, MessageModel, SendMessage, Subscription, UpdateOffset
 from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
@@ -423,6 +432,34 @@ def test_a_body_is_shown_as_what_it_is(broker: Broker, body: bytes, shown: str) 
     with Producer(broker, "shop") as producer:
         message_id = producer.send("orders", body).message_id
     assert shown in Asked(console(broker)).page(f"/message?id={message_id}")
+
+
+@pytest.mark.parametrize("kind", [COMPRESSED, COMPRESSION_ZLIB, COMPRESSION_LZ4, COMPRESSION_ZSTD])
+@pytest.mark.parametrize("character", ["é", "\xff"], ids=["text", "bytes"])
+def test_the_beginning_of_a_large_body_is_shown_with_all_else(broker: Broker, kind: int, character: str) -> None:
+    encoding = "utf-8" if character == "é" else "latin-1"
+    body = ("x" + 70_000 * character).encode(encoding)
+    compress = {COMPRESSION_LZ4: lz4.frame.compress, COMPRESSION_ZSTD: zstandard.ZstdCompressor().compress}
+    message = Message("orders", compress.get(kind, compress_body)(body), keys="o-1", properties={"amount": "1"})
+    broker.create_topic("orders", 1)
+    broker.call(SendMessage("shop", message, 0, 1, ("127.0.0.1", 1), COMPRESSED | kind))
+    asked, address = Asked(console(broker)), "/message?topic=orders&queue=0&offset=0"
+    assert [row["event"] for row in asked.table(address, "Story")] == ["stored"]
+    assert {"name": "amount", "value": "1"} in asked.table(address, "Properties")
+    page = html.unescape(asked.page(address))
+    assert f"Only the first {'64 KiB' if character == 'é' else '4.0 KiB'} are shown." in page
+    assert ("x" + 32_767 * "é" + "</pre>" if character == "é" else "78ffffff ffffffff") in page
+    assert "of 2,048 bytes" in page
+    assert asked.table("/topic?name=orders", "Messages")[0]["body"].startswith("xé" if character == "é" else "")
+
+
+def test_a_body_that_cannot_be_read_hides_nothing_else(broker: Broker) -> None:
+    broker.create_topic("orders", 1)
+    broker.call(SendMessage("shop", Message("orders", b"not compressed"), 0, 1, ("127.0.0.1", 1), COMPRESSED))
+    asked, address = Asked(console(broker)), "/message?topic=orders&queue=0&offset=0"
+    assert [row["event"] for row in asked.table(address, "Story")] == ["stored"]
+    assert "zlib body: " in asked.page(address)
+    assert "As a test" not in asked.page(address)
 
 
 def test_markup_is_text_on_every_page(broker: Broker, runner: ManualRunner) -> None:
