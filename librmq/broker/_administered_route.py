@@ -495,10 +495,11 @@ class AdministeredRoute(Route, Closing):
                 message = broker.call(ViewMessage(physical_offset))
                 if message is not None and message.offset_id == message_id.upper():
                     return message
+        # A broker need not list the topics in which messages wait.
+        topics = [topic for topic in self.topics() if not is_system_topic(topic)]
         messages = [
             message
-            for topic in self.topics()
-            if not is_system_topic(topic) or topic in WAITING_TOPICS
+            for topic in (*topics, *WAITING_TOPICS)
             for _, broker in self._endpoints()
             for message in _messages_of_id(broker, topic, message_id)
         ]

@@ -336,7 +336,7 @@ class Progress:
         Raises:
             BrokerError: There is no such topic.
         """
-        config = self._topics.by_name.get(topic)
+        config = self._topics.find(topic)
         if config is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
         return {queue_id: self._store.queue_range(topic, queue_id) for queue_id in range(config.queues)}

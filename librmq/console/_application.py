@@ -146,6 +146,8 @@ class _Site:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log
                 content.notes = [*content.notes, f"No past moments: {error}"]
+            if query.at_ms is None:
+                content.notes = [*content.notes, *place.unknown]
             content.is_live = content.is_live and query.at_ms is None
             return content
 

@@ -13,6 +13,7 @@ from librmq.broker.groups import settings_in
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Cell, Table, count, link, topic_link
 from librmq.diagnosis import DeadLetterCause, HeldProgress, Lag, QueueLag
+from librmq.diagnosis.view import LetterCount
 from librmq.errors import BrokerError
 from librmq.formatting import UNKNOWN, duration, moment, number, short
 from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
@@ -33,10 +34,12 @@ class Members:
     """The instance that has each queue, by broker (empty if there is only one), topic and number."""
 
     @classmethod
-    def of(cls, route: AdministeredRoute | None, group: str, row: Mapping[str, Any] | None) -> Members:
-        """Ask for the instances of a group; a folder at rest has none, and the settings of its ``row``."""
+    def of(
+        cls, route: AdministeredRoute | None, group: str, row: Mapping[str, Any] | None, *, is_at_rest: bool
+    ) -> Members:
+        """Ask for the instances of a group; a folder ``is_at_rest`` has none, and the settings of its ``row``."""
         if route is None:
-            return cls(None, None if row is None else settings_in(group, row), {})
+            return cls(None, None if row is None else settings_in(group, row), {} if is_at_rest else None)
         connections = route.connections(group)
         try:
             settings: GroupSettings | None = route.group_settings(group)
@@ -84,7 +87,8 @@ class Members:
         columns = ("client", "kind", "model", "threads", "busy", "queues", "lag", "subscriptions")
         is_cut = self.connections is not None and len(self.connections.client_ids) > _ROWS
         note = f"The first {_ROWS}." if is_cut else ""
-        return Table("Instances", columns, cells, note, "No instance runs, or is known.")
+        nothing = "Unknown: only the process that has the store open knows them."
+        return Table("Instances", columns, cells, note, nothing if self.states is None else "No instance runs.")
 
     def _reported(self, client_id: str, lag: int) -> list[Cell]:
         state = None if self.states is None else self.states.get(client_id)
@@ -126,9 +130,11 @@ def queues_in(progress: Lag) -> Iterator[tuple[str, QueueLag]]:
         yield from zip(topic.broker_names or repeat(""), topic.rows(), strict=False)
 
 
-def queues_of_group(rows: Iterable[tuple[str, QueueLag]], held: Iterable[HeldProgress], members: Members) -> Table:
-    """Return the queues of a group with lag, instance, and the message that each waits for."""
-    waits = {(queue.topic, queue.queue_id): queue.message_id or "" for queue in held}
+def queues_of_group(
+    rows: Iterable[tuple[str, QueueLag]], held: Iterable[HeldProgress] | None, members: Members
+) -> Table:
+    """Return the queues of a group with lag, instance, and the message that each waits for, if that is known."""
+    waits = {(queue.topic, queue.queue_id): queue.message_id or "" for queue in held or ()}
     cells = []
     for broker_name, row in rows:
         message_id = waits.get((row.topic, row.queue_id), "")
@@ -141,10 +147,11 @@ def queues_of_group(rows: Iterable[tuple[str, QueueLag]], held: Iterable[HeldPro
                 count(row.lag, "warn"),
                 Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
                 Cell(members.owner_of(broker_name, row)),
-                Cell(short(message_id, 40), link("message", id=message_id)),
+                *([] if held is None else [Cell(short(message_id, 40), link("message", id=message_id))]),
             ]
         )
-    columns = ("topic", "queue", "progress", "end", "lag", "oldest", "instance", "waits for")
+    columns = ["topic", "queue", "progress", "end", "lag", "oldest", "instance"]
+    columns += [] if held is None else ["waits for"]
     return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
 
 
@@ -163,19 +170,20 @@ def stacks(held: Iterable[HeldProgress]) -> list[Table]:
     return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
 
 
-def causes(found: Sequence[DeadLetterCause], letters: int) -> Table:
+def causes(found: Sequence[DeadLetterCause], letters: LetterCount) -> Table:
     """Return the causes of so many dead letters."""
+    is_noted = letters.resent is not None
     rows = [
         [
             Cell(short(cause.cause, 200)),
             topic_link(cause.original_topic),
             count(cause.messages),
-            count(cause.resent),
+            *([count(cause.resent)] if is_noted else []),
             Cell(moment(cause.last_timestamp_ms)),
             count(cause.most_times),
         ]
         for cause in islice(found, _ROWS)
     ]
-    columns = ("cause", "topic", "letters", "sent again", "last", "attempts")
-    note = f"Of the newest {LETTERS} letters." if letters > LETTERS else ""
+    columns = ("cause", "topic", "letters", *(["sent again"] if is_noted else []), "last", "attempts")
+    note = f"Of the newest {LETTERS} letters." if letters.every > LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)

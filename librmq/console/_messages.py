@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any, Final
 
+from librmq.clock import LAST_MS
 from librmq.console._place import Place
 from librmq.console._tables import Cell, Fact, Query, Table, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, StoreView, StoryEvent, View
@@ -34,6 +35,7 @@ BODY_SIZE: Final = 64 << 10
 """The most bytes of a body that are shown, of which hexadecimal digits and the lines of a test show fewer."""
 _HEX: Final = 4096
 _IN_TEST: Final = 2048
+_OF_KEY: Final = 64
 _MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
 
 
@@ -47,10 +49,12 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
     if sum(map(bool, (key, tag, sql))) > 1:
         raise ConfigError("expected one of key, tag and SQL")
     if key and isinstance(view, StoreView):
-        messages = view.store.find_by_key(topic, key, max_messages=MESSAGES)
-        return _newest_first(_within(messages, since, until)), ""
+        begin_ms, end_ms = since or 0, LAST_MS if until is None else until - 1
+        return _newest_first(view.store.find_by_key(topic, key, begin_ms, end_ms, max_messages=MESSAGES)), ""
     if key:
-        return _newest_first(_within(place.acting().find_by_key(topic, key), since, until)), ""
+        found = place.acting().find_by_key(topic, key)
+        note = f"Of the newest {_OF_KEY} with this key: a broker returns no more." if len(found) >= _OF_KEY else ""
+        return _newest_first(_within(found, since, until)), note
     matches: Callable[[StoredMessage], bool] = lambda message: True  # noqa: E731
     if tag:
         tags = TagFilter(tag).tags
@@ -71,8 +75,10 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
         if looked_at >= limit or query.clock.monotonic() > deadline:
             is_cut = not is_plain
             break
-    note = f"The search looked at the newest {number(looked_at)} messages: librmq show reads all." if is_cut else ""
-    return messages, note
+    limits = [f"the newest {number(looked_at)} messages"] if is_cut else []
+    filled = 0 if is_plain else sum(map(bool, view.queues(topic).values()))
+    limits += [f"{MESSAGES} of {number(filled)} queues, those with the newest messages"] if filled > MESSAGES else []
+    return messages, f"The search looked at {' of '.join(limits)}: librmq show reads all." if limits else ""
 
 
 def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
@@ -132,7 +138,7 @@ def messages_table(messages: Iterable[StoredMessage], note: str, *, bodies: bool
         for message in messages
     ]
     columns = ("stored", "id", "queue / offset", "tag", "keys", "body" if bodies else "size")
-    return Table("Messages", columns, rows, note, "No message here.")
+    return Table("Messages", columns, rows, note, "None was found." if note else "No message here.")
 
 
 def _preview(message: StoredMessage) -> str:
@@ -237,6 +243,5 @@ def as_test(message: StoredMessage) -> str:
     arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
     arguments += [f"properties={properties!r}"] if properties else []
     note = f"    # The body goes on: this is its beginning, of {number(_IN_TEST)} bytes.\n" if is_cut else ""
-    return (
-        f"def test_this_message(rmq):\n{note}    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"
-    )
+    send = f"    rmq.producer().send({', '.join(arguments)})\n"
+    return f"def test_this_message(rmq):\n{note}{send}    rmq.advance(seconds=1)"

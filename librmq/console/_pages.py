@@ -27,6 +27,7 @@ from librmq.console._messages import (
 from librmq.console._place import Place
 from librmq.console._requested import (
     LETTERS,
+    NOT_ASKED,
     NOT_IN_FINDINGS,
     NOT_IN_STORY,
     NOT_WAITING,
@@ -67,6 +68,8 @@ _FINDINGS_MS: Final = 30_000
 """For so long an overview shows the findings that it has, because it is asked every few seconds."""
 _LOG_SIZE: Final = 256 << 20
 """Bytes of a log in which the records of a message without a unique id are searched for at once."""
+_NOT_COMPARED: Final = "Queues and index were not compared with the log: librmq verify does that."
+_NOTHING: Final = f"Nothing needs attention. {_NOT_COMPARED}"
 _NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
 _KINDS: Final = {
     "half": "halves", "given_up": "given-up halves", "delay": "delays", "timer": "timers", "retry": "retries",
@@ -115,7 +118,9 @@ class Pages:
             findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
             waiting = self._waiting_fact(view, query)
         total, dead = sum(lags.values()), sum(of_group.unsent for of_group in letters.values())
-        resent = sum(of_group.resent or 0 for of_group in letters.values())
+        known = [of_group.resent for of_group in letters.values() if of_group.resent is not None]
+        resent = sum(known) if len(known) == len(letters) else None
+        of = f"of {'' if len(shown) == len(groups) else f'the first {ROWS} of '}{number(len(groups))} groups"
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
         notes = []
@@ -129,9 +134,14 @@ class Pages:
                 Fact("messages", number(messages), f"in {number(len(ends))} topics"),
                 Fact("stored", *self._rate(samples.stored_per_s(), query)),
                 Fact("consumed", *self._rate(samples.consumed_per_s(), query)),
-                Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
+                Fact("wait for a group", number(total), of, "warn" if total else ""),
                 waiting,
-                Fact("dead letters", number(dead), sent_again(resent), "bad" if dead else ""),
+                Fact(
+                    "dead letters",
+                    number(dead),
+                    "; ".join(filter(None, (of, sent_again(resent)))),
+                    "bad" if dead else "",
+                ),
                 *disk,
             ],
             [
@@ -146,7 +156,7 @@ class Pages:
         """Return how many messages wait for their time, a decision or an acknowledgement, as the page Waiting does."""
         if not self.place.has_log:
             waiting: Sequence[PendingMessage] = waiting_by_requests(view, query.clock.now_ms(), ROWS)
-            limit = f"at most {ROWS} of a level; halves, timers and POP need the log"
+            limit = "not asked for: halves, the relay, what POP holds"
         else:
             log = nullcontext(view) if isinstance(view, StoreView) else self.place.log(asks_owner=True)
             with log as store_view:
@@ -155,7 +165,10 @@ class Pages:
                 waiting, limit = list(pending_messages(store_view.store, store_view.tables)), ""
         kinds = Counter(message.kind for message in waiting)
         parts = [f"{_KINDS[kind]}: {number(amount)}" for kind, amount in sorted(kinds.items())]
-        return Fact("waiting", number(len(waiting)), "; ".join(filter(None, (", ".join(parts), limit))))
+        amount = number(len(waiting))
+        if limit:
+            amount = f"at least {amount}" if waiting else UNKNOWN
+        return Fact("waiting", amount, "; ".join(filter(None, (", ".join(parts), limit))))
 
     def _samples_at(self, query: Query) -> Samples:
         """Return the last looks, of which a past moment has none."""
@@ -227,7 +240,7 @@ class Pages:
             found = now_ms, self._diagnosed(log)
             self._found = self._found if is_past else found
         note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
-        return Table("Findings", columns, _finding_rows(found[1]), note, "Nothing needs attention.")
+        return Table("Findings", columns, _finding_rows(found[1]), note, _NOTHING)
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
         with self.place.log(at_ms, asks_owner=True) if log is None else nullcontext(log) as view:
@@ -235,7 +248,7 @@ class Pages:
 
     def findings(self, query: Query) -> Page:
         """Show all findings of `librmq diagnose`; in a large store they are looked for on request."""
-        note = "Queues and index were not compared with the log: librmq verify does that."
+        note, nothing, severities = "", _NOTHING, ["error", "warning"]
         if self.place.has_log:
             if not query.text("look"):
                 with self.place.log(query.at_ms) as view:
@@ -248,29 +261,28 @@ class Pages:
                         more={"messages": number(messages), "queues": number(queues)},
                     )
             found = self._diagnosed(at_ms=query.at_ms)
+            note = _NOT_COMPARED
         else:
-            found, note = self._findings_by_requests(), NOT_IN_FINDINGS
-        severities = Counter(finding.severity for finding in found)
+            found, note = self._findings_by_requests()
+            nothing, severities = "Nothing of what was asked for.", ["warning"]
+        amounts = Counter[str](finding.severity for finding in found)
+        columns = ("severity", "about", "what", "next")
         return Page(
             "Findings",
-            [Fact(f"{name}s", number(severities[name])) for name in ("error", "warning")],
-            [
-                Table(
-                    "Findings",
-                    ("severity", "about", "what", "next"),
-                    _finding_rows(found),
-                    note,
-                    "Nothing needs attention.",
-                )
-            ],
+            [Fact(f"{name}s", number(amounts[name])) for name in severities],
+            [Table("Findings", columns, _finding_rows(found), note, nothing)],
             is_live=False,
         )
 
-    def _findings_by_requests(self) -> list[Finding]:
+    def _findings_by_requests(self) -> tuple[list[Finding], str]:
+        """Return the findings, and what was not asked for."""
         with self.place.view() as view:
-            groups = [group for group in view.groups if not is_own_group(group)][:ROWS]
-            progress = lag_of(view, group=groups, times=False)
-            return list(findings_by_requests(self.place.acting(), view, groups, progress))
+            groups = [group for group in view.groups if not is_own_group(group)]
+            asked = groups[:ROWS]
+            progress = lag_of(view, group=asked, times=False)
+            found = list(findings_by_requests(self.place.acting(), view, asked, progress))
+        part = f"Of {number(len(groups))} groups the first {ROWS} were asked for. " if len(asked) < len(groups) else ""
+        return found, f"{part}{NOT_IN_FINDINGS}"
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
@@ -285,7 +297,7 @@ class Pages:
                     count(summary.queues),
                     count(summary.messages),
                     *(
-                        Cell("" if time_ms is None else moment(time_ms))
+                        Cell(moment(time_ms) if summary.messages else "")
                         for time_ms in (summary.min_timestamp_ms, summary.max_timestamp_ms)
                     ),
                 ]
@@ -355,13 +367,14 @@ class Pages:
         for group in shown:
             row = progress.get(group)
             oldest = None if row is None or now_ms is None else row.oldest_timestamp_ms
+            waits_s = None if oldest is None or now_ms is None else max(now_ms - oldest, 0) / 1000
             rows.append(
                 [
                     group_link(group),
                     count(None if row is None else row.topics),
                     count(None if row is None else row.lag, "warn"),
                     count(None if row is None else row.again),
-                    Cell("" if oldest is None or now_ms is None else duration(max(now_ms - oldest, 0) / 1000)),
+                    Cell(duration(waits_s) if row is not None and row.lag else ""),
                     count(letters[group].unsent, "bad"),
                     count(letters[group].resent),
                 ]
@@ -380,13 +393,14 @@ class Pages:
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
             dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
-            held = []
+            held = None
             if isinstance(view, StoreView) and view.is_live:
                 held = held_progress(view, group=group, group_lag=progress)
             row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
-        members = Members() if is_past else Members.of(self.place.route, group, row)
+            is_at_rest = isinstance(view, StoreView) and view.owner is None
+        members = Members() if is_past else Members.of(self.place.route, group, row, is_at_rest=is_at_rest)
         lag = sum(row.lag for _, row in rows)
-        shown = [] if is_past else [*stacks(held), members.table(rows), members.settings_table()]
+        shown = [] if is_past else [*stacks(held or ()), members.table(rows), members.settings_table()]
         return Page(
             group,
             [
@@ -395,7 +409,7 @@ class Pages:
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
                 Fact("retries", number(members.retries), "before a dead letter"),
             ],
-            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead.every)],
+            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead)],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
         )
@@ -405,10 +419,10 @@ class Pages:
         group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
             found = newest_letters(view, group, LETTERS)
-            every = count_dead_letters(view, group).every
-        rows = []
+            dead = count_dead_letters(view, group)
+        rows, every, is_noted = [], dead.every, dead.resent is not None
         for message, letter in found:
-            resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)
+            resent = [Cell("" if letter.resent_at_ms is None else moment(letter.resent_at_ms))] if is_noted else []
             rows.append(
                 [
                     *([Cell(message.message_id, "", "box")] if chooses else []),
@@ -417,12 +431,14 @@ class Pages:
                     topic_link(letter.original_topic),
                     count(letter.reconsume_times),
                     Cell(short(letter.cause, 120)),
-                    Cell(resent),
+                    *resent,
                 ]
             )
-        columns = (*(["send again"] if chooses else []), "given up", "id", "topic", "attempts", "cause", "sent again")
+        columns = ["given up", "id", "topic", "attempts", "cause"]
+        columns = [*(["send again"] if chooses else []), *columns, *(["sent again"] if is_noted else [])]
         is_cut = len(found) < every
-        note = f"The newest {len(found)} of {number(every)}: librmq dead-letters lists all." if is_cut else ""
+        note = f"The newest {len(found)} of {number(every)}: librmq dead-letters lists all. " if is_cut else ""
+        note += "" if is_noted else "Brokers do not note which were sent again."
         return Page(
             f"Dead letters of {group}",
             tables=[Table("Dead letters", columns, rows, note)],
@@ -472,7 +488,9 @@ class Pages:
             template="message.html.j2",
             is_live=False,
             more={
-                "body": body_of(message, query.text("as")) if self.bodies else {"kind": "hidden", "text": "", "note": ""},
+                "body": body_of(message, query.text("as"))
+                if self.bodies
+                else {"kind": "hidden", "text": "", "note": ""},
                 "unread": unread,
                 "test": as_test(message) if self.bodies else "",
                 "id": message.message_id,
@@ -521,13 +539,17 @@ class Pages:
             for message in found[:_WAITING]
         ]
         is_cut = len(found) > _WAITING
-        note = "" if self.place.has_log else NOT_WAITING
+        note, nothing = ("", "Nothing waits.") if has_log else (NOT_WAITING, "Nothing of what was asked for.")
         if is_cut:
             note = f"The first {number(_WAITING)}: librmq pending lists all. {note}"
+        unasked = [] if has_log else [name for name in NOT_ASKED if kind in (None, name)]
         return Page(
             "Waiting",
-            [Fact(name, number(amount), "at least" if is_cut else "") for name, amount in sorted(counts.items())],
-            [Table("Waiting messages", ("kind", "topic", "due", "id", "checks", ""), rows, note, "Nothing waits.")],
+            [
+                *(Fact(name, number(amount), "at least" if is_cut else "") for name, amount in sorted(counts.items())),
+                *(Fact(name, UNKNOWN, "not asked for") for name in unasked),
+            ],
+            [Table("Waiting messages", ("kind", "topic", "due", "id", "checks", ""), rows, note, nothing)],
         )
 
 

@@ -17,6 +17,7 @@ from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.diagnosis import ClusterView, StoreView, View
+from librmq.diagnosis.view import why_without_groups
 from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.java.json import NumberColumns
 from librmq.store import BrokerTables, MessageStore
@@ -60,6 +61,9 @@ class Place:
         self._kept: _Kept | None = None
         self.is_at_rest: bool = False
         """Whether no process had the store open for writing at the last view, so that nothing flows."""
+
+        self.unknown: list[str] = []
+        """Why progress was unknown at the last view of the folder, and what to do."""
 
         self.unanswered: str = ""
         """Why the broker beside the folder did not answer when it was last asked; empty if it did."""
@@ -212,6 +216,9 @@ class Place:
 
     def _note_extent(self, view: StoreView) -> None:
         self.is_at_rest = view.owner is None
+        if self.route is None:  # else its broker says them
+            reasons = (view.unknown_progress, view.unknown_delays, why_without_groups(view))
+            self.unknown = [reason for reason in reasons if reason is not None]
         log = view.store.log
         first_ms = log.first_store_timestamp_ms(log.begin) if log.begin < log.end else None
         if first_ms is not None and view.now_ms is not None:

@@ -2,7 +2,7 @@
 
 A story has the records that the brokers find by the message's unique id, and the progress of groups. Findings are about
 lag, instances and dead letters. What waits is what the delay levels hold, which the brokers' own levels could make
-longer than the default ones that are taken here.
+longer than the default ones that are taken here, and the newest messages of RocketMQ 5's timer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from librmq.formatting import number
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import cause_of
+from librmq.message.delays import delete_key
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import QueryMessages, ResponseCode
+from librmq.scheduling.waiting import own_time_ms
 
 NOT_IN_STORY: Final = (
     "By requests to the brokers. Checks of a transaction, what POP did, filters, cancellations and traces need the "
@@ -32,10 +34,14 @@ NOT_IN_FINDINGS: Final = (
     "folder of the store, or run librmq diagnose on the broker's machine."
 )
 NOT_WAITING: Final = (
-    "By requests to the brokers: what waits in a delay level, by the default delays. Halves, timers, the relay and POP "
-    "need the log: give the console the folder of the store, or run librmq pending on the broker's machine."
+    "By requests to the brokers: what waits in a delay level, by the default delays, and among the newest messages of "
+    "the timer. Halves, the relay and POP need the log: give the console the folder of the store, or run librmq "
+    "pending on the broker's machine."
 )
+NOT_ASKED: Final = ("half", "given_up", "pop")
+"""The kinds of waiting messages for which no request asks."""
 _Event = Literal["stored", "half", "delayed", "retried", "dead", "passed", "not_passed"]
+_BEFORE_DELIVERY: Final = (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HALF)
 _MOST_RECORDS: Final = 64
 LETTERS: Final = 500
 """Dead letters of a group that a page looks at."""
@@ -44,10 +50,10 @@ LETTERS: Final = 500
 def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[StoryEvent]:
     """Return the records of a message in order of their times, then its end in each group of its topic."""
     sent_to = message.properties.get(PropertyName.RETRY_TOPIC) or message.topic
-    if sent_to in (SystemTopic.SCHEDULE, SystemTopic.HALF):
+    if sent_to in _BEFORE_DELIVERY:
         sent_to = message.properties.get(PropertyName.REAL_TOPIC, sent_to)
     groups = route.groups_of(sent_to)
-    topics = {sent_to: "", SystemTopic.SCHEDULE: "", SystemTopic.HALF: ""}
+    topics = {sent_to: "", **dict.fromkeys(_BEFORE_DELIVERY, "")}
     topics |= {name: group for group in groups for name in (retry_topic(group), dead_letter_topic(group))}
     records = [
         (broker, record, group) for topic, group in topics.items() for broker, record in _records(route, topic, message)
@@ -80,7 +86,9 @@ def _records(route: AdministeredRoute, topic: str, message: StoredMessage) -> It
 
 
 def _kind(record: StoredMessage) -> _Event:
-    kinds: dict[str, _Event] = {SystemTopic.SCHEDULE: "delayed", SystemTopic.HALF: "half"}
+    kinds: dict[str, _Event] = {
+        SystemTopic.SCHEDULE: "delayed", SystemTopic.TIMER: "delayed", SystemTopic.HALF: "half",
+    }  # fmt: skip
     if record.topic.startswith(TopicPrefix.RETRY):
         return "retried"
     return "dead" if record.topic.startswith(TopicPrefix.DEAD_LETTER) else kinds.get(record.topic, "stored")
@@ -120,7 +128,7 @@ def findings_by_requests(
 
 
 def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[PendingMessage]:
-    """Return at most so many messages of each delay level that wait, sorted by time."""
+    """Return what waits of so many of the newest messages of each delay level and of the timer, sorted by time."""
     waiting = []
     for queue, offsets in view.queues(SystemTopic.SCHEDULE).items():
         # The messages of a level become due in the order of its queue, so the last ones are those that wait.
@@ -129,9 +137,25 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
             due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
             if due_ms <= now_ms:
                 break
-            target = message.properties.get(PropertyName.REAL_TOPIC, "")
-            is_retry = target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
-            topic = message.properties.get(PropertyName.RETRY_TOPIC) or target if is_retry else target
-            kind: Literal["retry", "delay"] = "retry" if is_retry else "delay"
-            waiting.append(PendingMessage(kind, topic, target, due_ms, message.unique_key, message.physical_offset, 0))
+            waiting.append(_pending("delay", message, due_ms))
+    for queue, offsets in view.queues(SystemTopic.TIMER).items():
+        known = set[
+            str | None
+        ]()  # those that a later record has cancelled, or stored again for the next part of its time
+        for message in queue_backwards(view, queue, offsets, most):
+            cancelled = message.properties.get(PropertyName.TIMER_DELETE_KEY)
+            key, target = message.unique_key, message.properties.get(PropertyName.REAL_TOPIC, "")
+            due_ms = own_time_ms(message) or 0
+            is_last = key is None or known.isdisjoint((key, delete_key(target, key)))
+            if cancelled is None and is_last and due_ms > now_ms and not target.startswith(TopicPrefix.REVIVE):
+                waiting.append(_pending("timer", message, due_ms))
+            known.add(cancelled or key)
     return sorted(waiting, key=lambda message: message.due_ms or 0)
+
+
+def _pending(kind: Literal["delay", "timer"], message: StoredMessage, due_ms: int) -> PendingMessage:
+    target = message.properties.get(PropertyName.REAL_TOPIC, "")
+    is_retry = target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
+    topic = message.properties.get(PropertyName.RETRY_TOPIC) or target if is_retry else target
+    key, place = message.unique_key, message.physical_offset
+    return PendingMessage("retry" if is_retry else kind, topic, target, due_ms, key, place, 0)

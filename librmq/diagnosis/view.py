@@ -691,6 +691,18 @@ class ClusterView:
         return self.route.messages_in(queue, offsets)
 
 
+def why_without_groups(view: StoreView) -> str | None:
+    """Return why a store without tables of a broker has no groups; None if it has tables, or says itself what it lacks.
+
+    A `MessageStore` alone has none, and neither has a copy without its folder config.
+    """
+    tables = view.tables
+    if view.is_live or view.unknown_progress is not None or tables.topics.is_stored or tables.offsets.is_stored:
+        return None
+    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
+    return f"there is no {path}, so the progress of no group is known: copy the folder config too"
+
+
 def trace_topics(view: StoreView) -> list[str]:
     """Return the topics of traces: by their names, and of other topics those whose newest message is one."""
     topics = []

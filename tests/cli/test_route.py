@@ -66,7 +66,12 @@ def test_rows_are_those_of_the_store(shell: Shell, served: RemotingServer, words
     local = shell(words[0], "served", *words[1:])
     remote = shell(words[0], "--route", served.address, *words[1:])
     assert (remote.status, remote.said) == (0, "")
-    assert remote.rows == local.rows
+    expected = local.rows
+    if words == ("dead-letters",):  # a broker does not say what was sent again, and null would mean: not yet
+        expected = [{name: row[name] for name in row if name != "resent_at_ms"} for row in expected]
+    elif words[0] in ("dead-letters", "groups"):
+        expected = [row | {"resent": None} for row in expected]
+    assert remote.rows == expected
 
 
 def test_a_topic_that_can_not_be_read_is_listed(shell: Shell) -> None:
@@ -204,7 +209,9 @@ def test_named_dead_letters_are_sent_again_over_tcp(shell: Shell, served: Remoti
         refused = shell(*words, "--resend", *more)
         assert (refused.status, refused.out) == (2, "")
         assert "--id" in refused.said or "which notes what was sent again" in refused.said
-    assert shell(*words, "--resend", "--id", "u", "--dry-run").rows == [{**letter, "resent": False}]
+    assert shell(*words, "--resend", "--id", "u", "--dry-run").rows == [
+        {**letter, "resent_at_ms": None, "resent": False}
+    ]
     with connect(served.address) as route:
         assert list(route.messages("%RETRY%billing")) == []
         for _ in range(2):  # what is named is sent each time

@@ -78,7 +78,8 @@ def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: s
     page.goto(address)
     base = page.url
     lists = ("", "topics", "groups", "waiting", "findings")
-    for path in (*lists, "topic?name=orders", "group?name=mail", "letters?group=mail"):
+    unknown = f"message?id={300 * 'x'}"  # a note that says a long name
+    for path in (unknown, *lists, "topic?name=orders", "group?name=mail", "letters?group=mail"):
         page.goto(base + path)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, path
         assert page.evaluate("document.querySelectorAll('input:not([type=hidden]), select').length") == page.evaluate(
@@ -88,7 +89,7 @@ def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: s
     page.locator("table a").first.click()
     page.get_by_text("Story").first.wait_for()
     page.wait_for_load_state()  # a page has its colours when its style sheet is there
-    assert problems == []
+    assert [problem for problem in problems if "status of 400" not in problem] == []
     ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert contrast(ink, paper) > 7
     context.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ from librmq import (
     Producer,
     PushConsumer,
     StoreConfig,
+    TransactionProducer,
+    TransactionState,
     connect,
     share,
 )
@@ -138,13 +141,15 @@ def test_what_a_cluster_answers_without_its_log(broker: Broker, runner: ManualRu
     sent = shop(broker, runner)
     with Producer(broker, "shop") as producer:
         late = producer.send("orders", b"later", delay_level=9).message_id
+        timed, *cancelled = (producer.send("orders", b"much later", delay=90_000).message_id for _ in range(2))
+        assert broker.cancel(cancelled[0]).cancelled
     here = Asked(console(broker))
     with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
         # What waits depends on the time, which the route takes from its own machine's clock.
         remote.runner.clock = broker.runner.clock
         there = Asked(console(remote))
         columns = ("time", "event", "topic", "queue / offset")
-        for message_id in (*sent[:2], late):
+        for message_id in (*sent[:2], late, timed):
             stories = [
                 [tuple(row[name] for name in columns) for row in asked.table(f"/message?id={message_id}", "Story")]
                 for asked in (here, there)
@@ -156,10 +161,9 @@ def test_what_a_cluster_answers_without_its_log(broker: Broker, runner: ManualRu
             for asked in (here, there)
         ]
         assert rows[0] == rows[1]
-        assert [row[0] for row in rows[0]] == ["delay"]
-        assert there.table("/waiting?kind=delay", "Waiting messages")
-        assert "Nothing waits" in there.page("/waiting?kind=half")
-        assert "Halves, timers, the relay and POP need the log" in there.page("/waiting")
+        assert [row[0] for row in rows[0]] == ["delay", "timer"]
+        assert there.table("/waiting?kind=timer", "Waiting messages")
+        assert "Halves, the relay and POP need the log" in there.page("/waiting")
         findings = [(row["about"], row["what"]) for row in there.table("/findings", "Findings")]
         assert findings == [
             ("group billing", "8 messages wait, and no instance of the group is connected."),
@@ -401,7 +405,7 @@ def test_the_overview_says_what_flows_and_what_waits(
     with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
         remote.runner.clock = runner.clock
         assert facts(Asked(console(remote, folder=broker.store.path)).page("/"))["waiting"] == shown["waiting"]
-        assert facts(Asked(console(remote)).page("/"))["waiting"].startswith("2 delays: 2; at most 100 of a level")
+        assert facts(Asked(console(remote)).page("/"))["waiting"].startswith("at least 3 delays: 2, timers: 1; ")
     monkeypatch.setattr(pages, "_FEW", 0)
     assert "this store is large: the page Waiting" in facts(asked.page("/"))["waiting"]
     monkeypatch.undo()
@@ -669,6 +673,8 @@ def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runne
                     [row for row in asked.table(address, title) if row.get("topic") != "%RETRY%mail"]
                     for asked in (here, there)
                 ]
+                waits_for = {row.pop("waits for", "-") for row in rows[0]}
+                assert waits_for == {"" if title == "Queues" else "-"}  # what a listener has, a request does not say
                 assert rows[0] == rows[1]
             assert {row["setting"]: row["value"] for row in there.table(address, "Settings")} == settings
         broker.set_group("mail", consumes=False)
@@ -677,6 +683,77 @@ def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runne
     at_rest = Asked(console(broker.store.path)).page(address)
     assert "no: suspended" in at_rest
     assert facts(at_rest)["retries"].startswith("3 ")
+
+
+def test_what_was_not_asked_for_does_not_read_as_none(
+    broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half, a resent letter, a second group, a finding of the log: no request to a broker asks for them."""
+    shop(broker, runner)
+    broker.resend_dead_letters("mail")
+    with TransactionProducer(broker, "till", lambda _: TransactionState.UNKNOWN) as producer:
+        producer.send_in_transaction(Message("orders", b"one"), execute=lambda message, _: TransactionState.UNKNOWN)
+    here = Asked(console(broker))
+    assert facts(here.page("/"))["waiting"].startswith("1 ")
+    assert all(row["sent again"] for row in here.table("/letters?group=mail", "Dead letters"))
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        remote.runner.clock = broker.runner.clock
+        there = Asked(console(remote))
+        assert facts(there.page("/"))["waiting"] == "unknown not asked for: halves, the relay, what POP holds"
+        for kind in ("half", "given_up", "pop"):
+            for address in ("/waiting", f"/waiting?kind={kind}"):
+                page = there.page(address)
+                assert (facts(page)[kind], "Nothing waits" in page) == ("unknown not asked for", False)
+        page = there.page("/letters?group=mail")
+        assert ("sent again<" in page, "do not note which were sent again" in page) == (False, True)
+        monkeypatch.setattr(pages, "ROWS", 1)
+        shown = facts(there.page("/"))
+        assert shown["wait for a group"].endswith("of the first 1 of 2 groups")
+        assert "of the first 1 of 2 groups; with those that were sent again" in shown["dead letters"]
+        page = there.page("/findings")
+        assert "Of 2 groups the first 1 were asked for" in page
+        broker.reset_group("billing", "orders", "end")
+        page = there.page("/findings")
+        assert ("Nothing needs attention" in page, "Nothing of what was asked for" in page) == (False, True)
+        assert "errors" not in facts(page)
+
+
+def test_a_share_says_which_letters_were_sent_again(tmp_path: Path) -> None:
+    with Broker.open(tmp_path / "store", runner=ManualRunner()) as broker:
+        assert isinstance(broker.runner, ManualRunner)
+        shop(broker, broker.runner)
+        broker.resend_dead_letters("mail")
+    with share(tmp_path / "store") as shared:
+        letters = Asked(console(shared)).table("/letters?group=mail", "Dead letters")
+    assert [bool(row["sent again"]) for row in letters] == [True] * 4
+
+
+def test_a_folder_without_tables_says_what_is_unknown(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    broker.close()
+    folder = Path(broker.store.path)
+    for name in ("consumerOffset.json", "consumerOffset.json.bak"):
+        (folder / "config" / name).unlink(missing_ok=True)
+    asked = Asked(console(folder))
+    for address in ("/", "/groups", "/group?name=mail"):
+        assert "the progress of groups is unknown" in asked.page(address)
+    shutil.rmtree(folder / "config")
+    shutil.rmtree(folder / "librmq")
+    for name in ("%RETRY%mail", "%DLQ%mail"):
+        shutil.rmtree(folder / "consumequeue" / name)
+    assert "the progress of no group is known" in Asked(console(folder)).page("/groups")
+
+
+def test_a_search_says_what_it_has_not_looked_at(broker: Broker) -> None:
+    broker.create_topic("orders", 30)
+    with Producer(broker, "shop") as producer:
+        for queue_id in range(30):
+            producer.send("orders", b"one", keys="k", queue=MessageQueue("orders", broker.name, queue_id))
+    asked = Asked(console(broker))
+    page = asked.page("/topic?name=orders&tag=none")
+    assert "25 of 30 queues, those with the newest messages" in page
+    assert "No message here" not in page
+    assert "25 of 30 queues" not in asked.page("/topic?name=orders")
 
 
 @contextmanager

@@ -320,7 +320,6 @@ def test_the_demo_fits_a_screen(folder: Path) -> None:
     report = run(sys.executable, EXAMPLES / "demo_report.py", "--small").stdout
     findings = re.findall(r"→ (\w+: group \w+, topic \w+: \d+ [a-z ]+)", report)
     assert findings == [
-        "warning: group bill, topic orders: 1 dead letter",
         "info: group bill, topic orders: 300 messages wait",
         "info: group mail, topic orders: 300 messages wait",
     ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,12 +29,11 @@ from librmq.clock import SystemClock
 from librmq.diagnosis import GivenUpMessage, GroupRate, Lag, StoreView, TopicProgress, View
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
-from librmq.diagnosis.view import group_summaries
+from librmq.diagnosis.view import group_summaries, why_without_groups
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
 from librmq.message.topics import SystemTopic, is_own_group
-from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 from librmq.store.format.documents import letter_identity
 
@@ -47,7 +45,7 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_source(arguments) as view:
         output.rows_of(_with_in_flight(view, group_summaries(view, includes_own=arguments.all)))
-        if not output.rows and isinstance(view, StoreView) and (why := _lacks_tables(view)) is not None:
+        if not output.rows and isinstance(view, StoreView) and (why := why_without_groups(view)) is not None:
             output.explain_nothing(why)
     return 0
 
@@ -62,7 +60,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         _note_unknown(view, arguments, output)
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
             if view.unknown_progress is None:
-                output.explain_nothing(_lacks_tables(view) or "no group has progress in these topics")
+                output.explain_nothing(why_without_groups(view) or "no group has progress in these topics")
             else:  # The note was printed already.
                 output.says_nothing_found = False
     return 0
@@ -121,22 +119,6 @@ def _queue_rows(columns: TopicProgress) -> Iterable[Any]:
     if not columns.broker_names:
         return rows
     return (named(broker_name, row._asdict()) for broker_name, row in zip(columns.broker_names, rows, strict=True))
-
-
-def _lacks_tables(view: StoreView) -> str | None:
-    """Return why a store without tables of a broker has no groups; None if it has tables, or says itself what it lacks.
-
-    A `MessageStore` alone has none, and neither has a copy without its folder config.
-    """
-    if (
-        view.is_live
-        or view.unknown_progress is not None
-        or view.tables.topics.is_stored
-        or view.tables.offsets.is_stored
-    ):
-        return None
-    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
-    return f"there is no {path}, so the progress of no group is known: copy the folder config too"
 
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
@@ -398,14 +380,20 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     is_selected = _selection(arguments)
     with open_source(arguments) as view:
         selected = [row for row in letters_by_queue(view, arguments.group, view.resent_times) if is_selected(row[-1])]
+        is_noted = isinstance(view, StoreView)  # a broker does not say what was sent again
         if arguments.causes:
             causes = sum_up_causes(letter for *_, letter in selected)
-            output.rows_of(causes)
+            output.rows_of(cause._asdict() | ({} if is_noted else {"resent": None}) for cause in causes)
         else:
-            output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, _, letter in selected)
+            rows = (named(view.broker_name(queue), letter._asdict()) for queue, _, letter in selected)
+            output.rows_of(row if is_noted else _without(row, "resent_at_ms") for row in rows)
         if arguments.group is not None:
             note_group(arguments.group, view.groups, output)
     return 0
+
+
+def _without(row: dict[str, Any], left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != left_out}
 
 
 def _selection(arguments: argparse.Namespace) -> Callable[[GivenUpMessage], bool]:
