@@ -10,6 +10,7 @@ from librmq.cli._options import (
     CHANGES,
     GREP,
     GROUP,
+    LOG_PATH,
     OUTPUT,
     POSITIVE,
     SECURED,
@@ -463,6 +464,7 @@ _TOOLS: Final = (
                 help="check every record of large stores too (default: up to 300,000 messages)",
             ),
             AS_RECOVERED,
+            LOG_PATH,
             option("--spark", action="store_true", help="read the stores with Spark, which can be a cluster"),
             *_RANGES,
             STORAGE_OPTIONS,
@@ -552,6 +554,7 @@ _TOOLS: Final = (
                 help="let the pages resend dead letters, cancel, reset, skip; each change is shown first",
             ),
             option("--no-bodies", action="store_true", help="show no bodies of messages"),
+            LOG_PATH,
             *SECURED,
         ),
         description="Prints a link to open, and serves the pages to this machine until interrupted. A store that a "

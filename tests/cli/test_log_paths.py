@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from librmq import (
@@ -23,6 +26,7 @@ from librmq.errors import NotAStoreError
 from librmq.store import snapshot, verify
 from tests.budget import many
 from tests.cli.stand import Shell
+from tests.programs import Process, environment
 
 SIZE = 4096
 MESSAGES = 60
@@ -183,6 +187,39 @@ def test_copies_and_older_files_are_no_paths(shell: Shell, whole: Path) -> None:
     (path / "zeros" / second.name).write_bytes(bytes(SIZE))
     with Broker.open(path, runner=ManualRunner()) as broker:
         assert broker.store.log.begin == 2 * SIZE
+
+
+def test_a_path_that_a_young_broker_has_not_used_is_empty(shell: Shell, whole: Path) -> None:
+    path = shutil.copytree(whole, shell.folder / "s")
+    (shell.folder / "empty").mkdir()
+    assert answers(shell, path, "--log-path", str(shell.folder / "empty")) == answers(shell, whole)
+    answer = shell("recover", path, "--log-path", shell.folder / "empty")  # its next file belongs there
+    assert (answer.status, "on several paths" in answer.said) == (2, True)
+    answer = shell("count", path, "--log-path", shell.folder / "none")
+    assert (answer.status, "expected a folder with files of a log" in answer.said) == (2, True)
+
+
+def test_a_report_takes_the_paths_of_a_store(shell: Shell, whole: Path) -> None:
+    path = spread(whole, shell.folder / "s", here=0, of=2, into=shell.folder / "b")
+    assert "--log-path" in shell("report", path).said
+    (row,) = shell("report", path, "--log-path", shell.folder / "b").rows
+    shell("report", whole, "-o", "whole.html")
+    report, expected = (json.loads((shell.folder / name).read_text("utf-8")) for name in (row["json"], "whole.json"))
+    assert [topic | {"store": "whole"} for topic in report["topics"]] == expected["topics"]
+    answer = shell("report", path, whole, "--log-path", shell.folder / "b")
+    assert (answer.status, "--log-path: expected it with a single folder" in answer.said) == (2, True)
+
+
+def test_a_console_takes_the_paths_of_a_store(shell: Shell, whole: Path) -> None:
+    path = spread(whole, shell.folder / "s", here=0, of=2, into=shell.folder / "b")
+    answer = shell("console", "127.0.0.1:1", "--log-path", shell.folder / "b")
+    assert (answer.status, "--log-path: expected it with the folder" in answer.said) == (2, True)
+    command = [sys.executable, "-P", "-m", "librmq", "console", path, "--log-path", shell.folder / "b"]
+    with Process([str(word) for word in command], stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        link = json.loads(process.stdout.readline())["url"]
+        with httpx.Client(follow_redirects=True) as client:
+            assert f">{MESSAGES}<" in client.get(link.replace("/?", "/topics?")).text
+        process.terminate()
 
 
 def test_a_folder_without_log_files_is_refused(shell: Shell, whole: Path) -> None:

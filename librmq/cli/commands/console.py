@@ -72,12 +72,15 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
     from librmq.wire.share_links import connect_to_sharing
 
     place = arguments.place
+    log_paths = arguments.log_path or ()
     if not os.path.lexists(place) and _ADDRESS.fullmatch(place):
+        if log_paths:
+            raise InputError(f"--log-path: expected it with the folder of a store, found {place}")
         arguments.route = place
         return opened.enter_context(connect_to(arguments)), None
     if not os.path.isdir(place):
         raise InputError(f"{place}: expected the folder of a store, or the HOST:PORT of a name server")
-    folder = locate(place)
+    folder = locate(place, log_paths)
     check_kind(folder, DiskFiles())
     return opened.enter_context(connect_to_sharing(folder)), folder
 

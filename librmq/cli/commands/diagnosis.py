@@ -141,6 +141,8 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.survey.page import require
 
     require()
+    if arguments.log_path and (len(arguments.stores) > 1 or arguments.spark or is_url(arguments.stores[0])):
+        raise InputError("--log-path: expected it with a single folder, which Spark does not read")
     earlier = None if arguments.compare is None else _read_report(arguments.compare)
     page = arguments.out
     beside = f"{page.removesuffix('.html')}.json"
@@ -174,7 +176,8 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
     if not urls and storage_options(arguments) is not None:
         raise InputError("--storage-options: they are for a URL such as s3://bucket/store, found only folders")
     folders = {url: folder for folder, url in urls.items()}
-    arguments.stores = [folders.get(place) or locate(place) for place in arguments.stores]
+    log_paths = arguments.log_path or ()
+    arguments.stores = [folders.get(place) or locate(place, log_paths) for place in arguments.stores]
     with watching_bar("report", 0):
         survey = report_of(arguments.stores, only=read_ranges(arguments), check=arguments.verify)
     note_part(arguments.stores, arguments.topic, arguments.group, output)

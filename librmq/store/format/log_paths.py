@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from librmq.errors import NotAStoreError
-from librmq.files import Files, file_size
+from librmq.files import Files, file_size, is_folder
 from librmq.files.regular import join_folders, joined_folders
 from librmq.message import record
 
@@ -46,7 +46,7 @@ def join_paths(log: str, folders: Iterable[str], files: Files) -> tuple[str, ...
 
     Folders that a user has named stay joined.
     """
-    named = tuple(folder for folder in joined_folders(log) if log_starts(folder, files))
+    named = tuple(folder for folder in joined_folders(log) if is_folder(files, folder))
     found: list[str] = []
     candidates = {folder: starts for folder in folders if folder not in named and (starts := log_starts(folder, files))}
     if candidates:
@@ -77,18 +77,20 @@ def _continues(folder: str, starts: Collection[int], others: Collection[int], le
 
 
 def name_paths(log: str, paths: Iterable[str], files: Files) -> None:
-    """Join folders that a user names as paths of the log in folder ``log``.
+    """Join folders that a user names as paths of the log in folder ``log``; a broker may not have used one yet.
 
     Raises:
-        NotAStoreError: A folder has no file of a log, or one that another folder has too.
+        NotAStoreError: A folder has other files, or one of a log that another folder has too.
     """
     join_folders(log, ())
     starts = log_starts(log, files)
     joined: list[str] = []
     for path in paths:
         own = log_starts(path, files)
-        if not own:
-            raise NotAStoreError(f"{path}: expected a folder with files of a log, whose names have 20 digits")
+        if not own and (not is_folder(files, path) or files.list(path)):
+            raise NotAStoreError(
+                f"{path}: expected a folder with files of a log, whose names have 20 digits, or an empty one"
+            )
         if os.path.abspath(path) == os.path.abspath(log):
             continue
         if both := sorted(own & starts):
