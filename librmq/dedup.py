@@ -29,16 +29,16 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, TypeGuard, Unpack
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
-from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background
+from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background, run_in_background
 from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Inherited, Lock
 
 __all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "GuardedStep", "deduplicated"]
 
@@ -97,12 +97,15 @@ class _Claimed(NamedTuple):
 _UNGUARDED: Final = _Claimed("", "")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Consumption:
-    """A message that a guard's listener is consuming now."""
+    """What a guard's listener is consuming now: a message, or a list of them."""
 
     guard: DedupListener
-    claim: _Claimed
+    claims: list[_Claimed]
+    is_list: bool = False
+    is_over: bool = False
+    """Whether the listener has ended, so that a renewal would undo its mark."""
     step_names: set[str] = field(default_factory=set)
 
 
@@ -133,6 +136,12 @@ class DedupConfig(Config):
 
     A store that answers, but was busy at several tries, has them delivered again later in any case.
     """
+    renews: bool = False
+    """A thread renews the claims of running listeners at each third of `consuming_timeout`.
+
+    A listener that hangs keeps its messages for as long as its process lives. There is no thread with a clock that is
+    moved by hand.
+    """
     batch: bool = False
     """The listener takes a list of messages."""
     must_return: bool = False
@@ -146,6 +155,7 @@ class DedupKeywords(TypedDict, total=False):
     consuming_timeout: float | timedelta
     keep_consumed: float | timedelta
     when_store_fails: Literal["consume", "retry"]
+    renews: bool
     batch: bool
     must_return: bool
     key: Callable[[Any], str | None]
@@ -203,9 +213,13 @@ class DedupListener:
         clock = clock or getattr(store, "clock", None)
         self._clock: Clock = clock or SystemClock()
         self._purges = clock is None
+        self._renews = self.config.renews and moves_by_itself(self._clock)
+        self._running: set[_Consumption] = set()
         self._is_async = is_coroutine_function(listener)
         self._lock = Lock()
+        self._renewing = Lock()
         lock_owners.add(self)
+        _renewing_guards.add(self)
 
     def __call__(self, message: Any) -> Any:  # noqa: ANN401 (a message or a list; what the listener returns)
         """Consume a message, or a list of them; a coroutine if the listener is one.
@@ -215,6 +229,8 @@ class DedupListener:
         """
         if self._purges:
             purge_in_background(self.store, self._clock)
+        if self._renews:
+            run_in_background(self, DedupListener._renew_running, self._clock, "librmq-dedup-renew")
         if not isinstance(message, (list, tuple)):
             if not self._is_async:
                 return self._consume_now(message)
@@ -239,7 +255,7 @@ class DedupListener:
                 if outcome is not Claim.NEW and not self._is_claimed(outcome, claim, message.topic):
                     return True
         try:
-            result = self._call_listener(message, _Consumption(self, claim))
+            result = self._call_listener(message, _Consumption(self, [claim]))
         except (Exception, asyncio.CancelledError):
             _run(self._release_claim(claim))
             raise
@@ -261,7 +277,7 @@ class DedupListener:
         claim = yield from self._claim(message)
         if claim is None:
             return True
-        listen = partial(self._call_listener, message, _Consumption(self, claim))
+        listen = partial(self._call_listener, message, _Consumption(self, [claim]))
         return (yield from self._consume_claimed(claim, listen))
 
     def _consume_claimed(self, claim: _Claimed, listen: Callable[[], object]) -> _Flow:
@@ -386,14 +402,93 @@ class DedupListener:
             _now=now,
         )
 
-    def _call_listener(self, argument: object, consumption: _Consumption | None) -> object:
-        """Call the listener, and let `step` know which message it consumes; None for several."""
+    def _call_listener(self, argument: object, consumption: _Consumption) -> object:
+        """Call the listener, and let `step` and `renew` know what it consumes."""
         token = _consumption.set(consumption)
+        if self._renews:
+            self._running.add(consumption)
+        result: object = None
         try:
             result = self.listener(argument)
         finally:
             _consumption.reset(token)
-        return _await_listener(result, consumption) if _is_pending(result) else result
+            if not _is_pending(result):
+                self._note_end(consumption)
+        return self._await_listener(result, consumption) if _is_pending(result) else result
+
+    async def _await_listener(self, pending: Awaitable[Any], consumption: _Consumption) -> object:
+        token = _consumption.set(consumption)
+        try:
+            return await pending
+        finally:
+            _consumption.reset(token)
+            if self._renews and self.store.blocking:
+                await asyncio.shield(asyncio.to_thread(self._note_end, consumption))
+            else:
+                self._note_end(consumption)
+
+    def _note_end(self, consumption: _Consumption) -> None:
+        if self._renews:
+            with self._renewing:  # A renewal that is on its way arrives before the mark.
+                consumption.is_over = True
+            self._running.discard(consumption)
+        else:
+            consumption.is_over = True
+
+    # ---- longer claims
+
+    def renew(self) -> Any:  # noqa: ANN401 (None, or an awaitable of it)
+        """Extend the claim of the message, or of the list, that the listener consumes by another ``consuming_timeout``.
+
+        Call it inside the listener, more often than the timeout; in a coroutine ``await`` it. The option ``renews``
+        does it by a thread.
+
+        Raises:
+            ConfigError: The listener of this guard does not run here.
+            ReconsumeLater: Another consumer has taken a message over, or the store failed and the guard has
+                ``when_store_fails="retry"``, or it was busy.
+        """
+        consumption = _consumption.get()
+        if consumption is None or consumption.guard is not self or consumption.is_over:
+            raise ConfigError("renew: expected a running listener of this guard")
+        flow = self._renew(consumption)
+        return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
+
+    def _renew(self, consumption: _Consumption) -> _Flow:
+        outcomes = yield from self._run_together([self._renew_claim(claim) for claim in consumption.claims])
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, Exception):
+                raise outcome
+            consumption.claims[number] = outcome
+
+    def _renew_claim(self, claim: _Claimed) -> Generator[_Request, Any, _Claimed]:
+        if not claim.owner:
+            return claim
+        now_ms = self._clock.now_ms()
+        renewed = claim._replace(expires_at_ms=now_ms + self._consuming_ms)
+        try:
+            outcome = yield self._request("claim", claim.key, claim.owner, now_ms, renewed.expires_at_ms)
+        except DedupStoreError as error:
+            if self._consumes_without(error):
+                _log.warning("%(key)s: its claim could not be renewed: %(error)s", key=claim.key, error=error)
+                return claim
+            raise ReconsumeLater(f"the dedup store failed: {error}") from error
+        if outcome in (Claim.CONSUMING, Claim.CONSUMED):
+            raise ReconsumeLater(f"{claim.key}: another consumer has taken it over, because the claim had expired")
+        return renewed
+
+    def _renew_running(self, now_ms: int) -> int:
+        """Renew the claims of all running listeners; return when to do so again."""
+        for consumption in list(self._running):
+            with self._renewing:
+                if consumption.is_over:
+                    continue
+                try:
+                    _run(self._renew(consumption))
+                except ReconsumeLater as error:
+                    self._running.discard(consumption)
+                    _log.warning("a claim is renewed no more: %(error)s", error=error)
+        return now_ms + max(1, self._consuming_ms // 3)
 
     # ---- steps of the listener
 
@@ -417,7 +512,7 @@ class DedupListener:
     def _begin_step(self, name: str) -> Generator[_Request, Any, _Claimed | None]:
         """Claim a step; return None if it was done before."""
         consumption = _consumption.get()
-        if consumption is None or consumption.guard is not self:
+        if consumption is None or consumption.guard is not self or consumption.is_list:
             raise ConfigError(f"step {name!r}: expected a running listener of this guard, for a single message")
         if type(name) is not str or not name or "\0" in name:
             raise ConfigError(f"step: expected a name, which is text without NUL, found {name!r:.80}")
@@ -426,7 +521,7 @@ class DedupListener:
                 f"step {name!r:.80}: this run of the listener had it already: give each step its own name"
             )
         consumption.step_names.add(name)
-        message = consumption.claim
+        message = consumption.claims[0]
         if not message.owner:
             return _UNGUARDED
         key, now_ms = message.key_of_step(name), self._clock.now_ms()
@@ -501,7 +596,8 @@ class DedupListener:
         if claimed:
             try:
                 messages = [message for _, message, _ in claimed]
-                result = yield _Request(partial(self._call_listener, messages, None), False)
+                consumption = _Consumption(self, [claim for _, _, claim in claimed], is_list=True)
+                result = yield _Request(partial(self._call_listener, messages, consumption), False)
                 done = self._consumed_count(result, len(claimed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
@@ -586,6 +682,9 @@ class DedupListener:
             self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
+_renewing_guards: Final[Inherited[DedupListener]] = Inherited(lambda guard: setattr(guard, "_renewing", Lock()))
+
+
 class GuardedStep:
     """A step of a guarded listener, from `DedupListener.step`; a context manager, sync or async, for one use."""
 
@@ -630,14 +729,6 @@ def deduplicated(
 def _is_pending(result: object) -> TypeGuard[Awaitable[Any]]:
     """Return whether a listener's result is to be awaited; the usual results are known without a look at their type."""
     return result is not None and result is not True and inspect.isawaitable(result)
-
-
-async def _await_listener(pending: Awaitable[Any], consumption: _Consumption | None) -> object:
-    token = _consumption.set(consumption)
-    try:
-        return await pending
-    finally:
-        _consumption.reset(token)
 
 
 def _run(flow: _Flow) -> Any:  # noqa: ANN401 (what the flow returns)

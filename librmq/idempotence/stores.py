@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import lru_cache
 from heapq import heappop, heappush
 from os import PathLike
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote
 
 from librmq.clock import Clock
@@ -40,6 +40,8 @@ from librmq.runtime.locks import Inherited, Lock, call_in_child
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
 
+
+T = TypeVar("T")
 
 _log = EventLog("librmq.dedup")
 
@@ -413,34 +415,43 @@ def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[in
     return run_due
 
 
-_purging: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
-_purging_lock = Lock()
+_backgrounds: weakref.WeakKeyDictionary[Any, Background] = weakref.WeakKeyDictionary()
+_backgrounds_lock = Lock()
+
+
+def run_in_background(owner: T, step: Callable[[T, int], int | None], clock: Clock, name: str) -> None:
+    """Start a thread, one for each owner, that calls ``step(owner, now_ms)`` when it is due while ``owner`` lives."""
+    if owner in _backgrounds:
+        return
+    with critical, _backgrounds_lock:
+        if owner in _backgrounds:
+            return
+        weak = weakref.ref(owner)
+
+        def run_due(now_ms: int) -> int | None:
+            held = weak()
+            return None if held is None else step(held, now_ms)
+
+        background = _backgrounds[owner] = Background(run_due, clock, name)
+        weakref.finalize(owner, background.stop).atexit = False
 
 
 def purge_in_background(store: DedupStore, clock: Clock) -> None:
     """Start a thread, one for each store, that purges ``store`` while it is in use."""
-    if store in _purging:
-        return
-    with critical, _purging_lock:
-        if store in _purging:
-            return
-        weak = weakref.ref(store)
+    run_in_background(store, _purge_until_closed, clock, "librmq-dedup-purge")
 
-        def run_due(now_ms: int) -> int | None:
-            held = weak()
-            try:
-                return None if held is None else purge_step(held)(now_ms)
-            except StoreClosedError:
-                return None
 
-        background = _purging[store] = Background(run_due, clock, "librmq-dedup-purge")
-        weakref.finalize(store, background.stop).atexit = False
+def _purge_until_closed(store: DedupStore, now_ms: int) -> int | None:
+    try:
+        return purge_step(store)(now_ms)
+    except StoreClosedError:
+        return None
 
 
 def _after_fork() -> None:
-    global _purging_lock
-    _purging_lock = Lock()
-    _purging.clear()  # Its threads are the parent's.
+    global _backgrounds_lock
+    _backgrounds_lock = Lock()
+    _backgrounds.clear()  # Its threads are the parent's.
 
 
 call_in_child(_after_fork)

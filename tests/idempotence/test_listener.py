@@ -616,14 +616,17 @@ def test_without_a_clock_of_the_callers_a_thread_purges(monkeypatch: pytest.Monk
             purged.set()
             return 0
 
+    earlier = threading.enumerate()
+
+    def purgers() -> list[threading.Thread]:
+        threads = [thread for thread in threading.enumerate() if thread not in earlier]
+        return [thread for thread in threads if thread.name == "librmq-dedup-purge"]
+
     store = Store()
     guards = [DedupListener(lambda message: None, store, group="billing") for _ in range(2)]
     for guard in guards:
         guard(delivery(1))
     assert purged.wait(30)
-
-    def purgers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "librmq-dedup-purge"]
 
     (thread,) = purgers()
     del store, guards, guard
