@@ -8,8 +8,10 @@ This module imports SQLAlchemy and Django only for their own connections.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from inspect import iscoroutinefunction
 from typing import Any, Final
@@ -17,22 +19,21 @@ from typing import Any, Final
 from librmq.errors import ConfigError
 from librmq.idempotence._drivers import (
     DRIVERS,
+    IN_ABORTED_TRANSACTION,
     StatementResult,
     TransactionStatus,
+    asynchronous,
     driver_of,
     error_code,
     execute_on,
     has_autocommit,
     is_integrity_error,
-    is_temporary_error,
     run,
     run_on,
     status_of,
 )
 
 _BEGIN: Final = {"sqlite": "BEGIN IMMEDIATE", "mysql": "START TRANSACTION"}
-_SAVEPOINT: Final = "SAVEPOINT rmq_effect"
-_RELEASE: Final = "RELEASE SAVEPOINT rmq_effect"
 _IN_TRANSACTION: Final = {
     "postgresql": "SELECT 1 WHERE txid_current_if_assigned() IS NOT NULL",
     # It is an error while a transaction is open, and otherwise sets the default.
@@ -53,7 +54,7 @@ class Link:
         └── _DjangoLink      Django's connection
     """
 
-    __slots__ = ("_has_savepoint", "_is_explicit", "_transaction", "connection", "dialect")
+    __slots__ = ("_is_explicit", "_is_outermost", "_scope", "connection", "dialect", "is_joined")
 
     dialect: str
     """Database, by SQLAlchemy's name; "mysql" for MariaDB too."""
@@ -70,8 +71,11 @@ class Link:
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self._is_explicit = False
-        self._has_savepoint = False
-        self._transaction: object = None
+        self._is_outermost = False
+        self.is_joined: bool = False
+        """Whether the transaction is the caller's, and its end too."""
+        self._scope: Any = None
+        """What stands for the savepoint in the caller's transaction; None in a transaction of librmq's own."""
 
     def execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement; its rows are tuples or can be read like tuples."""
@@ -88,8 +92,18 @@ class Link:
         self._is_explicit = True
 
     def commit(self) -> None:
-        """Commit the transaction, or undo it if the commit raises: SQLite would keep it open and the file locked."""
+        """Commit the transaction, or undo it if the commit raises: SQLite would keep it open and the file locked.
+
+        In the caller's transaction release the savepoint.
+
+        Raises:
+            ConfigError: The transaction is open still, because something around it keeps it.
+        """
         try:
+            scope, self._scope = self._scope, None
+            if scope is not None:
+                self._leave(scope)
+                return
             if self._is_explicit:
                 self._run("COMMIT", {})  # A connection of sqlite3 with autocommit=True ignores calls of commit.
                 self._is_explicit = False
@@ -98,10 +112,33 @@ class Link:
             with suppress(Exception):  # The commit's error is the one to see.
                 self.rollback()
             raise
+        if self._is_open_after_commit():
+            raise ConfigError(
+                "the transaction is still open after its commit, so nothing is sure to be kept: commit what is around "
+                "it, or give a connection without an open transaction"
+            )
+
+    def _leave(self, scope: Any) -> None:
+        try:
+            self._release(scope)
+        except Exception as error:
+            self.is_joined = False
+            raise ConfigError(ENDED_INSIDE) from error
 
     def rollback(self) -> None:
-        """Undo the transaction."""
-        self._has_savepoint = False
+        """Undo the transaction, or what came after the savepoint.
+
+        Without its savepoint the transaction is not the caller's any more, and is undone as a whole.
+        """
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            try:
+                self._roll_back_to(scope)
+            except Exception:  # The drivers' errors for it differ.
+                self.is_joined = False
+                with suppress(Exception):  # psycopg refuses this within `connection.transaction()`.
+                    self._rollback()
+            return
         if self._is_explicit:
             self._is_explicit = False
             self._run("ROLLBACK", {})
@@ -155,6 +192,26 @@ class Link:
         """
         self.check_can_begin()
 
+    def join(self) -> None:
+        """Set a savepoint in the transaction that the caller has begun, and leave its end to the caller.
+
+        Raises:
+            ConfigError: No transaction is open, or an error has ended it.
+        """
+        status = self._status_before()
+        if status is not _OPEN and not (status is _IDLE and self._has_just_begun()):
+            what = "one that an error has ended" if status is TransactionStatus.ABORTED else "none"
+            raise ConfigError(f"join: expected an open transaction, found {what}: begin it before the block")
+        self._scope = self._set_savepoint()
+        self.is_joined = True
+
+    def check_is_known(self) -> None:
+        """Refuse a connection of an unknown database.
+
+        Raises:
+            ConfigError: It is.
+        """
+
     def check_no_autocommit(self) -> None:
         """Refuse a connection that commits each statement.
 
@@ -164,42 +221,38 @@ class Link:
         if self._has_autocommit():
             raise ConfigError("expected a connection without autocommit, found one that commits each statement")
 
-    def watch(self) -> None:
-        """Remember the transaction that is open, for `watched_status`; its first row has been written."""
-        self._transaction = self._current()
-        if self._needs_savepoint() and not self._has_savepoint:
-            self._set_savepoint()
+    def _has_just_begun(self) -> bool:
+        """Return whether the question for a transaction has begun one, and could not tell it from the caller's."""
+        return False
 
-    def _set_savepoint(self) -> None:
-        self._write(_SAVEPOINT, {})
-        self._has_savepoint = True
+    # ---- what a connection tells without a statement
 
-    def watched_status(self) -> TransactionStatus | None:
-        """Return OPEN if the transaction that `watch` has seen can be committed, ABORTED if another one is open.
+    def settle(self) -> None:
+        """Read what the block has left unread, because the next statement would fail."""
 
-        None means that librmq does not know this database, and the first row has to be read instead.
+    def reported_name(self) -> str | None:
+        """Return the ``application_name`` that the server has reported; None if nothing is reported."""
+        connection = self._driver_connection()
+        report = driver_of(connection)[0].reported_name
+        return None if report is None else report(connection)
 
-        Raises:
-            Exception: The database does not answer.
+    def commits_each(self) -> bool:
+        """Return whether statements have been committed one by one since something has ended the transaction.
+
+        So it is where a statement has begun it, and where a driver remembers that it has begun one.
         """
-        status = self.status()
-        if status is TransactionStatus.ABORTED or status is _IDLE:
-            return status
-        if self._current() is not self._transaction:
-            return TransactionStatus.ABORTED
-        if self._has_savepoint:
-            return _OPEN if self._release() else TransactionStatus.ABORTED
-        return status
+        connection = self._driver_connection()
+        if self.dialect == "postgresql" and status_of(connection) is not None:
+            self._run("SELECT 1", {})
+            return status_of(connection) is _IDLE
+        return bool(driver_of(connection)[0].has_autocommit(connection)) and status_of(connection) is not _OPEN
 
-    def _release(self) -> bool:
-        """Release the savepoint of `watch`; return False if it is no longer there, or nothing can be committed."""
-        try:
-            self._write(_RELEASE, {})
-        except Exception as error:
-            if is_temporary_error(error):
-                raise
-            return False
-        return True
+    def _is_open_after_commit(self) -> bool:
+        return False
+
+    def _driver_connection(self) -> Any:
+        """Return the driver's own connection."""
+        raise NotImplementedError
 
     # ---- what differs
 
@@ -216,6 +269,10 @@ class Link:
     def _rollback(self) -> None:
         self.connection.rollback()
 
+    def alone(self) -> AbstractContextManager[Link]:
+        """Return what runs a transaction of its own after the block, whatever is around it."""
+        raise NotImplementedError
+
     def _status_before(self) -> TransactionStatus:
         """Return the state in which a transaction of librmq's would begin."""
         raise NotImplementedError
@@ -228,12 +285,49 @@ class Link:
         """Return whether the next statement is committed by itself."""
         raise NotImplementedError
 
-    def _needs_savepoint(self) -> bool:
-        raise NotImplementedError
+    def _set_savepoint(self) -> Any:
+        """Set a savepoint, and return what stands for it; by SQL its name, which differs from that of any around it."""
+        name = f"rmq_{next(_savepoints)}"
+        self._write(f"SAVEPOINT {name}", {})
+        return name
 
-    def _current(self) -> object:
-        """Return an object that stands for the open transaction, None if there is none; always the same if unknown."""
-        return None
+    def _release(self, scope: Any) -> None:
+        self._write(f"RELEASE SAVEPOINT {scope}", {})
+
+    def _roll_back_to(self, scope: Any) -> None:
+        self._write(f"ROLLBACK TO SAVEPOINT {scope}", {})
+        self._release(scope)
+
+    # ---- whose block it is
+
+    def enter_block(self, worker: object) -> None:
+        """Note that a block of ``worker`` begins: a thread's number or an asyncio task.
+
+        Raises:
+            ConfigError: The connection is in a block of another one, whose statements would mix with these.
+        """
+        entry = (self.connection, worker, threading.current_thread().name)
+        first = _blocks.setdefault(id(self.connection), entry)
+        self._is_outermost = first is entry
+        if first[1] != worker:
+            raise ConfigError(
+                f"session: {type(self.connection).__name__} is in a block of thread {first[2]}, or of another task: "
+                "give each its own connection"
+            )
+
+    def leave_block(self) -> None:
+        """Note the end of the block."""
+        if self._is_outermost:
+            del _blocks[id(self.connection)]
+
+
+_savepoints = itertools.count()
+_blocks: dict[int, tuple[Any, object, str]] = {}
+"""Connections in a block, by their ids, which no other object has while the connection is kept here."""
+ENDED_INSIDE: Final = (
+    "the transaction has ended inside the block: let errors of the database propagate, or run a statement that may "
+    "fail in a savepoint; commit and roll back outside"
+)
 
 
 class _DriverLink(Link):
@@ -245,9 +339,12 @@ class _DriverLink(Link):
         # A link is made for each message: no call of a base, and a statement costs little more than the driver's own.
         self.connection = connection = getattr(connection, "dbapi_connection", connection)
         self._is_explicit = False
-        self._has_savepoint = False
-        self._transaction = None
+        self._is_outermost = False
+        self.is_joined = False
+        self._scope = None
         self._driver, self._style = driver_of(connection)
+        if self._driver.is_async:
+            raise asynchronous(type(connection))
         if not self._driver.dialect and not (hasattr(connection, "cursor") and hasattr(connection, "commit")):
             raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
         self.dialect = self._driver.dialect
@@ -271,8 +368,48 @@ class _DriverLink(Link):
         status, connection = self._driver.status, self.connection
         if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
             self.check_can_begin()  # This asks further, and refuses.
-        if self._driver.begins_by_savepoint(connection):
-            self._set_savepoint()
+        self._refuse_pipeline()
+
+    def check_can_begin(self) -> None:
+        super().check_can_begin()
+        self._refuse_pipeline()
+
+    def join(self) -> None:
+        self._refuse_pipeline()
+        super().join()
+
+    def _has_just_begun(self) -> bool:
+        return self._driver.status is None and self.dialect == "postgresql"
+
+    def _refuse_pipeline(self) -> None:
+        reason = self._driver.refusal(self.connection)
+        if reason is not None:
+            raise ConfigError(reason)
+
+    def settle(self) -> None:
+        self._driver.settle(self.connection)
+
+    def reported_name(self) -> str | None:
+        report = self._driver.reported_name
+        return None if report is None else report(self.connection)
+
+    def _driver_connection(self) -> Any:
+        return self.connection
+
+    @contextmanager
+    def alone(self) -> Iterator[Link]:
+        # By SQL, because psycopg refuses calls that end a transaction within `connection.transaction()`.
+        with suppress(Exception):
+            self._run("ROLLBACK", {})
+        try:
+            yield self
+            self._run("COMMIT", {})
+        finally:
+            with suppress(Exception):  # The driver may remember that it has begun a transaction.
+                self._rollback()
+
+    def _is_open_after_commit(self) -> bool:
+        return self._driver.status is not None and self._driver.status(self.connection) is _OPEN
 
     def status(self) -> TransactionStatus | None:
         return None if self._driver.status is None else self._driver.status(self.connection)
@@ -287,18 +424,21 @@ class _DriverLink(Link):
             is_open = bool(self._run(statement, {}).rows)
         except Exception as error:
             code = error_code(error)
-            if code not in ("25P02", "1568"):
+            if code not in (IN_ABORTED_TRANSACTION, "1568"):
                 raise
-            return TransactionStatus.ABORTED if code == "25P02" else _OPEN
-        if not is_open:
-            self._rollback()
+            return TransactionStatus.ABORTED if code == IN_ABORTED_TRANSACTION else _OPEN
+        # The transaction that PostgreSQL has begun for the question is left open, and goes on as the block's.
         return _OPEN if is_open else _IDLE
 
     def _unknown(self, what: str) -> ConfigError:
         return ConfigError(
             f"librmq does not know how {type(self.connection).__module__} shows {what}: expected a connection of "
-            f"{', '.join(sorted(DRIVERS))}, of SQLAlchemy, or of Django"
+            f"{', '.join(sorted(name for name in DRIVERS if not DRIVERS[name].is_async))}, of SQLAlchemy, or of Django"
         )
+
+    def check_is_known(self) -> None:
+        if not self.dialect:
+            raise self._unknown("its dialect of SQL")
 
     def check_no_autocommit(self) -> None:
         if not self.dialect and self._driver.has_autocommit(self.connection) is None:
@@ -313,19 +453,19 @@ class _DriverLink(Link):
     def _has_autocommit(self) -> bool:
         return bool(self._driver.has_autocommit(self.connection)) and self.status() is not _OPEN
 
-    def _needs_savepoint(self) -> bool:
-        return self._driver.needs_savepoint
-
 
 class _AlchemyLink(Link):
     """A link to a SQLAlchemy ``Session`` or ``Connection``."""
 
-    __slots__ = ("_is_session",)
+    __slots__ = ("_bind", "_is_session")
 
     def __init__(self, connection: Any) -> None:
-        super().__init__(connection)
-        self._is_session = hasattr(connection, "get_bind")
-        name: str = (connection.get_bind() if self._is_session else connection).dialect.name
+        super().__init__(connection.registry() if hasattr(connection, "registry") else connection)  # a scoped session
+        if hasattr(self.connection, "run_sync"):
+            raise _awaits(type(self.connection))
+        self._is_session = hasattr(self.connection, "get_bind")
+        self._bind = self.connection.get_bind() if self._is_session else self.connection
+        name: str = self._bind.dialect.name
         self.dialect = "mysql" if name == "mariadb" else name
 
     def begin(self) -> None:
@@ -362,13 +502,35 @@ class _AlchemyLink(Link):
         if status_of(pooled.driver_connection) not in (None, _IDLE):
             pooled.rollback()
 
+    @contextmanager
+    def alone(self) -> Iterator[Link]:
+        # Within `with session.begin()` SQLAlchemy runs nothing more once the block has ended the transaction.
+        with self._bind.engine.begin() as connection:
+            yield Link(connection)
+
     def status(self) -> TransactionStatus | None:
         if not self.connection.in_transaction():
             return _IDLE
-        return status_of(self._pooled().driver_connection)
+        return status_of(self._driver_connection())
 
     def _status_before(self) -> TransactionStatus:
-        return _OPEN if self.connection.in_transaction() else _IDLE
+        # A session within the transaction of the connection that it was given would commit nothing.
+        is_within = self._is_session and hasattr(self._bind, "in_transaction") and self._bind.in_transaction()
+        return _OPEN if is_within or self.connection.in_transaction() else _IDLE
+
+    def _is_open_after_commit(self) -> bool:
+        return bool(self.connection.in_transaction())
+
+    def _set_savepoint(self) -> Any:
+        if self.dialect == "sqlite" and self.status() is _IDLE:
+            self._run("BEGIN", {})  # else the driver's transaction would begin, and end, with the savepoint
+        return self.connection.begin_nested()
+
+    def _release(self, scope: Any) -> None:
+        scope.commit()
+
+    def _roll_back_to(self, scope: Any) -> None:
+        scope.rollback()
 
     def _has_autocommit(self) -> bool:
         core = self._core()
@@ -382,11 +544,8 @@ class _AlchemyLink(Link):
             core.begin()  # An application can begin transactions by a statement, in SQLAlchemy's event `begin`.
         return self.status() is not _OPEN
 
-    def _needs_savepoint(self) -> bool:
-        return driver_of(self._pooled().driver_connection)[0].needs_savepoint
-
-    def _current(self) -> object:
-        return self.connection.get_transaction()
+    def _driver_connection(self) -> Any:
+        return self._pooled().driver_connection
 
 
 @lru_cache(maxsize=256)
@@ -417,25 +576,55 @@ class _DjangoLink(Link):
         """Enter an atomic block: a transaction, or a savepoint of the block around it."""
         from django.db.transaction import atomic
 
+        self.is_joined = self.connection.in_atomic_block
         self._atomic = atomic(using=self.connection.alias)
         self._atomic.__enter__()
 
     def begin_first(self) -> None:
+        connection = self.connection
+        if not connection.in_atomic_block:
+            if connection.connection is None or connection.get_autocommit() == connection.settings_dict["AUTOCOMMIT"]:
+                self.check_can_begin()
+                # Only Django's requests close a connection that has failed, or is as old as CONN_MAX_AGE allows.
+                connection.close_if_unusable_or_obsolete()
+            self.check_can_begin()
+        self.begin()
+
+    def join(self) -> None:
+        if self._status_before() is not _OPEN:
+            raise ConfigError("join: expected a block of transaction.atomic() around this one, found none")
         self.begin()
 
     def _commit(self) -> None:
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
-            atomic.__exit__(None, None, None)
-        elif not self.connection.in_atomic_block:  # Otherwise it commits with the block around it.
-            self.connection.commit()
+            try:
+                atomic.__exit__(None, None, None)
+            except Exception as error:
+                if self.is_joined or self._is_manual():  # It was a savepoint, which is gone.
+                    raise ConfigError(ENDED_INSIDE) from error
+                raise
+        if self._is_manual() or (atomic is None and not self.connection.in_atomic_block):
+            self.connection.commit()  # Otherwise it commits with the block around it, or has with its own.
 
     def _rollback(self) -> None:
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
             atomic.__exit__(ConfigError, ConfigError("rolled back"), None)
-        elif not self.connection.in_atomic_block:
+        if self._is_manual() or (atomic is None and not self.connection.in_atomic_block):
             self.connection.rollback()
+        if self.connection.in_atomic_block and self.connection.needs_rollback:
+            self.is_joined = False  # The savepoint is gone.
+
+    def alone(self) -> AbstractContextManager[Link]:
+        return Link(self._driver_connection()).alone()
+
+    def _is_manual(self) -> bool:
+        """Return whether the application commits by itself, as with the setting ``AUTOCOMMIT: False``."""
+        return not self.connection.in_atomic_block and not self.connection.get_autocommit()
+
+    def _is_open_after_commit(self) -> bool:
+        return not self.connection.in_atomic_block and status_of(self._driver_connection()) is _OPEN
 
     def status(self) -> TransactionStatus | None:
         if self.connection.needs_rollback:
@@ -445,10 +634,12 @@ class _DjangoLink(Link):
         return status_of(self._driver_connection())
 
     def _status_before(self) -> TransactionStatus:
-        return _OPEN if self.connection.in_atomic_block else _IDLE
+        if self.connection.in_atomic_block:
+            return _OPEN
+        return Link(self._driver_connection())._status_before() if self._is_manual() else _IDLE
 
     def check_can_begin(self) -> None:
-        if self.connection.in_atomic_block:
+        if self.connection.in_atomic_block or self._is_manual():
             super().check_can_begin()
 
     def check_no_autocommit(self) -> None:
@@ -465,9 +656,6 @@ class _DjangoLink(Link):
         self.connection.ensure_connection()
         return self.connection.connection
 
-    def _needs_savepoint(self) -> bool:
-        return driver_of(self._driver_connection())[0].needs_savepoint
-
 
 @lru_cache(maxsize=256)
 def _kind(kind: Any) -> type[Link]:
@@ -476,15 +664,16 @@ def _kind(kind: Any) -> type[Link]:
     if "django.utils.connection" in modules or "django.db.backends.base.base" in modules:
         return _DjangoLink
     if hasattr(kind, "run_sync"):
-        raise ConfigError(f"{kind.__name__} is asynchronous: expected `async with`, or a method for coroutines")
+        raise _awaits(kind)
     if any(module.startswith("sqlalchemy.") for module in modules) and not hasattr(kind, "dbapi_connection"):
         return _AlchemyLink
     if iscoroutinefunction(getattr(kind, "close", None)):
-        raise ConfigError(
-            f"session: {kind.__module__}'s connection is asynchronous: expected an AsyncConnection or AsyncSession of "
-            "SQLAlchemy"
-        )
+        raise asynchronous(kind)
     return _DriverLink
+
+
+def _awaits(kind: type) -> ConfigError:
+    return ConfigError(f"{kind.__name__} is asynchronous: expected `async with`, or a method for coroutines")
 
 
 @contextmanager

@@ -11,10 +11,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from inspect import isawaitable, iscoroutine
+from typing import Any, Final, NamedTuple, NoReturn
+
+from librmq.errors import ConfigError
 
 # ----------------------------------------------------------------------------------------------------- drivers
 
@@ -40,13 +43,13 @@ def has_autocommit(connection: Any) -> bool | None:
     return None if value is None or callable(value) else bool(value)
 
 
-def _never(_: Any) -> bool:
-    return False
+def _nothing(_: Any) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What librmq has to know about the connections of a DB-API driver."""
+    """What the connections of a DB-API driver can do, and what they tell without a statement."""
 
     dialect: str
     """Database, by SQLAlchemy's name; "" if it is unknown."""
@@ -56,17 +59,14 @@ class Driver:
     """Return whether a connection commits each statement outside of an explicit transaction; None: not known."""
     cursor: Callable[[Any], Any] = _open_cursor
     """Open a cursor whose rows are tuples, whatever rows the connection's own cursors return."""
-    begins_by_savepoint: Callable[[Any], bool] = _never
-    """Return whether a savepoint begins a connection's transaction, and its release commits it, as statements do."""
-    needs_savepoint: bool = field(init=False)
-    """Whether only a savepoint tells a transaction from the next one, or shows that an error has ended it.
-
-    MySQL and SQLite can end a whole transaction by an error, and the next statement begins another one.
-    """
-
-    def __post_init__(self) -> None:
-        needs_savepoint = self.dialect in ("mysql", "sqlite") or (self.dialect != "" and self.status is None)
-        object.__setattr__(self, "needs_savepoint", needs_savepoint)
+    reported_name: Callable[[Any], str | None] | None = None
+    """Return the ``application_name`` that PostgreSQL has reported by itself; None: nothing is reported."""
+    settle: Callable[[Any], object] = _nothing
+    """Read what the application has left unread, because the next statement would fail."""
+    refusal: Callable[[Any], str | None] = _nothing
+    """Return why the results of a connection's statements can't be relied upon; None if they can."""
+    is_async: bool = False
+    """Whether its connections are used only through SQLAlchemy."""
 
 
 _LIBPQ: Final = (
@@ -106,9 +106,43 @@ def _mysql_status(connection: Any) -> TransactionStatus:
     return TransactionStatus.OPEN if connection.server_status & 1 else TransactionStatus.IDLE
 
 
-def _is_deferred(connection: Any) -> bool:
-    # The driver begins an exclusive one by a statement that locks readers out.
-    return bool(connection.isolation_level != "EXCLUSIVE")
+def _connector_status(connection: Any) -> TransactionStatus:
+    return TransactionStatus.OPEN if connection.in_transaction else TransactionStatus.IDLE
+
+
+def _asyncpg_status(connection: Any) -> TransactionStatus:
+    # It counts an aborted transaction as open, in which the next statement fails.
+    return TransactionStatus.OPEN if connection.is_in_transaction() else TransactionStatus.IDLE
+
+
+def _psycopg_name(connection: Any) -> str | None:
+    name = connection.pgconn.parameter_status(b"application_name")
+    return None if name is None else name.decode("utf-8", "replace")
+
+
+def _psycopg2_name(connection: Any) -> str | None:
+    name: str | None = connection.get_parameter_status("application_name")
+    return name
+
+
+def _pg8000_name(connection: Any) -> str | None:
+    name: str | None = connection.parameter_statuses.get("application_name")
+    return name
+
+
+def _asyncpg_name(connection: Any) -> str | None:
+    return getattr(connection.get_settings(), "application_name", None)
+
+
+def _in_pipeline(connection: Any) -> str | None:
+    if connection.pgconn.pipeline_status:
+        return "psycopg's pipeline mode returns results only later: leave `with connection.pipeline()` first"
+    return None
+
+
+def _read_unread(connection: Any) -> None:
+    if connection.unread_result:
+        connection.consume_results()
 
 
 def _sqlite_cursor(connection: Any) -> Any:
@@ -134,20 +168,46 @@ def _mysql_cursor(connection: Any) -> Any:
 
 
 DRIVERS: Final[Mapping[str, Driver]] = {
-    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_autocommit, _sqlite_cursor, _is_deferred),
-    "psycopg": Driver("postgresql", _psycopg_status, cursor=_psycopg_cursor),
-    "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor),
+    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_autocommit, _sqlite_cursor),
+    "psycopg": Driver(
+        "postgresql", _psycopg_status, cursor=_psycopg_cursor, reported_name=_psycopg_name, refusal=_in_pipeline
+    ),
+    "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor, reported_name=_psycopg2_name),
+    "pg8000": Driver("postgresql", reported_name=_pg8000_name),
     "pymysql": Driver("mysql", _mysql_status, cursor=_mysql_cursor),
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),
-    **dict.fromkeys(("cymysql", "mariadb", "mysql"), Driver("mysql")),
-    "pg8000": Driver("postgresql"),
-    # Connections of these are used only through SQLAlchemy.
-    "aiosqlite": Driver("sqlite", _sqlite_status, _sqlite_autocommit),
-    "asyncpg": Driver("postgresql"),
+    "mysql": Driver("mysql", _connector_status, settle=_read_unread),
+    **dict.fromkeys(("cymysql", "mariadb"), Driver("mysql", _mysql_status)),
+    "aiosqlite": Driver("sqlite", _sqlite_status, _sqlite_autocommit, is_async=True),
+    "asyncpg": Driver("postgresql", _asyncpg_status, reported_name=_asyncpg_name, is_async=True),
+    **dict.fromkeys(("aiomysql", "asyncmy"), Driver("mysql", _mysql_status, is_async=True)),
 }
 """Drivers by the name of their package."""
 
-_UNKNOWN: Final = Driver("")
+
+def asynchronous(kind: type) -> ConfigError:
+    """Return the error for a connection whose calls have to be awaited."""
+    return ConfigError(
+        f"session: {kind.__module__}'s {kind.__name__} is asynchronous: expected an AsyncConnection or AsyncSession of "
+        "SQLAlchemy"
+    )
+
+
+def _checked_cursor(connection: Any) -> Any:
+    cursor = connection.cursor()
+    if isawaitable(cursor):
+        _refuse_awaitable(cursor, type(connection))
+    return cursor
+
+
+def _refuse_awaitable(pending: Any, kind: type) -> NoReturn:
+    close = getattr(pending, "close", None)
+    if iscoroutine(pending) and callable(close):
+        close()  # else Python warns that it was never awaited
+    raise asynchronous(kind)
+
+
+_UNKNOWN: Final = Driver("", cursor=_checked_cursor)
 
 
 @lru_cache(maxsize=256)
@@ -257,6 +317,8 @@ def error_code(error: BaseException) -> str | None:
 
 
 _SQLSTATE_LENGTH: Final = 5
+IN_ABORTED_TRANSACTION: Final = "25P02"
+"""PostgreSQL's code for a statement after an error of the transaction."""
 _REFUSALS: Final = frozenset({Failure.CONFLICT, Failure.TOO_LONG, Failure.STALE, Failure.UNPREPARED})
 _TEMPORARY_KINDS: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
 
@@ -324,7 +386,9 @@ def run(
 
 def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
     """Run one statement on a cursor of a driver that takes parameters in ``style``."""
-    execute_on(cursor, style, sql, parameters)
+    answer = execute_on(cursor, style, sql, parameters)
+    if answer is not cursor and type(answer) not in _USUAL_ANSWERS and isawaitable(answer):
+        _refuse_awaitable(answer, type(cursor))
     if not cursor.description:
         last_id = getattr(cursor, "lastrowid", 0)
         return StatementResult((), cursor.rowcount, last_id if isinstance(last_id, int) else 0)
@@ -335,13 +399,15 @@ def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> 
     return StatementResult(rows, cursor.rowcount, 0)
 
 
-def execute_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> None:
-    """Run one statement whose result is not asked for."""
+_USUAL_ANSWERS: Final = frozenset({int, type(None)})
+
+
+def execute_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> Any:
+    """Run one statement whose result is not asked for; return what the driver does, which differs."""
     statement, names = rendered(sql, style)
     if style in ("named", "pyformat"):
-        cursor.execute(statement, parameters)
-    else:
-        cursor.execute(statement, tuple([parameters[name] for name in names]))
+        return cursor.execute(statement, parameters)
+    return cursor.execute(statement, tuple([parameters[name] for name in names]))
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,8 @@
 
     rmq_messages                                     one row for each message with its effect in the same database
         dedup_key              VARCHAR(255)  PRIMARY KEY   as above
-        expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
+        expires_timestamp_ms   BIGINT        from then on the row may be purged; from 2^62 on the effect has begun, or
+                                             was committed in part, and the message is not consumed; indexed
 
     rmq_transactions                                 one row for each local transaction that has ended
         transaction_id         VARCHAR(255)  PRIMARY KEY   the unique id of its message
@@ -29,11 +30,12 @@
         attempts               INTEGER       number of failed sends
         due_timestamp_ms       BIGINT        no sender claims it earlier; indexed with state
 
-    rmq_tables                                       one row for each table
-        table_name             VARCHAR(255)  PRIMARY KEY
-        version                INTEGER
+    rmq_tables                                       two rows for each table, of which the second may be missing
+        table_name             VARCHAR(255)  PRIMARY KEY   the table's name; the same and " columns"
+        version                INTEGER       the oldest version that may use the table; the version of its columns
 
-The application chooses the names.
+The application chooses the names. A librmq uses a table whose oldest version it knows, so that processes with an older
+one go on while others are restarted with a newer one, which has added a column.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -43,14 +45,18 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Final
+from zlib import crc32
 
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, StoreLockedError
 from librmq.idempotence._connections import Link, linked
 from librmq.idempotence._drivers import Failure, TransactionStatus, failure_of
+from librmq.runtime.event_log import EventLog
+
+_log = EventLog("librmq.dedup")
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
@@ -113,6 +119,31 @@ def purge_expired(connection: Any, table: str, key: str, now_ms: int) -> int:
                 let_writers_in()
 
 
+_PURGE_EVERY: Final = 256
+
+
+def purge_now_and_then(link: Link, table: str, key: str, now_ms: int) -> None:
+    """Delete expired rows after one key in 256, more of them than are written meanwhile.
+
+    The key decides, so all processes and threads share the work, and none counts. The caller's effect is committed
+    already, so an error is only logged.
+    """
+    if crc32(key.encode()) % _PURGE_EVERY:
+        return
+    try:
+        link.begin()
+        link.execute(
+            delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", link.dialect),
+            now_ms=now_ms,
+            limit=PURGE_ROWS,
+        )
+        link.commit()
+    except Exception as error:
+        with suppress(Exception):
+            link.rollback()
+        _log.warning("%(table)s: old records could not be purged: %(error)s", table=table, error=error)
+
+
 # ------------------------------------------------------------------------------------------------------------- schema
 
 _Steps = Mapping[str, Sequence[str]]
@@ -172,6 +203,8 @@ VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
     "outbox": (_OUTBOX,),
 }
 """Statements that lead from one version of a table to the next, by kind of table; the first create it."""
+OLDEST: Final[dict[str, int]] = dict.fromkeys(VERSIONS, 1)
+"""The oldest version that may use a table of the newest one, by kind of table; added columns leave it as it is."""
 
 
 def upgrade_tables(
@@ -195,36 +228,50 @@ def upgrade_tables(
         versions: Name of the table of versions.
 
     Raises:
-        ConfigError: A newer librmq created a table, or a name would have to be quoted.
+        ConfigError: This librmq is too old for a table, a name would have to be quoted, or the driver is unknown.
         StoreLockedError: Another process has been upgrading the tables for a minute; the error names its session.
     """
     named = {"dedup": dedup, "messages": messages, "transactions": transactions, "outbox": outbox}
     kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
     check_name(versions)
     with linked(connection) as link:
+        link.check_is_known()
         return _upgrade(link, kinds, versions)
 
 
 def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, int]:
     with _upgrade_lock(link):
         _run_steps(link, _VERSION_TABLE, versions)
-        for name, kind in kinds.items():
-            steps = VERSIONS[kind]
-            rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
-            version = int(rows[0][0]) if rows else 0
-            if version > len(steps):
-                raise ConfigError(
-                    f"table {name} is of version {version}, this librmq knows {len(steps)}: a newer librmq made it"
-                )
-            for step in steps[version:]:
-                _run_steps(link, step, name)
-            if not rows:
-                insert = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
-                link.execute(insert, name=name, version=len(steps))
-            elif version < len(steps):
-                update = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
-                link.execute(update, name=name, version=len(steps))
-    return {name: len(VERSIONS[kind]) for name, kind in kinds.items()}
+        return {name: _upgrade_table(link, name, kind, versions) for name, kind in kinds.items()}
+
+
+def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:
+    """Create or upgrade a table; return the version of its columns."""
+    steps = VERSIONS[kind]
+    rows = link.execute(
+        f"SELECT table_name, version FROM {versions} WHERE table_name IN (:a, :b)", a=name, b=name + _COLUMNS
+    )
+    found = {row[0]: int(row[1]) for row in rows.rows}
+    oldest = found.get(name, 0)
+    version = found.get(name + _COLUMNS, oldest)
+    if oldest > len(steps):
+        raise ConfigError(
+            f"table {name}: only a librmq that knows its version {oldest} may use it, this one knows {len(steps)}: "
+            "install the one that the other processes have"
+        )
+    for step in steps[version:]:
+        _run_steps(link, step, name)
+    if version < len(steps):
+        for row, number in ((name, max(oldest, OLDEST[kind])), (name + _COLUMNS, len(steps))):
+            statement = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
+            if row not in found:
+                statement = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
+            link.execute(statement, name=row, version=number)
+    return max(version, len(steps))
+
+
+_COLUMNS: Final = " columns"
+"""What follows a table's name in the row of its columns' version, which an older librmq does not read."""
 
 
 LOCK_WAIT_S = 60.0

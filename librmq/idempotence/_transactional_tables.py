@@ -8,26 +8,31 @@
 
 The transaction inserts the record of the message first. A second delivery waits for that row. If the first commits, the
 second finds the message consumed; if the first rolls back or dies, the second proceeds. So the effect happens once in
-this database, as long as the record is kept. ``docs/dedup.md`` has the conditions.
+this database, as long as the record is kept. Other people's sessions can end the transaction inside the block:
+`_Record` tells. ``docs/dedup.md`` has the conditions.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from threading import get_ident
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from librmq.client import CheckedMessage, OpenTransaction, TransactionProducer
 from librmq.clock import Clock, default_clock
 from librmq.config import wrong_kind
-from librmq.errors import ConfigError, TransactionRefusedError
-from librmq.idempotence._connections import Link, check_database, linked
-from librmq.idempotence._drivers import TransactionStatus, is_temporary_error
-from librmq.idempotence._sqltables import check_name, purge_expired
+from librmq.errors import ConfigError, DedupStoreBusyError, TransactionRefusedError
+from librmq.idempotence._connections import ENDED_INSIDE, Link, check_database, linked
+from librmq.idempotence._drivers import IN_ABORTED_TRANSACTION, TransactionStatus, error_code, is_temporary_error
+from librmq.idempotence._sqltables import check_name, purge_expired, purge_now_and_then
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
+from librmq.listener import DeadLetter
 from librmq.message import Message
 from librmq.protocol import TransactionState
 from librmq.runtime.event_log import EventLog
@@ -38,7 +43,7 @@ from librmq.runtime.event_log import EventLog
 _KEEP_MS: Final = to_milliseconds("keep", KEEP_CONSUMED)
 
 
-def transactional(
+def transactional(  # noqa: PLR0913 (each is a keyword, and most callers give one)
     session: Any,
     message: Any,
     *,
@@ -48,24 +53,29 @@ def transactional(
     table: str = "rmq_messages",
     keep: float | timedelta = KEEP_CONSUMED,
     clock: Clock | None = None,
+    join: bool = False,
 ) -> Transactional:
     """Return a context manager that yields whether ``message`` is delivered for the first time.
 
-    ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
-    ``AsyncSession`` or ``AsyncConnection``, without an open transaction; or Django's ``connection``, in whose atomic
-    blocks this one is a savepoint. Leaving the block commits; an exception rolls back and propagates. ``key``,
-    ``group`` and ``application`` mean the same as for `librmq.dedup.DedupListener`; without a key every delivery
-    counts as the first. `librmq.idempotence._sqltables.upgrade_tables` creates ``table``, and `purge_messages` deletes
-    records that are older than ``keep``.
+    ``session`` is a SQLAlchemy ``Session``, ``scoped_session`` or ``Connection``, a DB-API connection, or for ``async
+    with`` a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``, without an open transaction; or Django's
+    ``connection``, in whose atomic blocks this one is a savepoint. Leaving the block commits; an exception rolls back
+    and propagates. With ``join`` the block is a savepoint in the transaction that the caller has begun, and ends:
+    acknowledge the message after its commit.
 
-    Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session. On a
-    plain connection of psycopg or psycopg2 a block must not roll back and go on: that commits an effect without its
-    record, and is not noticed.
+    ``key``, ``group`` and ``application`` mean the same as for `librmq.dedup.DedupListener`; without a key every
+    delivery counts as the first. `librmq.idempotence._sqltables.upgrade_tables` creates ``table``. Records that are
+    older than ``keep`` are deleted now and then by later blocks; with your own ``clock`` call `purge_messages`.
+
+    Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session, which
+    can be in the block of one thread or task at a time.
 
     Raises:
         ConfigError: An argument is refused; or, at the beginning of the block, the session has an open transaction, or
-            commits each statement; or, at its end, the transaction has ended inside: the block has rolled it back, or
-            has gone on after an error by which the database did. Nothing of the block is kept.
+            none with ``join``, or commits each statement, or is in another thread's block; or, at its end, the
+            transaction has ended inside: the block has rolled it back, or has gone on after an error by which the
+            database did. The error says whether anything of the block may be kept.
+        DeadLetter: An earlier delivery was committed in part, and did not end.
     """
     if not group:
         raise ConfigError("group: expected the consumer group's name, found none")
@@ -75,32 +85,218 @@ def transactional(
     business_key = key(message)
     if business_key is not None and not isinstance(business_key, str):
         raise ConfigError(f"key: expected a text or None, found {business_key!r:.100}")
-    record = None
+    now_ms = (clock or default_clock()).now_ms()
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
-    keep_ms = _KEEP_MS if keep is KEEP_CONSUMED else to_milliseconds("keep", keep)
-    expires_at_ms = (clock or default_clock()).now_ms() + keep_ms
-    return Transactional(session, table, record, expires_at_ms)
+        until_ms = now_ms + (_KEEP_MS if keep is KEEP_CONSUMED else to_milliseconds("keep", keep))
+    else:
+        record, until_ms = f"{secrets.token_hex(16)}", now_ms
+    return Transactional(session, table, record, join, until_ms, now_ms if clock is None else None)
+
+
+_BEGUN: Final = 1 << 62
+"""The least ``expires_timestamp_ms`` of a record whose block has begun, or was committed without its end."""
+_TOKENS: Final = 1 << 60
+_ANSWER: Final = 2_000_000_000
+"""Least outcome of MySQL's INSERT, which comes back as an id: above the rows' own numbers, within what drivers take."""
+
+
+class _Statements(NamedTuple):
+    """The statements of a table of records, in the words of a database."""
+
+    insert: str
+    """It inserts the record, or leaves the one that is there."""
+    read: str
+    finish: str
+    is_ours: str
+    mark: str
+    delete: str
 
 
 @lru_cache(maxsize=64)
-def _insert_message(table: str) -> str:
-    return f"INSERT INTO {table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
+def _statements(table: str, dialect: str) -> _Statements:
+    """``dialect`` is "" where only the usual INSERT is known, "reported" where PostgreSQL shows a transaction's end."""
+    insert = f"INSERT INTO {table} (dedup_key, expires_timestamp_ms) VALUES (:key, :number)"
+    read = f"SELECT expires_timestamp_ms FROM {table} WHERE dedup_key = :key"
+    if dialect == "sqlite":
+        insert += " ON CONFLICT (dedup_key) DO NOTHING"
+    elif dialect == "mysql":
+        # The outcome comes back as the last inserted id: found rows count as changed ones on some connections.
+        insert += (
+            f" ON DUPLICATE KEY UPDATE dedup_key = IF(LAST_INSERT_ID({_ANSWER} + CASE WHEN dedup_key <> :key THEN 2 "
+            f"WHEN expires_timestamp_ms >= {_BEGUN} THEN 1 ELSE 0 END) > 0, dedup_key, dedup_key)"
+        )
+    elif dialect == "reported":
+        # A row that another transaction commits while this one waits for it is in neither part of the union.
+        insert = (
+            f"WITH written AS ({insert} ON CONFLICT (dedup_key) DO NOTHING "
+            "RETURNING set_config('application_name', :name, true) AS name, CAST(xmin AS text) AS writer) "
+            f"SELECT writer, 0, name FROM written UNION ALL SELECT NULL, expires_timestamp_ms, NULL FROM {table} "
+            "WHERE dedup_key = :key"
+        )
+    return _Statements(
+        insert,
+        read,
+        f"UPDATE {table} SET expires_timestamp_ms = :expires_at_ms WHERE dedup_key = :key "
+        "AND expires_timestamp_ms = :number",
+        f"SELECT 1 FROM {table} WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
+        f"UPDATE {table} SET expires_timestamp_ms = :number WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
+        f"DELETE FROM {table} WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
+    )
+
+
+class _Record:
+    """The record of a message, as its block writes it; it tells whether the transaction is still that of the record.
+
+    On PostgreSQL a setting that the INSERT makes for the transaction names it. The server reports the setting by
+    itself, and also that the transaction's end, or a rollback to a savepoint before it, has undone it, so the answer
+    costs no statement. Elsewhere statements such as those that change tables commit by themselves, or nothing is
+    reported. There the record is inserted as begun, and finished at the end of the block: a committed record that was
+    not finished shows that a part of the block was committed.
+    """
+
+    __slots__ = (
+        "_expires_at_ms",
+        "_is_reported",
+        "_key",
+        "_link",
+        "_name",
+        "_number",
+        "_statements",
+        "_table",
+        "_writer",
+    )
+
+    def __init__(self, link: Link, table: str, key: str, expires_at_ms: int) -> None:
+        self._link = link
+        self._table = table
+        self._key = key
+        self._expires_at_ms = expires_at_ms
+        name = link.reported_name() if link.dialect == "postgresql" else None
+        self._is_reported = name is not None
+        # The application's own name stays readable in the server's list of sessions.
+        self._name = f"{(name or '')[:46]} {secrets.token_hex(8)}"
+        self._number = expires_at_ms if self._is_reported else _BEGUN + secrets.randbelow(_TOKENS)
+        dialect = "reported" if self._is_reported else "" if link.dialect == "postgresql" else link.dialect
+        self._statements = _statements(table, dialect)
+        self._writer = ""
+
+    def write(self) -> bool:
+        """Write the record; return False if the message was consumed before.
+
+        Raises:
+            DeadLetter: An earlier delivery was committed in part.
+        """
+        link = self._link
+        if self._is_reported or link.dialect in ("mysql", "sqlite"):
+            number = self._insert()
+        else:
+            found: list[int] = []
+            is_new = link.insert_first(
+                self._statements.insert, {"key": self._key, "number": self._number}, lambda: self._find(found)
+            )
+            number = 0 if is_new else found[0]
+        if number >= _BEGUN:
+            raise DeadLetter(
+                f"{self._table}: an earlier delivery of the message was committed in part, because a statement of its "
+                "block commits by itself, or the block has committed, and it did not end; complete the effect by hand. "
+                f"The message is consumed again once the row {self._key!r} is deleted"
+            )
+        return number == 0
+
+    def _insert(self) -> int:
+        """Insert the record; return 0, or what stands in the record that is there."""
+        key, link = self._key, self._link
+        result = link.execute(self._statements.insert, key=key, number=self._number, **self._named())
+        if link.dialect == "mysql":
+            if result.last_id < _ANSWER:
+                return 0
+            if result.last_id == _ANSWER + 2:  # Another unique column of the application's has the conflict.
+                link.execute(_statements(self._table, "").insert, key=key, number=self._number)
+            return _BEGUN if result.last_id > _ANSWER else 1
+        if self._is_reported and result.rows:
+            self._writer, number, _ = result.rows[0]
+            if self._writer and link.reported_name() != self._name and link.status() is TransactionStatus.IDLE:
+                link.execute(self._statements.delete, key=key, writer=self._writer)
+                raise ConfigError(
+                    "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by "
+                    "the connection's rollback()"
+                )
+            return int(number)
+        if not self._is_reported and result.changed == 1:
+            return 0
+        rows = link.execute(self._statements.read, key=key).rows
+        if not rows:
+            raise DedupStoreBusyError(f"{self._table}: the record {key!r} was deleted at this moment")
+        return int(rows[0][0])
+
+    def _named(self) -> dict[str, str]:
+        return {"name": self._name} if self._is_reported else {}
+
+    def _find(self, found: list[int]) -> bool:
+        found += [int(row[0]) for row in self._link.execute(self._statements.read, key=self._key).rows]
+        return bool(found)
+
+    def is_kept(self) -> bool:
+        """Return whether the record commits with the transaction, or was committed by the block; finish it.
+
+        Raises:
+            Exception: The database does not answer.
+        """
+        link = self._link
+        if link.status() is TransactionStatus.ABORTED:
+            return False
+        if not self._is_reported:
+            changed = link.execute(
+                self._statements.finish, key=self._key, number=self._number, expires_at_ms=self._expires_at_ms
+            ).changed
+            return changed == 1
+        if link.reported_name() == self._name:
+            return True
+        # The block has set the name itself, or ended the transaction.
+        try:
+            return bool(link.execute(self._statements.is_ours, key=self._key, writer=self._writer).rows)
+        except Exception as error:
+            if error_code(error) == IN_ABORTED_TRANSACTION:
+                return False
+            raise
+
+    def undo(self) -> bool:
+        """Roll back; return False if a part of the block is kept, which the record shows from now on."""
+        link, has_ended, commits_each = self._link, True, False
+        with suppress(Exception):  # A connection that is dead tells nothing.
+            has_ended = not self._is_reported or link.reported_name() != self._name
+            commits_each = has_ended and link.commits_each()
+        link.rollback()
+        if link.is_joined or not (commits_each or (has_ended and self._is_reported)):
+            return True
+        mark, is_kept = {"key": self._key, "number": _BEGUN}, False
+        if self._is_reported:
+            with link.alone() as alone:
+                is_kept = alone.execute(self._statements.mark, writer=self._writer, **mark).changed == 1
+        if commits_each and not is_kept:  # What followed a rollback is kept, statement by statement.
+            is_kept = True
+            with suppress(Exception), link.alone() as alone:  # The record may be there.
+                alone.execute(_statements(self._table, "").insert, **mark)
+        return not is_kept
 
 
 class Transactional:
     """One transaction of `transactional`; ``with`` returns True at the first delivery of a message."""
 
-    __slots__ = ("_expires_at_ms", "_key", "_link", "_session", "_table")
+    __slots__ = ("_is_first", "_joins", "_key", "_link", "_now_ms", "_record", "_session", "_table", "_until_ms")
 
-    def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
+    def __init__(self, session: Any, table: str, key: str, joins: bool, until_ms: int, now_ms: int | None) -> None:
         self._session = session
         self._table = table
         self._key = key
-        self._expires_at_ms = expires_at_ms
+        self._joins = joins
+        self._until_ms = until_ms
+        self._now_ms = now_ms
+        """The time by which old records are purged; None if the application does that."""
 
     def __enter__(self) -> bool:
-        return self._begin(self._session)
+        return self._begin(self._session, get_ident())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -108,10 +304,13 @@ class Transactional:
         self._end(self._session, kind is None)
 
     async def __aenter__(self) -> bool:
-        if not hasattr(self._session, "run_sync"):
-            Link(self._session)  # This refuses a driver's asynchronous connection.
-            raise ConfigError(f"{type(self._session).__name__} needs `with`, not `async with`")
-        first: bool = await self._session.run_sync(self._begin)
+        session = self._session
+        if hasattr(session, "registry"):
+            session = self._session = session.registry()  # of an async_scoped_session
+        if not hasattr(session, "run_sync"):
+            Link(session)  # This refuses a driver's asynchronous connection.
+            raise ConfigError(f"{type(session).__name__} needs `with`, not `async with`")
+        first: bool = await session.run_sync(self._begin, asyncio.current_task())
         return first
 
     async def __aexit__(
@@ -119,55 +318,58 @@ class Transactional:
     ) -> None:
         await self._session.run_sync(self._end, kind is None)
 
-    def _begin(self, session: Any) -> bool:
+    def _begin(self, session: Any, worker: object) -> bool:
         link = self._link = Link(session)
-        link.begin_first()
-        first = True
-        if self._key is not None:
-            insert = _insert_message(self._table)
-            first = link.insert_first(
-                insert, {"key": self._key, "expires_at_ms": self._expires_at_ms}, self._is_recorded
-            )
+        link.enter_block(worker)
         try:
-            link.watch()
+            if self._joins:
+                link.join()
+            else:
+                link.begin_first()
+            self._record = _Record(link, self._table, self._key, self._until_ms)
+            try:
+                self._is_first = self._record.write()
+            except BaseException:
+                with suppress(Exception):  # The first error is the one to see.
+                    link.rollback()
+                raise
         except BaseException:
-            link.rollback()
+            link.leave_block()
             raise
-        return first
-
-    def _is_recorded(self) -> bool:
-        select = f"SELECT 1 FROM {self._table} WHERE dedup_key = :key"
-        return bool(self._link.execute(select, key=self._key).rows)
+        return self._is_first
 
     def _end(self, session: Any, is_complete: bool) -> None:
         link = self._link
-        if not is_complete:
-            link.rollback()
-            return
         try:
-            status = link.watched_status()
-            has_ended = status is not TransactionStatus.OPEN and not (status is None and self._is_safe())
-        except BaseException:
+            if is_complete:
+                self._commit(link)
+            elif self._is_first:
+                self._record.undo()
+            else:
+                link.rollback()
+        finally:
+            link.leave_block()
+
+    def _commit(self, link: Link) -> None:
+        try:
+            link.settle()
+            is_kept = self._record.is_kept() if self._is_first else link.status() is not TransactionStatus.ABORTED
+            if is_kept:
+                link.commit()
+        except ConfigError:  # The savepoint of the block is gone.
             with suppress(Exception):  # The first error is the one to see.
+                self._record.undo()
+            raise
+        except BaseException:  # Whether a commit that has failed was carried out is not known: the record stays.
+            with suppress(Exception):
                 link.rollback()
             raise
-        if not has_ended:
-            link.commit()
-            return
-        link.rollback()
-        # A commit at the end of the block has kept both the record and the change.
-        is_safe = status is TransactionStatus.IDLE and self._is_safe()
-        link.rollback()
-        if is_safe:
-            return
-        raise ConfigError(
-            "the transaction has ended inside the block, and what the block changed is not kept: let errors of the "
-            "database propagate, or run a statement that may fail in a savepoint; commit and roll back outside"
-        )
-
-    def _is_safe(self) -> bool:
-        """Return whether the record is there, so that nothing is lost if the message is acknowledged."""
-        return self._key is None or self._is_recorded()
+        if not is_kept:
+            if self._record.undo():
+                raise ConfigError(f"{ENDED_INSIDE}. Nothing of the block is kept")
+            raise ConfigError(f"{ENDED_INSIDE}. A part of the block may be kept, so the message becomes a dead letter")
+        if self._is_first and self._now_ms is not None and not link.is_joined:
+            purge_now_and_then(link, self._table, self._key, self._now_ms)
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
@@ -243,6 +445,13 @@ class LocalTransactions:
         if not isinstance(producer, TransactionProducer):
             raise wrong_kind("producer", producer, "a TransactionProducer")
         link = Link(session)
+        link.enter_block(get_ident())
+        try:
+            yield from self._transaction(producer, message, link)
+        finally:
+            link.leave_block()
+
+    def _transaction(self, producer: TransactionProducer, message: Message, link: Link) -> Iterator[OpenTransaction]:
         link.check_can_begin()
         link.rollback()  # SQLAlchemy has begun a transaction to show its connection
         failure: Exception | None = None

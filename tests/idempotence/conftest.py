@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sqlite3
 import threading
@@ -171,9 +172,10 @@ def key() -> str:
 class Database:
     """A database with librmq's tables and two of an application: ``accounts`` and ``effects``."""
 
-    def __init__(self, name: str, url: str, engine: sqlalchemy.Engine) -> None:
+    def __init__(self, name: str, url: str, engine: sqlalchemy.Engine, folder: Path) -> None:
         self.name = name
         self.url = url
+        self.folder = folder
         self.engine = engine
         self._engines: dict[str, sqlalchemy.Engine] = {}
 
@@ -200,13 +202,20 @@ class Database:
 
     def connect_by(self, driver: str, rows: str = "") -> Any:
         """Return a connection of a driver, whose cursors give ``rows`` "dicts" or of another kind."""
+        port: Any = self.engine.url.port
         if driver == "psycopg2":
             import psycopg2
             import psycopg2.extras
 
             factory = {"dicts": psycopg2.extras.RealDictCursor, "named": psycopg2.extras.NamedTupleCursor}.get(rows)
-            port = self.engine.url.port
             return psycopg2.connect(host="127.0.0.1", port=port, user="rmq", dbname="postgres", cursor_factory=factory)
+        if driver == "pg8000":
+            return importlib.import_module("pg8000").connect("rmq", host="127.0.0.1", port=port, database="postgres")
+        if driver in ("MySQLdb", "mysql.connector", "mariadb", "cymysql"):
+            connect = importlib.import_module(driver).connect
+            return connect(
+                host="127.0.0.1", port=port, user="root", **{"db" if driver == "cymysql" else "database": "rmq"}
+            )
         connection = self.connect()
         if not rows:
             return connection
@@ -222,6 +231,13 @@ class Database:
             connection.cursorclass = DictCursor
         return connection
 
+    def engine_of(self, driver: str) -> sqlalchemy.Engine:
+        """Return SQLAlchemy's engine for a driver."""
+        if driver not in self._engines:
+            name = {"sqlite3": "pysqlite", "MySQLdb": "mysqldb"}.get(driver, driver)
+            self._engines[driver] = sqlalchemy.create_engine(self.engine.url.set(drivername=f"{self.name}+{name}"))
+        return self._engines[driver]
+
     @contextmanager
     def session(self, driver: str, kind: str) -> Iterator[Any]:
         """Open a "driver" connection, or a "session" or "connection" of SQLAlchemy, by a driver."""
@@ -231,10 +247,7 @@ class Database:
                 stack.callback(_close, connection)
                 yield connection
                 return
-            if driver not in self._engines:
-                name = "pysqlite" if driver == "sqlite3" else driver
-                self._engines[driver] = sqlalchemy.create_engine(self.engine.url.set(drivername=f"{self.name}+{name}"))
-            engine = self._engines[driver]
+            engine = self.engine_of(driver)
             yield stack.enter_context(Session(engine) if kind == "session" else engine.connect())
 
     def close(self) -> None:
@@ -266,12 +279,13 @@ def database(
 
     def get(name: str) -> Database:
         if name not in databases:
-            url = server(name).url if name in STARTERS else f"sqlite:///{tmp_path_factory.mktemp('db') / 'shop.db'}"
+            folder = tmp_path_factory.mktemp("db")
+            url = server(name).url if name in STARTERS else f"sqlite:///{folder / 'shop.db'}"
             engine = sqlalchemy.create_engine(url)
             if name == "sqlite":
                 sqlalchemy.event.listen(engine, "connect", _without_flushes)
             upgrade_tables(engine)
-            database = databases[name] = Database(name, url, engine)
+            database = databases[name] = Database(name, url, engine, folder)
             database.run("CREATE TABLE effects (name VARCHAR(100) NOT NULL)")
             database.run("CREATE TABLE accounts (id VARCHAR(100) NOT NULL PRIMARY KEY, balance INTEGER NOT NULL)")
         return databases[name]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Final, Protocol
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.dedup import DedupListener
 from librmq.errors import DedupStoreError
+from librmq.idempotence._connections import Link
 from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.stores import Claim, DedupRecord, DedupStore, unique_id
 from librmq.listener import ReconsumeLater
@@ -168,8 +169,10 @@ class TransactionalWorld:
             raise ConnectionRefusedError
         message = Delivery("orders", b"x", unique_key=self.unique_key, keys=self.name)
         clock = ManualClock(self.clock.now_ms() + round(1000 * ahead)) if ahead else self.clock
-        with closing(self.place.connect()) as connection:
+        with closing(self.place.connect()) as connection, ExitStack() as stack:
             purge_messages(connection, clock.now_ms())
+            if fault == "mark's answer lost":
+                stack.enter_context(lost_answer_of_commit())
             with transactional(connection, message, group="billing", key=self.key, clock=clock) as first:
                 if fault == "dies before effect":
                     raise Died
@@ -187,9 +190,6 @@ class TransactionalWorld:
                     raise ConnectionResetError
                 if fault == "fails after effect":
                     raise ValueError
-                if fault == "mark's answer lost":
-                    connection.commit()
-                    raise ConnectionResetError
         if fault == "dies after mark":
             raise Died
 
@@ -199,6 +199,20 @@ class TransactionalWorld:
 
     def effects(self) -> int:
         return self.place.effects(self.name)
+
+
+@contextmanager
+def lost_answer_of_commit() -> Iterator[None]:
+    """Let each commit of librmq's fail after the database has carried it out."""
+    commit = Link.commit
+
+    def commit_unheard(link: Link) -> None:
+        commit(link)
+        raise ConnectionResetError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "commit", commit_unheard)
+        yield
 
 
 # --- what happens

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import pytest
 import redis
@@ -25,7 +25,7 @@ from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, Sto
 from librmq.idempotence import _sqltables as sqltables
 from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._sqltables import upgrade_tables
-from librmq.idempotence._transactional_tables import purge_messages
+from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.stores import (
     Claim,
@@ -871,10 +871,39 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
     names = {"dedup": "d1", "messages": "m1", "transactions": "t1", "outbox": "o1", "versions": "v1"}
     assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "t1": 1, "o1": 1}
     assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "t1": 1, "o1": 1}
-    with engine.begin() as connection:
-        connection.execute(sqlalchemy.text("UPDATE v1 SET version = 9 WHERE table_name = 'o1'"))
-    with pytest.raises(ConfigError, match="o1 is of version 9, this librmq knows 1"):
+
+
+ADDED: Final = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
+
+
+def test_tables_say_the_oldest_librmq_that_may_use_them(
+    engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer librmq adds a column, which an older one does not need, and then changes what rows mean."""
+    names: Any = {"dedup": None, "messages": "m3", "transactions": None, "outbox": "o3", "versions": "v3"}
+    upgrade_tables(engine, **names)
+    with monkeypatch.context() as newer:
+        newer.setitem(sqltables.VERSIONS, "messages", [*sqltables.VERSIONS["messages"], ADDED])
+        assert upgrade_tables(engine, **names) == {"m3": 2, "o3": 1}
+    for expected in (True, False):
+        assert upgrade_tables(engine, **names) == {"m3": 2, "o3": 1}
+        with (
+            engine.connect() as connection,
+            transactional(connection, Message("orders", b"x", keys="k"), group="b", key=by_keys, table="m3") as first,
+        ):
+            assert first is expected
+    with monkeypatch.context() as newer:
+        newer.setitem(sqltables.VERSIONS, "messages", [*sqltables.VERSIONS["messages"], ADDED, {"": []}])
+        newer.setitem(sqltables.OLDEST, "messages", 3)
+        assert upgrade_tables(engine, **names) == {"m3": 3, "o3": 1}
+    with pytest.raises(
+        ConfigError, match="table m3: only a librmq that knows its version 3 may use it, this one knows 1"
+    ):
         upgrade_tables(engine, **names)
+
+
+def by_keys(message: Message) -> str:
+    return message.properties["KEYS"]
 
 
 @pytest.mark.slow
@@ -890,8 +919,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     all_start()
     with SqlDedupStore(str(engine.url), table="d2") as store:
         store.claim("k", "a1", NOW, UNTIL)
-    further = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
-    monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], further])
+    monkeypatch.setitem(sqltables.VERSIONS, "dedup", [*sqltables.VERSIONS["dedup"], ADDED])
     all_start()
     assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "t2": 1, "o2": 1}
     with engine.connect() as connection:

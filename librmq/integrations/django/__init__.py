@@ -7,6 +7,7 @@
         "default": {"BACKEND": "librmq.integrations.django.LibrmqBackend", "OPTIONS": {"path": BASE_DIR / "tasks"}},
     }
 
+A consumer's listeners use connections as requests do by ``PushConsumer(…, hooks=[fresh_connections])``.
 Tasks are those of ``django.tasks`` where Django has them (from 6.0 on), else those of the package ``django-tasks``.
 """
 
@@ -18,5 +19,6 @@ from librmq.integrations.django._backend import LibrmqBackend as LibrmqBackend
 from librmq.integrations.django._worker import ResultTooLargeError as ResultTooLargeError
 from librmq.integrations.django._worker import Worker as Worker
 from librmq.integrations.django._worker import WorkerLost as WorkerLost
+from librmq.integrations.django._worker import fresh_connections as fresh_connections
 
-__all__ = ["LibrmqBackend", "ResultTooLargeError", "Worker", "WorkerLost"]
+__all__ = ["LibrmqBackend", "ResultTooLargeError", "Worker", "WorkerLost", "fresh_connections"]

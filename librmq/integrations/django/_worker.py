@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from traceback import format_exception
 from typing import Any, Final
@@ -246,3 +246,13 @@ class Worker:
                         self._consumer.extend(message, self._backend._invisible_s)
                     except RmqError as error:
                         _log.warning("a running task is not hidden any more, and may run twice: %(error)s", error=error)
+
+
+def fresh_connections(_: object) -> Callable[[object, Exception | None], None]:
+    """Give a listener Django's connections as a request has them; a hook of `librmq.PushConsumer`.
+
+    Before and after each call it closes connections that have failed, or are as old as ``CONN_MAX_AGE`` allows. Without
+    it a thread of a consumer keeps a connection that the database has ended, and each of its messages fails.
+    """
+    close_old_connections()
+    return lambda result, error: close_old_connections()
