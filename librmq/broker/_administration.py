@@ -14,14 +14,13 @@ from librmq.broker._context import BrokerContext
 from librmq.broker._transactions import BrokerTransactions
 from librmq.config import to_timestamp_ms
 from librmq.delay import DelaySchedule
-from librmq.errors import BrokerError, CorruptionError, RmqError
+from librmq.errors import BrokerError, CorruptionError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, has_no_row, is_user_topic, moved_keys
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
-    ConsumerOffsets,
     ConsumerOffsetsOf,
     CreateTopic,
     DeleteExpiredFiles,
@@ -33,10 +32,12 @@ from librmq.protocol import (
     DescribeTopics,
     GroupProgress,
     GroupSettings,
+    HoldPlace,
     MaxOffset,
     MessageModel,
     MinOffset,
     MoveGroup,
+    Place,
     QueryMessages,
     QueryOffset,
     QueueBounds,
@@ -252,6 +253,7 @@ class Progress:
             },
             {
                 UpdateOffset: self.update,
+                HoldPlace: self.hold_place,
                 TopicGroups: self.groups,
                 DescribeQueues: self.describe_queues,
                 DescribeProgress: self.describe,
@@ -282,8 +284,7 @@ class Progress:
     def update(self, request: UpdateOffset) -> None:
         """Store a group's progress. As by 4.9, that of what does not exist is kept too, but not without bounds."""
         group, topic = request.group, request.topic
-        exist = topic in self._topics.by_name and group in self._groups.by_name
-        is_new = not exist and not self._offsets.of_topic(group, topic)
+        is_new = self._is_unknown(group, topic)
         if is_new and not self._has_room_for_unknown():
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
@@ -293,6 +294,16 @@ class Progress:
         self._offsets.set_consumer_offset(topic, group, request.queue_id, request.queue_offset)
         if is_new:
             self._unknown.add((group, topic))
+
+    def _is_unknown(self, group: str, topic: str) -> bool:
+        exist = topic in self._topics.by_name and group in self._groups.by_name
+        return not exist and not self._offsets.of_topic(group, topic)
+
+    def hold_place(self, request: HoldPlace) -> Place | None:
+        """Return the place of a group's progress; None for what does not exist."""
+        if self._is_unknown(request.group, request.topic):
+            return None
+        return self._offsets.place(request.topic, request.group, request.queue_id, is_held=True)
 
     def _has_room_for_unknown(self) -> bool:
         """Return whether progress of one more group and topic can be kept, one of which does not exist."""
@@ -461,29 +472,24 @@ class Progress:
     def behind(self) -> list[str]:
         """Return a text for each queue with messages that a running group has not consumed.
 
-        The instances report their progress; messages that still wait, including retries, do not count.
+        Messages that still wait, including retries, do not count. Instances that reach the broker through something
+        else than its page are asked to store their progress, for the next call.
         """
-        lags = []
+        behind: dict[str, list[str]] = {}
         for group in list(self._clients.consumers.values()):
             if group.model is MessageModel.BROADCASTING:
                 continue
             for name in group.subscriptions:
                 topic = self._topics.by_name.get(name)
-                reached: dict[int, int] = {}
-                for client in list(group.clients.values()):
-                    try:
-                        offsets = client.call(ConsumerOffsets(group.name, name, with_passed=True))
-                    except RmqError:  # the instance is leaving, so its stored progress counts
-                        continue
-                    for queue, queue_offset in offsets.items():
-                        if queue.broker_name == self._broker_name:
-                            reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
                 for queue_id in range(0 if topic is None else topic.read_queues):
                     begin, end = self._store.queue_range(name, queue_id)
-                    at = reached.get(queue_id, self._offsets.consumer_offset(name, group.name, queue_id))
+                    at = self._offsets.consumer_offset(name, group.name, queue_id)
                     if lag := queue_lag(at, begin, end):
+                        lags = behind.setdefault(group.name, [])
                         lags.append(f"group {group.name}: {lag} messages of {name}/{queue_id}")
-        return lags
+        for name in behind:
+            self._clients.notify_group(name, SaveProgress(name))
+        return [text for texts in behind.values() for text in texts]
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
         """Send new offsets to a group's running instances, which continue there and save them."""

@@ -313,6 +313,7 @@ class Broker(StoreRoute, Endpoint):
     # ---- endpoint and route
 
     hands_over: bool = True
+    has_page: bool = True
 
     def send(  # noqa: PLR0913 (what a client says of a message)
         self,
@@ -463,6 +464,7 @@ class Broker(StoreRoute, Endpoint):
     @property
     def tables(self) -> BrokerTables:
         """Topics, groups and progress as they are now; for reading, under the runner's lock."""
+        self._context.offsets.adopt()
         return self._context.tables
 
     def _messages(self, topic: str) -> Iterator[StoredMessage]:
@@ -505,6 +507,8 @@ class Broker(StoreRoute, Endpoint):
         They wake it by a socket at the path ``bell``. It waits at most ``wait_s`` for one that writes.
         """
         store, config = self.store, self.config
+        if self._context.offsets.page is not None:
+            self._context.offsets.page.is_shared = True
         if (
             store.config.enable_consumequeue_ext
             or config.drop_resends_within is not None
@@ -611,8 +615,6 @@ class Broker(StoreRoute, Endpoint):
         """Save all progress, of each part even if another part fails."""
         is_replica = self._config.replica_of is not None
         with self.runner.lock, ExitStack() as saves:
-            if not is_replica:
-                saves.callback(self._receives.saved.save_all)  # last, when no thread writes its file any more
             saves.callback(self._context.saving.save_all, self._life.why_dead)
             if not is_replica:
                 saves.callback(self._transactions.save)
@@ -623,6 +625,7 @@ class Broker(StoreRoute, Endpoint):
     def _end_writes(self) -> None:
         """End all writes; return when none is running."""
         self._context.writing.end_writing(self._life.why_dead)
+        self._context.offsets.end()
         self._deliveries.end_timer_writes(self._life.why_dead)
 
     def _release_runner(self) -> None:

@@ -101,6 +101,7 @@ class BrokerContext:
 
         self.topics = Topics(tables.topics, save, config, name, cluster_name, runner.now_ms, life.watchers.notify)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
+        self.cancellations = Cancellations(store.path, store.files)  # first, because a damaged file is refused
         saving = self.step("saves progress")
         self.saving = Persistence(
             tables,
@@ -110,10 +111,10 @@ class BrokerContext:
             store.flush,
             runner.now_ms,
             partial(runner.wake, saving),
+            is_replica=config.replica_of is not None,
         )
         saving.run_due = self.saving.run_due
         self.offsets = self.saving.offsets
-        self.cancellations = Cancellations(store.path, store.files)
         if config.replica_of is None and self.cancellations.truncate(store.log.end):
             self.cancellations.write(store.log.begin, runner.now_ms())
         # Progress is limited here, before transactions and the relay resume from it.
@@ -219,6 +220,7 @@ class BrokerContext:
         """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""
         lags: dict[tuple[str, ...], float] = {}
         with self.runner.lock:
+            self.offsets.adopt()
             progress = {place: dict(offsets) for place, offsets in self.tables.progress().items()}
             queues = {name: topic.read_queues for name, topic in self.topics.by_name.items()}
         for (group, topic), offsets in progress.items():

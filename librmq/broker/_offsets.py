@@ -1,8 +1,9 @@
-"""Progress of consumer groups, kept in ``consumerOffset.json``, and the saving of a broker's tables.
+"""Progress of consumer groups, on the page of groups and in ``consumerOffset.json``, and saving of a broker's tables.
 
-Topics and groups are saved immediately, consumers' progress and filters some time after a change. With a threaded
-runner, no thread waits for the disk under the runner's lock: `TableWriter` copies a table under the lock and writes the
-copy without it.
+Progress is on the page (`librmq.store.format.group_page`) before anything is answered that depends on it. The table is
+its export, for other brokers and for a loss of power. Topics and groups are saved immediately, consumers' progress and
+filters some time after a change. With a threaded runner, no thread waits for the disk under the runner's lock:
+`TableWriter` copies a table under the lock and writes the copy without it.
 
 Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Called under the runner's lock;
 `GroupOffsets.consumer_offset`, `groups` and `of_topic` do not need it.
@@ -13,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from librmq.errors import BrokerError, StoreClosedError
-from librmq.protocol import ResponseCode
-from librmq.runtime import ProgressSaver, critical
+from librmq.errors import BrokerError, StoreClosedError, StoreIOError
+from librmq.protocol import Place, PlaceName, ResponseCode
+from librmq.runtime import ProgressSaver, StateLog, critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
@@ -33,24 +34,93 @@ class GroupOffsets:
     """The queue offset of the next message, by group, topic and queue."""
 
     def __init__(
-        self, table: ConfigTable, saving: DelayedSave, starts: ConfigTable, save_starts: Callable[[], None]
+        self,
+        tables: BrokerTables,
+        save: Callable[[], None],
+        save_starts: Callable[[], None],
+        now_ms: Callable[[], int],
+        save_every_s: float,
+        wake: Callable[[int], None],
+        flush: Callable[[], object] | None,
     ) -> None:
-        """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it; ``starts`` has the marks."""
-        self._table = table
+        """``save()`` saves the progress in ``tables``, and ``save_starts()`` the marks.
+
+        ``wake(at_ms)`` makes the runner call ``saving.saver.run_due`` by then. ``flush()`` flushes the store; a replica
+        has none, and no page of groups.
+        """
+        self._table = table = tables.offsets
         table.rows  # noqa: B018 (makes them, before several threads ask for them)
-        self.saving = saving
+        self.page = page = None if flush is None else tables.kept_page(flush)
+        """The page of groups; None for a replica, and after the end."""
+        self._places: dict[tuple[str, str], dict[int, Place]] = {}
+        self._states = StateLog(_log, "progress")
+        self.saving = saving = table.save_later("the progress of consumers", save, now_ms, save_every_s, wake)
         """Saves the progress, which is durable when a later `TableWriter.write` returns."""
-        self._starts = starts
+        self._starts = tables.starts
         self._save_starts = save_starts
         self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
         self.starts_version = 0
         """Number of marks that `mark_started` made."""
-        self._rows: dict[tuple[str, str], dict[int, int]] = {}  # rows of the table in use
+        for name, place in [] if page is None else page.places():
+            self._places.setdefault((name.group, name.topic), {})[name.queue_id] = place
+            place.changed = self.changed
+        if page is not None:
+            table.before_write = page.table_is_written
+            if page.takes_positions(table.rows):
+                table.is_stored, table.revision = True, table.revision + 1
+                saving.save_soon()
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
-        return self._rows.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
+        row: Mapping[int, int] = self._table.rows.get(f"{topic}@{group}", {})
+        places = self._places.get((group, topic))
+        return row if places is None else {**row, **_positions(places)}
+
+    def adopt(self) -> None:
+        """Take what the holders of queues have reached into the table."""
+        for (group, topic), places in self._places.items():
+            row, positions = self._table.rows.get(f"{topic}@{group}", {}), _positions(places)
+            if not positions.items() <= row.items():
+                self._table.rows[f"{topic}@{group}"] = {**row, **positions}
+                self._table.revision += 1
+
+    def place(self, topic: str, group: str, queue_id: int, *, is_held: bool = False) -> Place | None:
+        """Return the place on the page of groups of a queue's progress; None if there is no room for one.
+
+        A consumer that holds the queue has a `Place` of its own, which a position that is set back ends.
+        """
+        page, places = self.page, self._places.setdefault((group, topic), {})
+        place = places.get(queue_id)
+        if page is None:
+            return None
+        try:
+            if place is None:
+                row = self._table.rows.get(f"{topic}@{group}", {})
+                place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
+                place.changed = self.changed
+            return place.page.hold(place) if is_held else place
+        except StoreIOError as error:
+            self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
+            return place
+
+    def changed(self) -> None:
+        """Note that there is something to save."""
+        if not self.saving.has_changed:
+            self.saving.save_soon()
+
+    def prepare_save(self) -> None:
+        """Take what holders have reached into the table, and copy what else the page has, before both are saved."""
+        self.adopt()
+        if self.page is not None:
+            self.page.copy()
+
+    def end(self) -> None:
+        """Let no place be written any more: another process can own the store."""
+        self.adopt()
+        page, self.page, self._places = self.page, None, {}
+        if page is not None:
+            page.close()
 
     def __len__(self) -> int:
         return len(self._table.rows)
@@ -64,22 +134,27 @@ class GroupOffsets:
         return [group for row_topic, group in self._names() if row_topic == topic]
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """Yield the topic and the group of each row."""
+        """Yield the topic and the group of each row, and of each place with a position."""
         for key in list(self._table.rows):
             if (names := topic_and_group(key)) is not None:
                 yield names
+        for (group, topic), places in list(self._places.items()):
+            if f"{topic}@{group}" not in self._table.rows and _positions(places):
+                yield topic, group
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's queue offset, None if never stored."""
-        return self.of_topic(group, topic).get(queue_id)
+        place = self._places.get((group, topic), {}).get(queue_id)
+        if place is not None and (position := place.position) >= 0:
+            return position
+        row: Mapping[int, int] = self._table.rows.get(f"{topic}@{group}", {})
+        return row.get(queue_id)
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store a group's queue offset; a lower one is allowed, and logged."""
-        row = self._rows.get((group, topic))
-        if row is None:
-            row = self._rows[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
-            self._table.revision += 1
-        old = row.get(queue_id, -1)
+        place = self._places.get((group, topic), {}).get(queue_id)
+        stored = self.consumer_offset(topic, group, queue_id) if place is None else place.position
+        old = -1 if stored is None else stored
         if old == queue_offset:
             return
         if queue_offset < 0 or queue_id < 0:
@@ -98,10 +173,13 @@ class GroupOffsets:
                 old=old,
                 queue_offset=queue_offset,
             )
-        row[queue_id] = queue_offset
-        self._table.revision += 1
-        if not self.saving.has_changed:
-            self.saving.save_soon()
+        place = place or self.place(topic, group, queue_id)
+        if place is not None:
+            place.set(queue_offset)
+        else:
+            self._table.rows.setdefault(f"{topic}@{group}", {})[queue_id] = queue_offset
+            self._table.revision += 1
+        self.changed()
 
     def advance_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store the queue offset that comes with a group's pull, unless a later one is stored.
@@ -109,8 +187,11 @@ class GroupOffsets:
         A member that was lost, and does not know yet that another has its queue, pulls with the progress of before.
         Members that go back on purpose store their progress by itself, by `set_consumer_offset`.
         """
-        if queue_offset > self.of_topic(group, topic).get(queue_id, -1):
+        stored = self.consumer_offset(topic, group, queue_id)
+        if stored is None or queue_offset > stored:
             self.set_consumer_offset(topic, group, queue_id, queue_offset)
+        else:  # a peer can have stored it on the page, and it is not in the table yet
+            self.changed()
 
     def is_started(self, group: str, topic: str) -> bool:
         """Return whether ``start_at`` has moved a group in a topic."""
@@ -136,8 +217,6 @@ class GroupOffsets:
         """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
         for name, row in rows.items():
             if self._table.rows.get(name) != row:
-                if (names := topic_and_group(name)) is not None:
-                    self._rows.pop((names[1], names[0]), None)
                 self._table.rows[name] = dict(row)
                 self._table.revision += 1
                 self.saving.save_soon()
@@ -145,19 +224,22 @@ class GroupOffsets:
     def delete_queue(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
-            row = self._table.rows[f"{topic}@{group}"]
+            if (place := self._places.get((group, topic), {}).get(queue_id)) is not None:
+                place.set(-1)
+            row = self._table.rows.get(f"{topic}@{group}", {})
             if row.pop(queue_id, None) is not None:
                 self._table.revision += 1
                 self.saving.save_soon()
-            if not row:
-                self._table.remove(f"{topic}@{group}")
-                self._rows.pop((group, topic), None)
+                if not row:
+                    self._table.remove(f"{topic}@{group}")
 
     def drop_group(self, group: str) -> None:
         """Delete a group's progress in all topics, and its marks."""
         for topic in self.topics(group):
-            self._table.remove(f"{topic}@{group}")
-            self._rows.pop((group, topic), None)
+            for place in self._places.get((group, topic), {}).values():
+                place.set(-1)
+            if f"{topic}@{group}" in self._table.rows:
+                self._table.remove(f"{topic}@{group}")
             self.saving.save_soon()
         if group in self._starts.rows:
             self._starts.remove(group)
@@ -183,6 +265,11 @@ class GroupOffsets:
                         queue_offset=end,
                     )
                     self.set_consumer_offset(topic, group, queue_id, end)
+
+
+def _positions(places: Mapping[int, Place]) -> dict[int, int]:
+    """Return the positions that places have, by queue id."""
+    return {queue_id: position for queue_id, place in list(places.items()) if (position := place.position) >= 0}
 
 
 # ---- saving
@@ -308,46 +395,6 @@ class TableWriter:
             raise StoreClosedError(self._end_reason)
 
 
-class DelayedSave:
-    """Saves one table of a broker some time after its first change. Called under the runner's lock."""
-
-    def __init__(
-        self,
-        what: str,
-        save: Callable[[], None],
-        now_ms: Callable[[], int],
-        save_every_s: float,
-        wake: Callable[[int], object],
-    ) -> None:
-        """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call ``saver.run_due`` by then."""
-        self.has_changed = False
-        """Whether there are unsaved changes."""
-        self._save = save
-        self._wake = wake
-        self.saver = ProgressSaver(
-            what,
-            flush=lambda reached: None,  # `TableWriter` flushes the store where a table needs it
-            reached=lambda: self.has_changed or None,
-            note=lambda reached: self.save(),
-            now_ms=now_ms,
-            save_every_s=save_every_s,
-        )
-
-    def save_soon(self) -> None:
-        """Note a change; the table is saved some time after the first one."""
-        if not self.has_changed:
-            due = self.saver.changed()
-            if due is not None:
-                self._wake(due)
-            self.has_changed = True
-
-    def save(self) -> None:
-        """Save now what has changed since the last save; a failure leaves it to be saved again."""
-        if self.has_changed:
-            self._save()
-            self.has_changed = False
-
-
 class Persistence:
     """Saving of one broker's tables. Called under the runner's lock."""
 
@@ -360,6 +407,8 @@ class Persistence:
         flush: Callable[[], object],
         now_ms: Callable[[], int],
         wake: Callable[[int], None],
+        *,
+        is_replica: bool,
     ) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
         self._flush = flush
@@ -372,12 +421,17 @@ class Persistence:
             writing.notify_watchers()
             wake(at_ms)
 
-        self.offsets_saving = DelayedSave(
-            "the progress of consumers", self._save_offsets, now_ms, save_offsets_every_s, wake_for_offsets
+        self._filters_saving = tables.filter_table.save_later(
+            "the filters of consumers", self._save_filters, now_ms, _FILTERS_S, wake
         )
-        self._filters_saving = DelayedSave("the filters of consumers", self._save_filters, now_ms, _FILTERS_S, wake)
         self.offsets = GroupOffsets(
-            tables.offsets, self.offsets_saving, tables.starts, lambda: writing.save(tables.starts, now_ms())
+            tables,
+            self._save_offsets,
+            lambda: writing.save(tables.starts, now_ms()),
+            now_ms,
+            save_offsets_every_s,
+            wake_for_offsets,
+            None if is_replica else flush,
         )
 
     def filters_changed(self) -> None:
@@ -387,18 +441,21 @@ class Persistence:
 
     def run_due(self, now_ms: int) -> int | None:
         """Save due tables, and return the time of the next save."""
-        dues = self.offsets_saving.saver.run_due(now_ms), self._filters_saving.saver.run_due(now_ms)
+        dues = self.offsets.saving.saver.run_due(now_ms), self._filters_saving.saver.run_due(now_ms)
         return min((due for due in dues if due is not None), default=None)
 
     def save_all(self, why: str) -> None:
         """Save every changed table for the last time; later callers get ``why``."""
-        self.offsets_saving.save()
+        self.offsets.prepare_save()
         self._save_filters()
         self._writing.end_writing(why)
         self._flush()
         self._tables.persist(self._now_ms())
+        if self.offsets.page is not None:
+            self.offsets.page.is_in_table = True
 
     def _save_offsets(self) -> None:
+        self.offsets.prepare_save()
         self._writing.save(self._tables.offsets, self._now_ms(), after_flush=True)
 
     def _save_filters(self) -> None:

@@ -164,6 +164,7 @@ class Replication:
     def snapshot_tables(self, request: CopyTables) -> CopiedTables:
         """Return the current tables. Called under the runner's lock."""
         tables = self._context.tables
+        self._context.offsets.adopt()
         if request.notify is not None:
             if not self._table_watchers:
                 self._context.writing.watchers.append(self._tables_changed)

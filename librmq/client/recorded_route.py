@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
-from librmq.message import StoredMessage
-from librmq.protocol import Endpoint, Request, Route, RouteWrapper
+from librmq.message import MessageQueue, StoredMessage
+from librmq.protocol import Endpoint, HoldPlace, Place, Request, Route, RouteWrapper
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -140,12 +141,23 @@ def _line(event: Event) -> bytes:
 class _RecordedEndpoint(Endpoint):
     def __init__(self, recorder: Recorder, process: str, broker_name: str, behind: Endpoint) -> None:
         self.behind = behind
+        self.has_page = behind.has_page
         self._recorder = recorder
         self._process = process
         self._broker_name = broker_name
 
     def call(self, request: Request[R], /) -> R:
-        return self._recorder.call(self._process, self._broker_name, request, self.behind.call)
+        answer = self._recorder.call(self._process, self._broker_name, request, self.behind.call)
+        if isinstance(request, HoldPlace) and isinstance(answer, Place):
+            answer.changed = partial(self._committed, request, answer, answer.changed)
+        return answer
+
+    def _committed(self, request: HoldPlace, place: Place, changed: Callable[[], object] | None) -> None:
+        """Record progress that a consumer writes to the page of groups, without a request."""
+        queue = MessageQueue(request.topic, self._broker_name, request.queue_id)
+        self._recorder.committed(self._process, request.group, queue, place.position)
+        if changed is not None:
+            changed()
 
 
 def record_history(

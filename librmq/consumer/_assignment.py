@@ -9,7 +9,7 @@ from typing import Final
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
-from librmq.protocol import Endpoint
+from librmq.protocol import Endpoint, Place
 from librmq.runtime import Step
 
 _V6_HOSTS: Final = 0x30
@@ -80,14 +80,13 @@ class ProcessQueue:
             return queue_offset
         return self._waiting[0].queue_offset if self._waiting else None
 
-    @property
-    def end(self) -> int:
-        """The queue offset after the last message ever put; 0 without any."""
-        return self._largest + 1
+    def pass_to(self, queue_offset: int) -> None:
+        """Count the messages before a queue offset that were not put as consumed: the group's filter left them out."""
+        self._largest = max(self._largest, queue_offset - 1)
 
     @property
     def progress(self) -> int:
-        """The smallest queue offset not yet consumed; when empty, the largest ever plus one."""
+        """The smallest queue offset not yet consumed; when empty, the largest ever put or passed plus one."""
         first = self.first
         return self._largest + 1 if first is None else first
 
@@ -212,7 +211,7 @@ class AssignedQueue:
     __slots__ = (
         "delivering",
         "endpoint",
-        "idle_since_ms",
+        "finished",
         "is_chosen",
         "is_retry",
         "label",
@@ -224,6 +223,7 @@ class AssignedQueue:
         "next_offset",
         "notify",
         "owned_timestamp_ms",
+        "place",
         "progress",
         "pull",
         "pulled_timestamp_ms",
@@ -252,14 +252,16 @@ class AssignedQueue:
         """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
         self.endpoint: Endpoint | None = None
         """The broker of the last pull."""
-        self.idle_since_ms: int | None = None
-        """Time since which a pull is held while skipped messages are not yet part of the progress."""
         self.throttled: bool = False
         """Whether pulling has stopped because too much is held."""
         self.progress = progress
         """The queue offset of the next message to consume; None before the first consumed message."""
         self.stored_progress = progress or None
         """The progress that was last read or stored; 0 can also be read where none is stored."""
+        self.place: Place | None = None
+        """The progress on the page of groups; None where the broker has none for this consumer."""
+        self.finished: set[int] = set()
+        """Queue offsets to pull whose messages former holders have finished, behind one that they had not."""
         self.may_be_passed: bool = False
         """Whether another instance may have stored later progress: the former reader, since this one took the queue,
         or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""

@@ -22,7 +22,7 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown
 from librmq.message import StoredMessage
-from librmq.protocol import MessageModel
+from librmq.protocol import SLOTS, MessageModel
 from librmq.runtime import Step
 
 # ---- weights of listeners: which of the messages that wait for a thread begins next
@@ -167,7 +167,8 @@ class Run(DeliveryCall):
     def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
         """Call the listener for one message after the other, up to one that is not consumed."""
         function, must_return = self.listener.function, self.listener.must_return
-        assigned, result = self.assigned, None
+        assigned, place, result = self.assigned, self.assigned.place, None
+        words, begin, tag = (None, 0, 0) if place is None or place.window is None else place.window
         for message in self._remaining:
             self._begun += 1
             result = function(message) if with_hooks is None else with_hooks([message])
@@ -175,6 +176,12 @@ class Run(DeliveryCall):
                 break
             if (must_return and result is not True) or assigned.released:
                 break
+            if words is not None:  # This is `Place.finish`, inlined, because it runs for each message.
+                offset = message.queue_offset
+                try:
+                    words[begin + offset % SLOTS] = tag + offset
+                except ValueError:  # the broker has ended
+                    break
         return result
 
     @property
@@ -516,6 +523,9 @@ class ConcurrentDelivery:
                 ended = [message for message in messages if message not in unaccepted]
                 self._postpone(assigned, unaccepted)
         progress = assigned.messages.remove(ended)
+        if progress is not None and ended and ended[-1].queue_offset >= progress and assigned.place is not None:
+            for message in ended:
+                assigned.place.finish(message.queue_offset)
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
             self._instance._progressed(assigned, progress)
         if assigned.throttled:
@@ -569,6 +579,8 @@ class ConcurrentDelivery:
                     self._retries.log_dead_letter(assigned, first, TimeoutError(cause))
                 # Progress moves with the next message that ends, or here if the queue is empty now.
                 assigned.messages.remove((first,))
+                if assigned.place is not None:
+                    assigned.place.finish(first.queue_offset)
                 if assigned.throttled:
                     self._resume(assigned)
                 elif not len(assigned.messages):

@@ -98,9 +98,13 @@ class Instance:
         return _CONCURRENT_TIMES if maximum is None and not self.config.orderly else maximum
 
     def _make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue before taking it."""
+        """Make the state of a queue before taking it; raise `RmqError` if its broker can't be asked for its place."""
         label = f"{self._label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        return AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
+        assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
+        assigned.place = self._offsets.hold(queue)
+        if assigned.place is not None:
+            assigned.finished = assigned.place.finished()
+        return assigned
 
     @property
     def _shares_queues(self) -> bool:
@@ -110,9 +114,12 @@ class Instance:
     # ---- progress
 
     def _progressed(self, assigned: AssignedQueue, progress: int) -> None:
-        """Set the progress of a queue, which is stored soon."""
+        """Set the progress of a queue: on the page of groups at once, or else it is stored soon."""
         assigned.progress = progress
-        if self._saving.at is None:
+        place = assigned.place
+        if place is not None and not assigned.is_chosen and place.advance(progress) and place.changed is not None:
+            assigned.stored_progress = progress
+        elif self._saving.at is None:
             self._save_soon()
 
     def _save_soon(self) -> None:

@@ -28,7 +28,7 @@ from librmq.files.interface import make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message import MessageQueue
 from librmq.message.topics import TopicPrefix
-from librmq.protocol import DescribeQueues, QueryOffset, StartGroup, StartOutcome, UpdateOffset
+from librmq.protocol import DescribeQueues, HoldPlace, Place, QueryOffset, StartGroup, StartOutcome, UpdateOffset
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -103,6 +103,14 @@ class BrokerOffsets:
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.route.endpoint(queue.broker_name).call(request)
 
+    def hold(self, queue: MessageQueue) -> Place | None:
+        """Return the place of a queue that is taken, at a broker with a page of groups that this process can write."""
+        endpoint = self._client.route.endpoint(queue.broker_name)
+        if not endpoint.has_page:
+            return None
+        place = endpoint.call(HoldPlace(self._group, queue.topic, queue.queue_id))
+        return place if isinstance(place, Place) else None
+
     def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Send new progress to the brokers, unless they have later progress; return whether all of it is there."""
         all_stored = True
@@ -117,6 +125,8 @@ class BrokerOffsets:
                 if not stored or stored < progress:
                     request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                     self._client.route.endpoint(queue.broker_name).call(request)
+                if assigned.place is None or not assigned.place.advance(progress):  # it was set back
+                    assigned.place = self.hold(queue)
             except RmqError as error:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
@@ -192,6 +202,9 @@ class LocalOffsets:
     def read(self, queue: MessageQueue) -> int | None:
         """Return the stored progress, None if there is none."""
         return self._table.get(queue)
+
+    def hold(self, queue: MessageQueue) -> None:
+        """Return None: this progress is on no page."""
 
     def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Write new progress to the file, and return whether all is there."""

@@ -40,7 +40,6 @@ from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeDirectly,
-    ConsumerOffsets,
     InstanceState,
     MessageModel,
     PullMessage,
@@ -56,7 +55,6 @@ from librmq.runtime.runner import NEVER
 # ---- pulls
 
 AFTER_ERROR_MS: Final = 3_000
-HOLD_MS: Final = 15_000
 CORRECTION_MS: Final = 10_000
 """Within this time a position is corrected at once only once, and the right one is stored before it is used."""
 
@@ -167,6 +165,8 @@ class Fetcher:
 
     def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
         """Return the progress that a pull stores; `save` stores what was chosen, even if the broker's is later."""
+        if assigned.place is not None and not self._is_remote:  # it is there
+            return None
         stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
         return assigned.progress if stores and assigned.progress else None
 
@@ -182,7 +182,8 @@ class Fetcher:
             or assigned.next_offset != max_offset - 1
             or assigned.pull.at is not None
             or assigned.released
-            or assigned.idle_since_ms is not None
+            or assigned.finished
+            or assigned.progress is None
             or consumer.is_paused
             or consumer._states.causes
             or assigned.queue.topic in consumer._filters
@@ -227,25 +228,27 @@ class Fetcher:
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status
         self._count_pull("pulls", assigned, status)
-        if status is PullStatus.HELD:
-            return self._handle_hold(assigned, response, now_ms)
-        assigned.idle_since_ms = None
         if status is PullStatus.OFFSET_ILLEGAL:
             self._correct(assigned, response.next_offset, now_ms)
             return None
         assigned.next_offset = response.next_offset
         if status is not PullStatus.FOUND:
             self._pass_skipped(assigned)
-            return now_ms + self._interval_ms
+            return None if status is PullStatus.HELD else now_ms + self._interval_ms
         messages = response.messages
         tag_filter = self._consumer._filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
+        if assigned.finished:
+            messages = [message for message in messages if message.queue_offset not in assigned.finished]
+            assigned.finished = {offset for offset in assigned.finished if offset >= response.next_offset}
+        if messages and assigned.progress is None and assigned.place is not None:
+            # A kill before the first message has ended must not let the next process begin behind it.
+            self._consumer._progressed(assigned, messages[0].queue_offset)
         bounds = response.min_offset, response.max_offset
         self._consumer.delivery.pulled(assigned, messages, bounds, now_ms)
-        if not response.is_held or self.is_full(assigned):
-            return now_ms + self._interval_ms
-        return self._handle_hold(assigned, response, now_ms)
+        self._pass_skipped(assigned)
+        return None if response.is_held and not self.is_full(assigned) else now_ms + self._interval_ms
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
         metrics = self._consumer.metrics
@@ -257,25 +260,9 @@ class Fetcher:
         else:
             metrics.count(name, topic=topic, group=group, status=status.value)
 
-    def _handle_hold(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
-        """Handle an empty pull. Messages skipped since the last one count as consumed when the hold ends."""
-        assigned.next_offset = response.next_offset
-        will_reach = assigned.messages.end if len(assigned.messages) else assigned.progress
-        # No filtered messages lie between the progress and the pull, so there is nothing to count as consumed.
-        if will_reach is not None and will_reach >= assigned.next_offset:
-            assigned.idle_since_ms = None
-            return None
-        if assigned.idle_since_ms is None:
-            assigned.idle_since_ms = now_ms
-        due_ms = assigned.idle_since_ms + HOLD_MS
-        if now_ms < due_ms:
-            return due_ms
-        if len(assigned.messages):
-            return now_ms + HOLD_MS
-        self._pass_skipped(assigned)
-        return None
-
     def _pass_skipped(self, assigned: AssignedQueue) -> None:
+        """Count what the pulls have passed over as consumed, as soon as what precedes it is."""
+        assigned.messages.pass_to(assigned.next_offset)
         if not len(assigned.messages) and (assigned.progress is None or assigned.progress < assigned.next_offset):
             self._consumer._progressed(assigned, assigned.next_offset)
 
@@ -708,18 +695,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Answer a broker's request; under the runner's lock."""
         if isinstance(request, ConsumeDirectly):
             return cast("R", consume_directly(self.calls, request))
-        result = super().answer(request)
-        if isinstance(request, ConsumerOffsets) and request.with_passed:
-            result = cast("R", self.progress(request.topic) | self._passed(request.topic))
-        return result
-
-    def _passed(self, topic: str) -> dict[MessageQueue, int]:
-        """Return the positions of idle pulls that have skipped messages since the last consumed one."""
-        return {
-            queue: assigned.next_offset
-            for queue, assigned in self.assigned.items()
-            if queue.topic == topic and assigned.idle_since_ms is not None and not len(assigned.messages)
-        }
+        return super().answer(request)
 
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues paused by a failing first message, with its number of failures."""

@@ -252,12 +252,12 @@ class Rebalancing:
                 return False
             stored = member._offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
+            assigned = member._make_assigned(queue, next_offset, stored)
         except RmqError as error:
             member._states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
             self._is_incomplete = True
             return False
         member._states.works(("start", queue.broker_name), f"finding where to start in {queue}")
-        assigned = member._make_assigned(queue, next_offset, stored)
         if stored or self._has_others:  # A broker that was just reopened may not know the others yet.
             assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned

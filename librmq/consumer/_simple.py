@@ -501,14 +501,20 @@ class SimpleConsumer(Member):
 
     # ---- outcomes of a message
 
-    def ack(self, *messages: ReceivedMessage) -> None:
-        """Acknowledge processed messages.
+    def ack(self, *messages: ReceivedMessage, durable: bool = False) -> None:
+        """Acknowledge processed messages; a kill of the process does not undo it.
+
+        With ``durable`` a loss of power does not undo it either: the call returns when the device has it.
 
         Raises:
             ReceiptError: A message is no longer in flight: its time is over, or, after a renewal, it was acknowledged
                 before. The others are acknowledged.
         """
-        self._acknowledge(messages, is_one_way=False)
+        try:
+            self._acknowledge(messages, is_one_way=False)
+        finally:
+            for name in {message.broker_name for message in messages} if durable else ():
+                self.client.route.endpoint(name).call(SaveProgress(self.group))
 
     def ack_one_way(self, *messages: ReceivedMessage) -> None:
         """Acknowledge processed messages without waiting for a remote broker's answer.

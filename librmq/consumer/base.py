@@ -365,6 +365,8 @@ class Consumer(Instance, Member, Generic[C]):
             name = assigned.queue.broker_name
             if is_removed or (name in names and assigned.endpoint not in (None, self.client.route.endpoint(name))):
                 assigned.doubt_progress(self.runner.now_ms() + REOPENED_MS)
+                with suppress(RmqError):  # Until it can be asked again, what is reached counts on the page before.
+                    assigned.place = self._offsets.hold(assigned.queue)
                 if not assigned.released and not assigned.throttled:
                     # The pull can wait for the next try after a failure.
                     self.runner.wake(assigned.pull)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import sys
@@ -21,9 +22,12 @@ from librmq.files.interface import (
     Files,
     FileStatus,
     FolderEntry,
+    identity_of,
     is_folder,
 )
 from librmq.runtime.locks import RLock
+
+_numbers = itertools.count(1)
 
 
 class MemoryFiles:
@@ -34,6 +38,7 @@ class MemoryFiles:
     _file_type: type[File] = File
 
     def __init__(self) -> None:
+        self._number = next(_numbers)
         self._files: dict[str, File | bytes] = {}
         self._folders: set[str] = {"", os.sep}
         self._locks: set[str] = set()
@@ -184,6 +189,10 @@ class MemoryFiles:
 
     def used_ratio(self, path: str) -> float:
         return self.disk_used_ratio
+
+    def identity_in_memory(self, path: str) -> str | None:
+        """Return a text that no copy of these files has: while it is the same, no write was lost."""
+        return f"memory {self._number}"
 
     def _new_buffer(self, path: str, size: int) -> Buffer:
         if sys.platform == "win32":
@@ -419,3 +428,7 @@ class OverlayFiles(MemoryFiles):
 
     def lock_holder(self, path: str) -> str | None:
         return super().lock_holder(path) or self._base.lock_holder(path)
+
+    def identity_in_memory(self, path: str) -> str | None:
+        base = self._base
+        return base.identity_in_memory(path) if isinstance(base, MemoryFiles) else identity_of(base, path)

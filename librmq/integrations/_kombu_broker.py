@@ -51,8 +51,6 @@ _CLEAN_S: Final = 600
 _ANSWER_S: Final = 10
 """Time for an answer of the owner, which a machine can stop for seconds. A connection that counts as lost lets Celery
 repeat what it acknowledges late. The owner's end takes no such time: it is seen at once."""
-_SAVE_S: Final = 0.2
-"""Between two saves of what is acknowledged."""
 _LONGEST_DELAY: Final = timedelta(days=3)
 """What the timer of a store takes by default; for longer ones the worker waits for the rest."""
 _MAX_PRIORITY: Final = 10
@@ -81,11 +79,8 @@ class KombuBroker:
             self.bindings = ClusterBindings(self.route, self.producer)
             return
         folder = _folder(url, address)
-        # After a kill of the owner, tasks that were acknowledged since the last save run again: so it saves often. What
-        # is not named here is left to the applications that share the store.
-        config = librmq.BrokerConfig(save_offsets_every_s=_SAVE_S)
-        if takes_delays:
-            config = librmq.BrokerConfig(save_offsets_every_s=_SAVE_S, timers=librmq.TimerConfig())
+        # What is not named here is left to the applications that share the store.
+        config = librmq.BrokerConfig(timers=librmq.TimerConfig()) if takes_delays else None
         self.route = librmq.share(folder, config, timeout=_ANSWER_S)
         self.route.set_group(GROUP, retry_max_times=_NO_LIMIT)
         self.producer = librmq.Producer(self.route, GROUP).start()

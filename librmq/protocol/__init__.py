@@ -33,6 +33,7 @@ from librmq.protocol._client_requests import EndTransaction as EndTransaction
 from librmq.protocol._client_requests import ForwardToDeadLetters as ForwardToDeadLetters
 from librmq.protocol._client_requests import GroupSubscriptions as GroupSubscriptions
 from librmq.protocol._client_requests import Heartbeat as Heartbeat
+from librmq.protocol._client_requests import HoldPlace as HoldPlace
 from librmq.protocol._client_requests import LockQueues as LockQueues
 from librmq.protocol._client_requests import MaxOffset as MaxOffset
 from librmq.protocol._client_requests import MessageModel as MessageModel
@@ -84,5 +85,9 @@ from librmq.protocol._request import ReadRequest as ReadRequest
 from librmq.protocol._request import Request as Request
 from librmq.protocol._request import RequestHandler as RequestHandler
 from librmq.protocol._request import value as value
+from librmq.store.format.group_page import SLOTS as SLOTS
+from librmq.store.format.group_page import GroupPage as GroupPage
+from librmq.store.format.group_page import Place as Place
+from librmq.store.format.group_page import PlaceName as PlaceName
 
 __all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "RouteWrapper", "UnlockQueues"]

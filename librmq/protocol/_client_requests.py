@@ -307,6 +307,19 @@ class UpdateOffset(Request[None]):
     queue_offset: int
 
 
+@value
+class HoldPlace(Request[object]):
+    """Return the place of a group's progress in a queue, for the consumer that holds the queue.
+
+    An endpoint that says `Endpoint.has_page` answers with the `Place`. Over the wire, the answer is its number. It is
+    None without a page of groups.
+    """
+
+    group: str
+    topic: str
+    queue_id: int
+
+
 class StartOutcome(enum.Enum):
     """What `StartGroup` has done."""
 

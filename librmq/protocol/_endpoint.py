@@ -55,6 +55,8 @@ class Endpoint(RequestHandler, Protocol):
 
     hands_over: bool = False
     """Whether the broker calls `PullMessage.take`: only one in the process of its clients, with nothing between."""
+    has_page: bool = False
+    """Whether `HoldPlace` returns a place: at a broker in this process, or one whose store this process shares."""
 
     def send(  # noqa: PLR0913 (what a client says of a message)
         self,

@@ -13,26 +13,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, RequestNotSentError, RmqError
-from librmq.files import FileLock, Files
+from librmq.files import DiskFiles, FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.message import Message
 from librmq.message.ids import Host, format_host, parse_host
 from librmq.protocol import (
-    ConsumerOffsets,
     Endpoint,
+    GroupPage,
     Heartbeat,
-    MessageModel,
-    QueryOffset,
+    HoldPlace,
+    PlaceName,
     QueueData,
     Request,
     SendResponse,
     SendsLater,
-    UpdateOffset,
 )
 from librmq.runtime import ThreadRunner
 from librmq.runtime.event_log import EventLog
@@ -67,30 +66,19 @@ _STOPPED_S: Final = 0.2
 
 
 def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
-    """Register clients, and store their progress, because the owner may know an earlier one.
-
-    It must be there before their groups share the queues out, since the next reader of a queue begins there. An owner
-    that does not answer takes the time of a request for each client, unless ``gives_up`` answers True.
-    """
+    """Register clients; an owner that does not answer takes the time of a request for each, unless ``gives_up()``."""
     for beat in beats.values():
         if gives_up():
             return
         with suppress(RmqError):  # the owner has ended too, or the client is leaving
             owner.call(beat)
-            for data in beat.consumers:
-                if data.model is MessageModel.CLUSTERING:
-                    for topic in data.subscriptions:
-                        for queue, offset in beat.client.call(ConsumerOffsets(data.group, topic)).items():
-                            place = data.group, topic, queue.queue_id
-                            stored = owner.call(QueryOffset(*place))
-                            if stored is None or stored < offset:  # a former reader can have stored more
-                                owner.call(UpdateOffset(*place, offset))
 
 
 class SharedEndpoint(Endpoint):
     """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
 
     __slots__ = ("ask",)
+    has_page = True
 
     def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
         self.ask: Callable[[Request[Any]], Any] = call
@@ -104,12 +92,21 @@ class SharedEndpoint(Endpoint):
 class _PeerEndpoint(SharedEndpoint, SendsLater):
     """The owner in another process, which is reached through a connection."""
 
-    __slots__ = ("_appends", "_callers")
+    __slots__ = ("_appends", "_callers", "_page")
 
-    def __init__(self, call: Callable[[Request[Any]], Any], appends: PeerSends, callers: set[int]) -> None:
+    def __init__(
+        self, call: Callable[[Request[Any]], Any], appends: PeerSends, callers: set[int], page: GroupPage
+    ) -> None:
         """Pass requests on by ``call``; ``callers`` gets the threads that append, as the share has to know."""
         super().__init__(call)
-        self._appends, self._callers = appends, callers
+        self._appends, self._callers, self._page = appends, callers, page
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the owner; find the place that it names on the page, which this process maps too."""
+        answer = super().call(request)
+        if isinstance(request, HoldPlace) and isinstance(answer, int):
+            answer = cast("R", self._page.at(answer, PlaceName(request.group, request.topic, request.queue_id)))
+        return answer
 
     def send(  # noqa: PLR0913 (what a client says of a message)
         self,
@@ -219,6 +216,7 @@ class StorePeer:
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
         self.appends: PeerSends = PeerSends(path, timeout_s, self.stopped_error)
         """The sends that need no answer of the owner."""
+        self._page = GroupPage(DiskFiles(), path, writable=True)
         with ExitStack() as undo:
             try:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))
@@ -307,7 +305,7 @@ class StorePeer:
         link = self.route.endpoint(name)
         known_link = self._link
         if known_link is None or known_link[0] is not link:
-            known_link = self._link = link, _PeerEndpoint(partial(call, link), self.appends, callers)
+            known_link = self._link = link, _PeerEndpoint(partial(call, link), self.appends, callers, self._page)
         return known_link[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:

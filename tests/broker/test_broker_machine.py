@@ -23,7 +23,7 @@ GROUPS = st.sampled_from(["g1", "g2"])
 TOPICS = st.sampled_from(["A", "B"])
 QUEUES = st.integers(0, 1)
 TAGS = st.sampled_from(["x", "y"])
-SAVED_AFTER_MS, SWEPT_MS, LOCKED_MS = 5_000, 5_000, 60_000
+SWEPT_MS, LOCKED_MS = 5_000, 60_000
 
 
 class Told:
@@ -57,8 +57,6 @@ class BrokerMachine(RuleBasedStateMachine):
         self.files = MemoryFiles()
         self.runner = ManualRunner()
         self.offsets: dict[tuple[str, str, int], int] = {}
-        self.saved: dict[tuple[str, str, int], int] = {}
-        self.save_ms: int | None = None
         self.sent: dict[tuple[str, int], list[bytes]] = {}
         self.open()
 
@@ -129,8 +127,6 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(ms=st.sampled_from([0, 1, 4_999, 5_000, 15_000, 60_000, 60_001]))
     def advance(self, ms: int) -> None:
         self.runner.advance(ms)
-        if self.save_ms is not None and self.save_ms <= self.now_ms:
-            self.saved, self.save_ms = dict(self.offsets), None
         for key, hold in list(self.held.items()):
             if hold.swept_ms is not None and hold.swept_ms <= self.now_ms:
                 assert hold.woken == [hold.swept_ms]
@@ -148,10 +144,7 @@ class BrokerMachine(RuleBasedStateMachine):
             queue_offset = max(queue_offset, self.offsets.get((group, topic, queue_id), 0))
         else:
             self.broker.call(protocol.UpdateOffset(group, topic, queue_id, queue_offset))
-        if self.offsets.get((group, topic, queue_id)) != queue_offset:
-            self.offsets[group, topic, queue_id] = queue_offset
-            if self.save_ms is None:
-                self.save_ms = self.now_ms + SAVED_AFTER_MS
+        self.offsets[group, topic, queue_id] = queue_offset
 
     @rule(group=GROUPS, topic=TOPICS, queue_id=QUEUES)
     def query(self, group: str, topic: str, queue_id: int) -> None:
@@ -252,7 +245,6 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def close_and_open(self) -> None:
         self.broker.close()
-        self.saved = dict(self.offsets)
         self.reopen()
 
     @rule()
@@ -261,10 +253,9 @@ class BrokerMachine(RuleBasedStateMachine):
         self.reopen()
 
     def reopen(self) -> None:
-        """Reopen the saved state; progress beyond the end of its queue is set back."""
-        ends = {key: len(self.sent.get(key[1:], [])) for key in self.saved}
-        self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.saved.items()}
-        self.save_ms = None if self.offsets == self.saved else self.now_ms + SAVED_AFTER_MS
+        """Reopen what was answered, after a kill too; progress beyond the end of its queue is set back."""
+        ends = {key: len(self.sent.get(key[1:], [])) for key in self.offsets}
+        self.offsets = {key: min(queue_offset, ends[key]) for key, queue_offset in self.offsets.items()}
         self.open()
 
     @invariant()

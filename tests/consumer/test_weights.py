@@ -269,7 +269,7 @@ def test_threads_begin_a_paid_message_next() -> None:
 
         def pulled(assigned: AssignedQueue, *more: Any) -> None:
             put(assigned, *more)
-            if assigned.messages.end == 901:
+            if assigned.next_offset == 901:
                 arrived.set()
 
         with broker.runner.lock:

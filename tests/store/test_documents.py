@@ -16,7 +16,7 @@ from tests.budget import many, some
 from tests.crash.damage_map import store
 from tests.stores import ROOT, Contents, contents, in_memory
 
-OWN = ("cancelled", "closed", "config", "receives", "resent", "retention", "settings")
+OWN = ("cancelled", "closed", "config", "resent", "retention", "settings")
 
 
 def of_librmq() -> Contents:

@@ -107,7 +107,7 @@ def of_a_later_version(path: Path, name: str) -> None:
 
 
 @many
-@pytest.mark.parametrize("name", ["closed", "flushed", "receives", "retention"])
+@pytest.mark.parametrize("name", ["closed", "flushed", "retention"])
 def test_a_file_of_a_later_version_counts_as_missing(name: str, old: Unpack) -> None:
     path = old("librmq-0.1.0")
     of_a_later_version(path, name)

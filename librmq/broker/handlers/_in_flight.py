@@ -1,6 +1,7 @@
 """Messages in flight: received by a group from a queue, but not acknowledged.
 
-Mirrors the notes of ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x, but in memory.
+Each change is on the page of groups (`librmq.store.format.group_page`) before it is answered. Mirrors the notes of
+``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x.
 
 ::
 
@@ -12,24 +13,15 @@ Mirrors the notes of ``PopCheckPoint`` and ``ConsumerOrderInfoManager`` of 5.x, 
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterable
 
-from librmq.broker._context import BrokerContext
-from librmq.broker._offsets import DelayedSave
-from librmq.errors import BrokerError, CorruptionError
-from librmq.files import file_size
+from librmq.errors import BrokerError
 from librmq.message.ids import Receipt
 from librmq.message.topics import receive_retry_topic
-from librmq.protocol import ResponseCode
-from librmq.runtime.event_log import EventLog
-from librmq.store.format.broker_tables import ConfigTable
+from librmq.protocol import Place, ResponseCode
 
-_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-_SAVED_FIELDS: Final = 6
+QueueKey = tuple[str, str, int]
+"""Group, topic of the queue, queue id."""
 
 
 def is_receive_retry(group: str, topic: str) -> bool:
@@ -68,7 +60,7 @@ class RetryOwners:
 
 
 class Flight:
-    __slots__ = ("attempt", "invisible_ms", "physical_offset", "received_ms", "visible_ms")
+    __slots__ = ("attempt", "cell", "invisible_ms", "physical_offset", "received_ms", "visible_ms")
 
     def __init__(
         self, physical_offset: int, received_ms: int, invisible_ms: int, attempt: int, visible_ms: int | None = None
@@ -81,6 +73,8 @@ class Flight:
         """1 for the first delivery."""
         self.visible_ms = received_ms + invisible_ms if visible_ms is None else visible_ms
         """Time of the next delivery unless it is acknowledged; renewals move it beyond the time in the receipt."""
+        self.cell: int | None = None
+        """Its place on the page of groups."""
 
     def has(self, receipt: Receipt) -> bool:
         """Return whether a receipt is the latest one."""
@@ -88,11 +82,18 @@ class Flight:
 
 
 class QueueFlights:
-    """The messages in flight in one queue for one group. Called under the runner's lock."""
+    """The messages in flight in one queue for one group, and on the page of groups. Called under the runner's lock.
 
-    __slots__ = ("attempt_id", "committed", "counts", "flights", "next_offset")
+    A kill can come between any two changes of the page. So a message is on it before ``next_offset`` passes it, and
+    goes from it only when it is acknowledged or stored again.
+    """
 
-    def __init__(self, next_offset: int) -> None:
+    __slots__ = ("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "flights", "place")
+
+    def __init__(self, next_offset: int, place: Place | None) -> None:
+        """Begin at a queue offset; without a place, what is in flight comes again after a kill."""
+        self.place = place
+        self._page = None if place is None else place.page
         self.next_offset = next_offset
         self.committed = next_offset
         """The last stored progress; if the table differs, a reset or another consumer has moved it."""
@@ -100,25 +101,86 @@ class QueueFlights:
         """Flights by queue offset, in order."""
         self.counts: dict[int, int] = {}
         """Deliveries by queue offset, for messages in order that the progress has not passed."""
+        self._cells: dict[int, int] = {}  # places on the page of counts whose messages are not in flight
         self.attempt_id = ""
+
+    @classmethod
+    def restored(cls, place: Place, progress: int, end: int, *, is_ordered: bool) -> QueueFlights:
+        """Return the state that a page has.
+
+        ``progress`` is that of the group, and ``end`` the queue's end: a recovery can have cut messages.
+        """
+        noted = place.next_offset
+        next_offset = progress if noted is None else min(max(noted, progress), max(end, progress))
+        queue, page = cls(next_offset, place), place.page
+        for row in sorted(page.flights.pop(place.number, []), key=lambda row: row.queue_offset):
+            offset = row.queue_offset
+            is_in_flight = noted is not None and row.is_in_flight and progress <= offset < next_offset
+            if is_in_flight and offset not in queue.flights:
+                flight = Flight(row.physical_offset, row.received_ms, row.invisible_ms, row.attempt, row.visible_ms)
+                flight.cell, queue.flights[offset] = row.cell, flight
+            elif is_ordered and not row.is_in_flight and offset >= progress:
+                queue._cells[offset] = row.cell
+            else:
+                page.free_flight(row.cell)
+                continue
+            if is_ordered:
+                queue.counts[offset] = row.attempt
+        return queue
+
+    @property
+    def next_offset(self) -> int:
+        """Where the next receive reads."""
+        return self._next_offset
+
+    @next_offset.setter
+    def next_offset(self, queue_offset: int) -> None:
+        self._next_offset = queue_offset
+        if self.place is not None:
+            self.place.set_next_offset(queue_offset)
 
     @property
     def progress(self) -> int:
         """The smallest unacknowledged queue offset."""
-        return next(iter(self.flights), self.next_offset)
+        return next(iter(self.flights), self._next_offset)
 
     def add_flight(self, queue_offset: int, flight: Flight, *, is_ordered: bool = False) -> None:
         """Note a delivery; queue offsets only rise until `read_again`."""
+        if self._cells:
+            flight.cell = self._cells.pop(queue_offset, None)
+        self.note_flight(queue_offset, flight)
         self.flights[queue_offset] = flight
         if is_ordered:
             self.counts[queue_offset] = flight.attempt
 
+    def note_flight(self, queue_offset: int, flight: Flight) -> None:
+        """Write the numbers of a delivery to the page."""
+        if self._page is not None and self.place is not None:
+            flight.cell = self._page.add_flight(
+                self.place.number,
+                flight.cell,
+                queue_offset,
+                flight.physical_offset,
+                flight.received_ms,
+                flight.invisible_ms,
+                flight.attempt,
+                flight.visible_ms,
+            )
+
     def remove_flight(self, queue_offset: int) -> None:
         """Remove a message that was processed."""
-        del self.flights[queue_offset]
+        cell = self.flights.pop(queue_offset).cell
+        if self._page is not None and cell is not None:
+            if queue_offset in self.counts:
+                self._page.end_flight(cell)
+                self._cells[queue_offset] = cell
+            else:
+                self._page.free_flight(cell)
         if self.counts:
             first = self.progress
-            self.counts = {offset: count for offset, count in self.counts.items() if offset >= first}
+            for offset in [offset for offset in self.counts if offset < first]:
+                del self.counts[offset]
+                self._free(self._cells.pop(offset, None))
 
     def is_locked(self, now_ms: int) -> bool:
         """Return whether a queue in order waits for the end of a delivery."""
@@ -129,163 +191,18 @@ class QueueFlights:
 
         As in 5.x (``ConsumerOrderInfoManager``) acknowledged messages behind it are delivered again too.
         """
-        self.next_offset = self.progress
+        self.next_offset = self.progress  # first: from then on nothing behind it counts as in flight
+        for offset, flight in self.flights.items():
+            if self._page is not None and flight.cell is not None:
+                self._page.end_flight(flight.cell)
+                self._cells[offset] = flight.cell
         self.flights.clear()
 
-    @property
-    def has_notes(self) -> bool:
-        """Whether there is anything to save beside the progress."""
-        return bool(self.flights or self.counts)
+    def drop(self) -> None:
+        """Remove everything from the page, because the progress was moved by others."""
+        for cell in [*self._cells.values(), *(flight.cell for flight in self.flights.values())]:
+            self._free(cell)
 
-    def to_row(self) -> dict[str, Any]:
-        """Return the saved form."""
-        row = {
-            "committed": self.progress,
-            "next": self.next_offset,
-            "flights": ",".join(  # one text: a JSON list of as many numbers takes seconds
-                [
-                    f"{offset} {f.physical_offset} {f.received_ms} {f.invisible_ms} {f.attempt} {f.visible_ms}"
-                    for offset, f in self.flights.items()
-                ]
-            ),
-        }
-        if self.counts:
-            row["counts"] = ",".join(f"{offset} {count}" for offset, count in self.counts.items())
-        return row
-
-    @classmethod
-    def of_row(cls, row: Any, progress: int, end: int) -> Self:  # noqa: ANN401 (it comes from a file)
-        """Return the state in a saved row.
-
-        Args:
-            row: A result of `to_row`, or anything else.
-            progress: The stored progress of the group. If it is smaller than the row's, the row is newer or the group
-                was reset, so everything from there on is visible.
-            end: The queue's end; a crash of the machine can have lost messages.
-        """
-        queue = cls(progress)
-        saved = _saved_flights(row)
-        if saved is None or row["committed"] > progress:
-            return queue
-        queue.next_offset = min(max(row["next"], progress), max(end, progress))
-        for offset, physical, received, invisible, attempt, visible in saved:
-            if progress <= offset < queue.next_offset:
-                queue.flights[offset] = Flight(physical, received, invisible, attempt, visible)
-        queue.counts = {offset: count for offset, count in _numbers(row.get("counts"), 2) or () if offset >= progress}
-        return queue
-
-
-def _saved_flights(row: Any) -> list[list[int]] | None:  # noqa: ANN401 (it comes from a file)
-    """Return the numbers of a row's flights by queue offset; None for an invalid row."""
-    if not isinstance(row, dict):
-        return None
-    if not all(type(row.get(name)) is int and row[name] >= 0 for name in ("committed", "next")):
-        return None
-    return _numbers(row.get("flights"), _SAVED_FIELDS)
-
-
-def _numbers(text: object, fields: int) -> list[list[int]] | None:
-    """Return the numbers in a text, sorted, in groups of ``fields`` each; None for anything else."""
-    if not isinstance(text, str):
-        return None
-    groups = [group.split(" ") for group in text.split(",") if group]
-    if not all(len(group) == fields and all(map(_NUMBER.fullmatch, group)) for group in groups):
-        return None
-    return sorted(list(map(int, group)) for group in groups)
-
-
-# ---- the file of messages in flight
-#
-#     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
-#                                 {"committed", "next", "flights"}}}}
-#                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
-#                             separated by blanks, messages by commas; for a queue in order also "counts" (queue
-#                             offset, deliveries)
-
-_log = EventLog("librmq.broker")
-
-QueueKey = tuple[str, str, int]
-"""Group, topic of the queue, queue id."""
-_FILE: Final = os.path.join("librmq", "receives.json")
-_VERSION: Final = 1
-
-
-class SavedFlights:
-    """The file of one broker, which is librmq's own and is saved with the progress of groups.
-
-    The broker of 4.9 ignores it. Without it, messages in flight are delivered again immediately. Called under the
-    runner's lock.
-    """
-
-    def __init__(self, context: BrokerContext, queues: Mapping[QueueKey, QueueFlights]) -> None:
-        """``queues`` are the messages in flight, which change."""
-        self._context = context
-        self._queues = queues
-        self._table = _table(context)
-        self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # rows that were not taken yet
-        runner = context.runner
-        step = context.step("saves what is in flight")
-        self.saving = DelayedSave(
-            "what is in flight",
-            self._save,
-            runner.now_ms,
-            context.config.save_offsets_every_s,
-            partial(runner.wake, step),
-        )
-        step.run_due = self.saving.saver.run_due
-
-    def __iter__(self) -> Iterator[QueueKey]:
-        """Iterate over the queues in the file."""
-        for name in list(self._rows):
-            group, _, queue_name = name.partition("@")
-            topic, _, queue_id = queue_name.rpartition("@")
-            if queue_id.isdecimal() and queue_id.isascii():
-                yield group, topic, int(queue_id)
-
-    def pop_row(self, key: QueueKey) -> object:
-        """Return the row of a queue, once; None if there is none."""
-        return self._rows.pop(_name(key), None)
-
-    def _save(self) -> None:
-        self._fill()
-        self._context.writing.save(self._table, self._context.runner.now_ms(), after_flush=True)
-
-    def _fill(self) -> None:
-        rows = {_name(key): queue.to_row() for key, queue in self._queues.items() if queue.has_notes}
-        self._table.rows["queues"] = {**self._rows, **rows}
-
-    def save_all(self) -> None:
-        """Save for the last time."""
-        if self.saving.has_changed:
-            self._fill()
-            self._context.store.flush()
-            self._table.persist(self._context.runner.now_ms())
-
-
-def _name(key: QueueKey) -> str:
-    return f"{key[0]}@{key[1]}@{key[2]}"
-
-
-def _table(context: BrokerContext) -> ConfigTable:
-    """Read the saved file; an unreadable one counts as missing."""
-    path, files = os.path.join(context.store.path, _FILE), context.store.files
-    try:
-        return ConfigTable(path, "receives", _check_rows, False, files)
-    except CorruptionError as error:
-        _log.warning(
-            "%(broker)s: messages in flight are unknown, so they are delivered again: %(error)s",
-            broker=context.name,
-            error=error,
-        )
-        for damaged in (path, f"{path}.bak"):
-            if file_size(files, damaged) is not None:
-                files.delete(damaged)
-        return ConfigTable(path, "receives", _check_rows, False, files)
-
-
-def _check_rows(rows: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the rows of this version; the rows of other versions are dropped."""
-    queues = rows.get("queues")
-    if rows.get("version") != _VERSION or not isinstance(queues, dict):
-        queues = {}
-    return {"version": _VERSION, "queues": {name: row for name, row in queues.items() if isinstance(name, str)}}
+    def _free(self, cell: int | None) -> None:
+        if self._page is not None and cell is not None:
+            self._page.free_flight(cell)

@@ -9,8 +9,8 @@ Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeP
                            └─ its time is over: stored again in %RETRY%<group>_<topic>, as one more attempt
                               (a group in order: the queue is read again from its first unacknowledged message)
 
-Messages in flight are in memory, and in ``librmq/receives.json``, saved with the progress of groups. The broker of 4.9
-ignores the file. Without it, messages in flight are delivered again immediately.
+Messages in flight are on the page of groups, and saved with the progress of groups. The broker of 4.9 ignores both.
+Without them, messages in flight are delivered again immediately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from librmq.broker.handlers._in_flight import (
     QueueFlights,
     QueueKey,
     RetryOwners,
-    SavedFlights,
     is_receive_retry,
 )
 from librmq.broker.handlers._send import SendHandler
@@ -98,15 +97,22 @@ class ReceiveHandler:
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
         self._step = context.step("ends invisible times", self._run_due)
-        self.saved = SavedFlights(context, self._queues)
 
     def start(self) -> None:
-        """Restore the messages that were in flight when the store was closed."""
-        for key in self.saved:
-            if self._consumer_offset(key) is not None:
-                self._queue(*key)
-            else:
-                self.saved.pop_row(key)
+        """Restore the messages that were in flight when the store was closed, or its process killed."""
+        page = self._offsets.page
+        for name, place in [] if page is None else page.received:
+            progress, settings = self._consumer_offset(name), self._groups.by_name.get(name.group)
+            is_ordered = settings is not None and settings.is_ordered
+            end = self._store.queue_range(name.topic, name.queue_id)[1]
+            queue = QueueFlights.restored(place, -1 if progress is None else progress, end, is_ordered=is_ordered)
+            if progress is not None and (queue.flights or queue.counts):
+                self._queues[name] = queue
+                queue.committed = progress
+                self._commit_progress(name, queue)
+        for key, queue in self._queues.items():
+            for queue_offset, flight in queue.flights.items():
+                self._wake_at(flight.visible_ms, key, queue_offset)
 
     # ---- requests
 
@@ -175,7 +181,8 @@ class ReceiveHandler:
             # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
             flight.invisible_ms = flight.visible_ms - flight.received_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
-        self.saved.saving.save_soon()
+        self._queues[key].note_flight(receipt.queue_offset, flight)
+        self._offsets.changed()
         return str(
             receipt._replace(
                 first_offset=receipt.queue_offset,
@@ -403,16 +410,15 @@ class ReceiveHandler:
             return queue
         progress = self._consumer_offset(key)
         begin, end = self._store.queue_range(topic, queue_id)
-        if progress is not None:
-            queue = QueueFlights.of_row(self.saved.pop_row(key), progress, end)
-            for queue_offset, flight in queue.flights.items():
-                self._wake_at(flight.visible_ms, key, queue_offset)
-        else:
-            queue = QueueFlights(self._first(key, begin, end))
+        queue = self._begin_at(key, self._first(key, begin, end) if progress is None else progress)
         self._queues[key] = queue
         queue.committed = -1 if progress is None else progress
         self._commit_progress(key, queue)
         return queue
+
+    def _begin_at(self, key: QueueKey, queue_offset: int) -> QueueFlights:
+        group, topic, queue_id = key
+        return QueueFlights(queue_offset, self._offsets.place(topic, group, queue_id))
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
         """Return where a group without progress starts, as in 5.x: where a new queue begins, else its last message."""
@@ -442,21 +448,28 @@ class ReceiveHandler:
     def _current(self, key: QueueKey) -> QueueFlights | None:
         """Return a queue's messages in flight; drop them and return None if their progress was moved by others."""
         queue = self._queues.get(key)
-        if queue is not None and queue.committed != self._consumer_offset(key):
+        if queue is None:
+            return None
+        place = queue.place
+        if queue.committed != (self._consumer_offset(key) if place is None else place.position):
             del self._queues[key]
             for queue_offset in queue.flights:
                 self._visible.discard((key, queue_offset))
-            self.saved.saving.save_soon()
+            queue.drop()
+            self._offsets.changed()
             return None
         return queue
 
     def _commit_progress(self, key: QueueKey, queue: QueueFlights) -> None:
         progress = queue.progress
-        if progress != queue.committed:
+        if queue.place is None or progress < queue.committed:
             group, topic, queue_id = key
             self._offsets.set_consumer_offset(topic, group, queue_id, progress)
-            queue.committed = progress
-        self.saved.saving.save_soon()
+        else:
+            if progress != queue.committed:
+                queue.place.set(progress)
+            self._offsets.changed()
+        queue.committed = progress
 
     def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
         """Finish a message that was stored again, unless its progress was moved meanwhile."""
@@ -541,6 +554,7 @@ class ReceiveHandler:
                 for queue_offset, flight in queue.flights.items():
                     if flight.visible_ms > now_ms + flight.invisible_ms:
                         flight.visible_ms = now_ms + flight.invisible_ms
+                        queue.note_flight(queue_offset, flight)
                         self._wake_at(flight.visible_ms, key, queue_offset)
         self._latest_ms = now_ms
 

@@ -41,9 +41,17 @@ from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicType, has_no_row, is_own_group
+from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
-from librmq.store.format.documents import OWN_FOLDER, START_FILE, checked, with_checksum
+from librmq.store.format.documents import OWN_FOLDER, START_FILE, checked, full_disk_suffered, with_checksum
+from librmq.store.format.group_page import (
+    GroupPage,
+    KeptPage,
+    table_digest,
+    take_former_flights,
+    take_positions,
+)
 from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
 if TYPE_CHECKING:
@@ -113,7 +121,11 @@ class BrokerTables:
         self.database: str | None = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
         self.offsets: ConfigTable = self._offsets(stored.offsets)
-        """Queue offsets by queue id, by ``topic@group``; empty where `unknown_progress` says why."""
+        """Queue offsets by queue id, by ``topic@group``; empty where `unknown_progress` says why. They are those of the
+        `GroupPage` where that is newer."""
+        page = self._page(writable=False)
+        if page is not None and take_positions(page.opened, self.offsets.rows):
+            self.offsets.is_stored = True
         self.delays: ConfigTable = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level; empty where `unknown_delays` says why."""
         self.filter_table: ConfigTable = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
@@ -140,6 +152,29 @@ class BrokerTables:
         except (MissingExtraError, CorruptionError) as error:
             self.unread = str(error)
             return nothing
+
+    def _page(self, *, writable: bool) -> GroupPage | None:
+        """Return the page of groups, which is newer than the table of progress; None if the table counts alone."""
+        if self.database is not None:  # a broker that has run since does not change the file here
+            return None
+        store = os.path.dirname(self._folder)
+        return GroupPage.open(self._files, store, lambda: self.offsets.digest, writable=writable)
+
+    def kept_page(self, flush: Callable[[], object]) -> KeptPage:
+        """Return the page of groups for the broker that owns the store; ``flush()`` flushes the log."""
+        store, table, page = os.path.dirname(self._folder), self.offsets, self._page(writable=True)
+        kept, files = KeptPage(self._files, store, table.digest, flush, page), self._files
+        received = take_former_flights(files, store)
+        if page is None and self.database is None and (saved := GroupPage.saved(files, store, lambda: table.digest)):
+            received += [
+                (name, place.next_offset or 0, saved.flights.get(place.number, [])) for name, place in saved.opened
+            ]
+        with full_disk_suffered(store, "messages in flight"):
+            for name, next_offset, rows in received:
+                position = self.consumer_offset(name.topic, name.group, name.queue_id)
+                if rows and position is not None:
+                    kept.restore(name, position, next_offset, rows)
+        return kept
 
     def _offsets(self, stored: StoredTable | None) -> ConfigTable:
         if stored is not None:
@@ -427,6 +462,9 @@ class ConfigTable:
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._left_out: list[Any] = []  # keys of rows that can't be written
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
+        self._content: bytes | None = None  # what was read, perhaps from the backup, or written last
+        self.before_write: Callable[[bytes], None] | None = None
+        """Called with the content that is about to replace the file's."""
         self.is_stored: bool = False
         """Whether the file, or its backup, has content."""
         self.replaced: str | None = None
@@ -497,6 +535,22 @@ class ConfigTable:
         time_ms = version.get("timestamp") if isinstance(version, dict) else None
         return time_ms if type(time_ms) is int else 0
 
+    @property
+    def digest(self) -> int:
+        """The `table_digest` of the content that was read, or written last."""
+        return table_digest(self._content)
+
+    def save_later(
+        self,
+        what: str,
+        save: Callable[[], None],
+        now_ms: Callable[[], int],
+        save_every_s: float,
+        wake: Callable[[int], object],
+    ) -> DelayedSave:
+        """Return what saves this table some time after a change, as a `DelayedSave` says."""
+        return DelayedSave(what, save, now_ms, save_every_s, wake)
+
     def backup_rows(self) -> Rows:
         """Return the rows of the file's backup, which is a save older; none if it is missing or unreadable."""
         data = read_replaced(self._files, self.path + _BACKUP)
@@ -558,13 +612,16 @@ class ConfigTable:
 
         The table can change meanwhile. Make one call at a time.
         """
+        if self.before_write is not None:
+            self.before_write(data)
         if data == self._stored:
             return
         self._files.make_folder(os.path.dirname(self.path))
         if self._stored is not None:
             self._files.write(self.path + _BACKUP, self._stored)
         self._files.write(self.path, data)
-        self._stored, self.is_stored = data, True
+        self._stored = self._content = data
+        self.is_stored = True
 
     def _load_stored(self, stored: StoredTable) -> dict[str, Any]:
         """Return the document of a table in RocksDB, or the file's if it has more changes, as a broker does."""
@@ -602,7 +659,7 @@ class ConfigTable:
                 wrong = wrong or ("is missing" if file_size(self._files, self.path) is None else "is empty")
                 name = os.path.basename(path)
                 self.replaced = f"{self.path} {wrong}, so {name} was read, as a broker does: it can be a save older"
-            self.is_stored = True
+            self._content, self.is_stored = data, True
             return document
         if damage is not None:
             advice = repair_advice(self.path, self._files)
@@ -624,6 +681,46 @@ class ConfigTable:
             raise MalformedError(f"expected {self._name}, found {', '.join(fields)[:80]}")
         complete[self._name] = rows if isinstance(rows, NumberRows) else self._check(_object(rows, self._name))
         return {**fields, **complete} if fields else complete
+
+
+class DelayedSave:
+    """Saves a table some time after its first change. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        what: str,
+        save: Callable[[], None],
+        now_ms: Callable[[], int],
+        save_every_s: float,
+        wake: Callable[[int], object],
+    ) -> None:
+        """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call ``saver.run_due`` by then."""
+        self.has_changed = False
+        """Whether there are unsaved changes."""
+        self._save = save
+        self._wake = wake
+        self.saver = ProgressSaver(
+            what,
+            flush=lambda reached: None,  # the writer of the table flushes what it depends on
+            reached=lambda: self.has_changed or None,
+            note=lambda reached: self.save(),
+            now_ms=now_ms,
+            save_every_s=save_every_s,
+        )
+
+    def save_soon(self) -> None:
+        """Note a change; the table is saved some time after the first one."""
+        if not self.has_changed:
+            due = self.saver.changed()
+            if due is not None:
+                self._wake(due)
+            self.has_changed = True
+
+    def save(self) -> None:
+        """Save now what has changed since the last save; a failure leaves it to be saved again."""
+        if self.has_changed:
+            self._save()
+            self.has_changed = False
 
 
 class _LightOffsets(ConfigTable):

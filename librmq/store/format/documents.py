@@ -77,8 +77,11 @@ _NOTES_AGAIN_S: Final = 0.005
 def _folder_identity(path: str, files: Files) -> str | None:
     """Return a text that a copy of a folder does not have, also after a restart; None where the system has none."""
     identity = identity_of(files, path)
-    if identity is None:
-        return None
+    return None if identity is None else folder_part(identity)
+
+
+def folder_part(identity: str) -> str:
+    """Return the part of an `identity_of` that stays the same after a restart."""
     # The number of the machine's start is left out. A folder in the place of a deleted one can have its inode, for
     # example when a backup is restored, but it has another generation.
     start, _, place = identity.partition(":")

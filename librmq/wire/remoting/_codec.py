@@ -49,9 +49,11 @@ from librmq.protocol import (
     EndTransaction,
     ForwardToDeadLetters,
     Heartbeat,
+    HoldPlace,
     LockQueues,
     MaxOffset,
     MinOffset,
+    Place,
     PullMessage,
     PullResponse,
     PullStatus,
@@ -65,6 +67,7 @@ from librmq.protocol import (
     ResentLetters,
     ResetGroup,
     ResponseCode,
+    SaveProgress,
     SendBack,
     SendBatch,
     SendMessage,
@@ -282,6 +285,14 @@ def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
     return None if answer.code == ResponseCode.QUERY_NOT_FOUND else _read_offset(request, answer)
 
 
+def _reply_place(request: HoldPlace, place: Place | None) -> Reply:
+    return Reply(OffsetHeader(-1 if place is None else place.number))
+
+
+def _read_place(request: HoldPlace, answer: Frame) -> int | None:
+    return number if (number := _read_offset(request, answer)) >= 0 else None
+
+
 def _reply_ids(request: ConsumerIds, ids: Sequence[str]) -> Reply:
     if not ids:
         raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {request.group}")
@@ -417,6 +428,7 @@ _NOTHING: Final = _Result(_reply_nothing, _read_nothing)
 _NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
 _OFFSET: Final = _Result(lambda request, queue_offset: Reply(OffsetHeader(queue_offset)), _read_offset)
 _PROGRESS: Final = _Result(_reply_progress, _read_progress)
+_HELD_PLACE: Final = _Result(_reply_place, _read_place)
 _IDS: Final = _Result(_reply_ids, _read_ids)
 _GROUPS: Final = _Result(_reply_groups, _read_groups)
 """Only the names of the groups."""
@@ -608,6 +620,8 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
     ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
     QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
+    SaveProgress: _by_fields(SaveProgress, _C.SAVE_PROGRESS, "consumer_group=group", _NOTHING),
+    HoldPlace: _by_fields(HoldPlace, _C.HOLD_PLACE, "consumer_group=group topic queue_id", _HELD_PLACE),
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,

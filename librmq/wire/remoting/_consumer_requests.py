@@ -24,6 +24,7 @@ from librmq.protocol import (
     CheckSubscription,
     ConsumerIds,
     ForwardToDeadLetters,
+    HoldPlace,
     LockQueues,
     MaxOffset,
     MessageModel,
@@ -438,7 +439,7 @@ class ConsumerRequests:
             **PopRequests(broker).handlers,
             **pulls.resets.handlers,
             **served(None, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-            **served(broker.call, ConsumerIds, LockQueues, UnlockQueues, MinOffset),
+            **served(broker.call, ConsumerIds, LockQueues, UnlockQueues, MinOffset, HoldPlace, SaveProgress),
             **{FORMS[kind].code: partial(self._place, FORMS[kind]) for kind in (QueryOffset, QueueOffsetAt, MaxOffset)},
         }
 

@@ -129,6 +129,8 @@ class RequestCode(enum.IntEnum):
     START_GROUP = 31_009
     GROUPS_BEHIND = 31_010
     RESEND_LETTERS = 31_011
+    HOLD_PLACE = 31_012
+    SAVE_PROGRESS = 31_013
 
 
 @value
@@ -731,6 +733,8 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
     RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
     RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, OffsetHeader),
+    RequestCode.HOLD_PLACE: RequestForm(GroupQueueHeader, OffsetHeader),
+    RequestCode.SAVE_PROGRESS: RequestForm(ConsumerGroupHeader),
     RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
     RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
     RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),

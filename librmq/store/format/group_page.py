@@ -1,0 +1,703 @@
+"""The page of groups: where each group is in each queue, mapped, so that what was answered outlives a killed process.
+
+::
+
+    librmq/groups/0000, 0001, …   segments of 256 KiB, words of 8 bytes in the machine's order, cells of 8 words
+
+    cells 0 to 7, the header      0 magic, 1 the number of used cells
+                                  2 and 3 digests of ``consumerOffset.json``: as written last, and before that
+                                  8 to 63 the identity of folder and machine: its length, then its bytes
+    a place, 2 cells              0 PLACE, 1 position: the queue offset of the next message, -1 without one
+                                  2 number of the times that it was set back, 3 queue id
+                                  4 and 5 the cells of the names of group and topic
+                                  6 the queue offset that a receive reads next, 7 word 2 when that began to count
+                                  8 the cell of its window, 0 without one
+    a window, 257 cells           0 WINDOW, 8 to 2055 a slot for each queue offset, by its remainder: the queue offset
+                                  plus one, and word 2 of the place << 48, of a message that is finished although the
+                                  position has not passed it
+    a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight) or FREE, 1 the cell of its place
+                                  2 queue offset, 3 physical offset, 4 time of the receive, 5 invisible time
+                                  6 attempt, 7 time at which it is visible again; all times in ms
+    a name                        0 NAME, its cells << 8, its bytes << 32; then the bytes
+    the rest of a segment         0 GAP, its cells << 8
+
+The word of used cells is stored last, so what a kill has left half made is not there. A position is one aligned word,
+which a kill does not tear. Each place has one writer at a time: the consumer that holds the queue, in the process of
+the broker or in another one of a share. No lock is on its way.
+
+**When the page counts.** A kill undoes no write, so in the same folder on a machine that has not restarted, the page is
+newer than the broker's tables, and what it passes is in the log. After a loss of power neither is sure: the kernel
+writes a mapped page when it likes, perhaps before the retry copy of a message that a position passes. Then the tables
+count, which are saved after a flush of the log. They count too if their file is none of the two that librmq noted: a
+broker has run, or a backup came back. Without the page, they count as they do for a broker.
+
+Nothing of the original mirrors it: there the broker outlives its consumers, and reads its progress from the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from typing import Final, NamedTuple, Protocol
+
+from librmq.errors import CorruptionError, StoreIOError
+from librmq.files import Buffer, File, Files, file_size
+from librmq.files.interface import identity_of, read_replaced
+from librmq.runtime.event_log import EventLog
+from librmq.store.format.documents import OWN_FOLDER, checked, folder_part
+
+_log = EventLog("librmq.store")
+_FOLDER: Final = os.path.join(OWN_FOLDER, "groups")
+_MAGIC: Final = 0x6C696272_67700001
+_CELL: Final = 8  # words
+_CELLS: Final = 4096
+_SEGMENT_SIZE: Final = _CELLS * _CELL * 8
+_HEADER_CELLS: Final = 8
+_USED, _DIGESTS, _IDENTITY = 1, 2, 8
+_MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
+_PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW = 1, 2, 3, 4, 5, 6, 7
+_PLACE_CELLS: Final = 2
+_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _NEXT_SINCE, _WINDOW_AT = 1, 2, 3, 4, 5, 6, 7, 8
+SLOTS: Final = 2048
+"""Messages behind the first unfinished one of which a page remembers that they are finished."""
+_WINDOW_CELLS: Final = 1 + SLOTS // _CELL
+_WORD: Final = struct.Struct("=q")
+_FLIGHT: Final = struct.Struct("=7q")
+
+
+class _Words(Protocol):
+    def __getitem__(self, at: int, /) -> int: ...
+
+    def __setitem__(self, at: int, value: int, /) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class _SeenWords:
+    """The words of a buffer that must see each write, as files of tests and overlays do."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer: Buffer | None = buffer
+
+    def _held(self) -> Buffer:
+        if self._buffer is None:
+            raise ValueError("released")
+        return self._buffer
+
+    def __getitem__(self, at: int, /) -> int:
+        number: int = _WORD.unpack_from(self._held(), 8 * at)[0]
+        return number
+
+    def __setitem__(self, at: int, value: int, /) -> None:
+        self._held()[8 * at : 8 * at + 8] = _WORD.pack(value)
+
+    def release(self) -> None:
+        self._buffer = None
+
+
+class Place:
+    """Where a group is in a queue, on the page. Written by the consumer that holds the queue, alone."""
+
+    __slots__ = ("_at", "_set_back", "_words", "changed", "number", "page", "window")
+
+    def __init__(self, page: GroupPage, number: int) -> None:
+        self.page: GroupPage = page
+        self._words = words = page.words[number // _CELLS]
+        self.changed: Callable[[], object] | None = None
+        """Called by `advance`, so that the tables are saved some time after."""
+        self._at = number % _CELLS * _CELL
+        self.number: int = number
+        """Its first cell."""
+        self._set_back = words[self._at + _SET_BACK]
+        self.window: tuple[_Words, int, int] | None = None
+        """Words, where the slots begin in them, and what is added to an offset: the word ``begin + offset % SLOTS`` is
+        ``tag + offset`` of a message that is finished although the position has not passed it."""
+        cell = words[self._at + _WINDOW_AT]
+        if 0 < cell < len(page.words) * _CELLS and page.words[cell // _CELLS][cell % _CELLS * _CELL] == _WINDOW:
+            tag = (self._set_back & 0x7FFF) << 48
+            self.window = page.words[cell // _CELLS], (cell % _CELLS + 1) * _CELL, tag + 1
+
+    @property
+    def position(self) -> int:
+        """The queue offset of the group's next message; -1 without one."""
+        return self._words[self._at + _POSITION]
+
+    def advance(self, position: int) -> bool:
+        """Move the position forward; return False, and move nothing, if it was set back since `Place` was made.
+
+        A position that has come further stays: another consumer has had the queue since. False too after the end of
+        the broker, or of this process's link to it.
+        """
+        words, at = self._words, self._at
+        try:
+            if words[at + _SET_BACK] != self._set_back:
+                return False
+            if words[at + _POSITION] < position:
+                words[at + _POSITION] = position
+        except ValueError:
+            return False
+        if self.changed is not None:
+            self.changed()
+        return True
+
+    def finish(self, queue_offset: int) -> None:
+        """Note that a message is finished although the position has not passed it."""
+        if self.window is not None:
+            words, begin, tag = self.window
+            with suppress(ValueError):  # the broker has ended
+                words[begin + queue_offset % SLOTS] = tag + queue_offset
+
+    def finished(self) -> set[int]:
+        """Return the queue offsets from the position on whose messages are finished."""
+        if self.window is None:
+            return set()
+        words, begin, tag = self.window
+        position, slots = max(self.position, 0), (words[begin + slot] - tag for slot in range(SLOTS))
+        return {offset for offset in slots if position <= offset < 1 << 48}
+
+    @property
+    def next_offset(self) -> int | None:
+        """The queue offset that a receive reads next; None if the position was set back since that was noted."""
+        words, at = self._words, self._at
+        return words[at + _NEXT] if words[at + _NEXT_SINCE] == words[at + _SET_BACK] else None
+
+    def set_next_offset(self, queue_offset: int) -> None:
+        """Note where a receive reads next: what is in flight before it counts, and nothing behind it."""
+        words, at = self._words, self._at
+        words[at + _NEXT] = queue_offset
+        words[at + _NEXT_SINCE] = words[at + _SET_BACK]
+
+    def set(self, position: int) -> None:
+        """Set the position, also back; what a holder reaches from before then counts no more. -1 removes it."""
+        words, at = self._words, self._at
+        if position < words[at + _POSITION]:
+            words[at + _SET_BACK] += 1
+        words[at + _POSITION] = position
+
+
+class PlaceName(NamedTuple):
+    """What a place belongs to."""
+
+    group: str
+    topic: str
+    queue_id: int
+
+
+_SAVED: Final = os.path.join(OWN_FOLDER, "groups.saved")
+_SAVED_MAGIC: Final = 0x6C696272_67730001
+_SAVED_HEADER: Final = struct.Struct("=4q")  # magic, the two digests, the checksum of the page
+
+
+class FlightRow(NamedTuple):
+    """A message that a group has received, as the page has it."""
+
+    cell: int
+    is_in_flight: bool
+    """Whether it is not acknowledged; else only the number of its attempts counts, in a queue in order."""
+    queue_offset: int
+    physical_offset: int
+    received_ms: int
+    invisible_ms: int
+    attempt: int
+    visible_ms: int
+
+
+class GroupPage:
+    """The places of all groups of a store, and what they have received. Not thread-safe; places are."""
+
+    def __init__(self, files: Files, store: str, *, writable: bool) -> None:
+        """Show the page of the store in a folder as far as it is there; see `open` and `make`."""
+        self._files = files
+        self._store = store
+        self._writable = writable
+        self._segments: list[File] = []
+        self.words: list[_Words] = []
+        """The words of its segments."""
+        self._names: dict[str, int] = {}
+        self.opened: list[tuple[PlaceName, Place]] = []
+        """The places that it had when it was opened."""
+        self.flights: dict[int, list[FlightRow]] = {}
+        """What was received by then, by number of the place."""
+        self._free: list[int] = []
+        self._flight_cells = 0
+
+    @classmethod
+    def open(cls, files: Files, store: str, table: Callable[[], int], *, writable: bool = False) -> GroupPage | None:
+        """Return the page of the store in a folder; None if there is none, or if the tables count in its place.
+
+        ``table()`` returns the `table_digest` of the progress in the broker's tables.
+        """
+        if not (names := files.names(os.path.join(store, _FOLDER))):
+            return None
+        page, identity = cls(files, store, writable=writable), _identity(files, store)
+        try:
+            if identity is None or names[0] != _segment_name(0):
+                return None
+            page._map(0)
+            if page.identity != identity or table() not in page.digests:
+                return None
+            page._map((page.words[0][_USED] - 1) // _CELLS)
+            page.opened += page._places()
+        except StoreIOError:  # another process deletes it meanwhile
+            return None
+        except CorruptionError as error:
+            _log.warning("where groups are is known as of the last save of the table: %(error)s", error=error)
+            return None
+        return page
+
+    @classmethod
+    def make(cls, files: Files, store: str, digests: tuple[int, int]) -> GroupPage:
+        """Make an empty page; ``digests`` are those of the tables that are there, or are being written.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        cls.delete(files, store)
+        page = cls(files, store, writable=True)
+        page._grow()
+        text = (_identity(files, store) or "").encode()[:_MOST_IDENTITY]
+        page._segments[0].buffer[8 * (_IDENTITY + 1) : 8 * (_IDENTITY + 1) + len(text)] = text
+        words = page.words[0]
+        words[_IDENTITY], words[_USED] = len(text), _HEADER_CELLS
+        page.note(digests)
+        words[0] = _MAGIC
+        return page
+
+    @property
+    def has_flights(self) -> bool:
+        """Whether there is more to save than the positions, which the tables have."""
+        return self._flight_cells > len(self._free)
+
+    def copied(self) -> bytes:
+        """Return a copy, for `save`."""
+        size = self.words[0][_USED] * _CELL * 8
+        return b"".join(file.buffer[:] for file in self._segments)[:size]
+
+    @staticmethod
+    def save(files: Files, store: str, copied: bytes, digests: tuple[int, int]) -> None:
+        """Save a copy of the page, after a flush of the log, for an opening after a loss of power; b"" deletes it.
+
+        ``digests`` are those of the table of progress that is written next, and of the one before.
+        """
+        path = os.path.join(store, _SAVED)
+        if copied:
+            files.write(path, _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, zlib.crc32(copied)) + copied)
+        elif file_size(files, path) is not None:
+            files.delete(path)
+
+    @classmethod
+    def saved(cls, files: Files, store: str, table: Callable[[], int]) -> GroupPage | None:
+        """Return the copy that was saved last, to read; None without one that fits the folder and the table."""
+        data = read_replaced(files, os.path.join(store, _SAVED)) or b""
+        if len(data) <= _SAVED_HEADER.size + _HEADER_CELLS * _CELL * 8:
+            return None
+        magic, *digests, checksum = _SAVED_HEADER.unpack_from(data)
+        copied = data[_SAVED_HEADER.size :]
+        if magic != _SAVED_MAGIC or checksum != zlib.crc32(copied) or table() not in digests:
+            return None
+        page = cls(files, store, writable=False)
+        for begin in range(0, len(copied), _SEGMENT_SIZE):
+            buffer = mmap.mmap(-1, _SEGMENT_SIZE)
+            part = copied[begin : begin + _SEGMENT_SIZE]
+            buffer[: len(part)] = part
+            page._add(File(os.path.join(store, _SAVED), buffer, _SEGMENT_SIZE, False))
+        try:
+            if files.is_shared and folder_part(page.identity) != folder_part(_identity(files, store) or ""):
+                return None
+            page.opened += page._places()
+        except CorruptionError as error:
+            _log.warning("messages in flight are delivered again: %(error)s", error=error)
+            return None
+        return page
+
+    @staticmethod
+    def delete(files: Files, store: str) -> None:
+        """Delete the page of the store in a folder, if there is one; places on it can still be written, in vain."""
+        folder = os.path.join(store, _FOLDER)
+        for name in files.names(folder):  # the first one first, without which the others say nothing
+            files.delete(os.path.join(folder, name))
+
+    @property
+    def identity(self) -> str:
+        """The folder and machine that it was made for."""
+        words = self.words[0]
+        size = words[_IDENTITY] if words[0] == _MAGIC else 0
+        if not 0 < size <= _MOST_IDENTITY:
+            raise CorruptionError(self._segments[0].path, 0, "config", "no page of groups of this version")
+        begin = 8 * (_IDENTITY + 1)
+        return self._segments[0].buffer[begin : begin + size].decode("utf-8", "replace")
+
+    @property
+    def digests(self) -> tuple[int, int]:
+        """The digests of the tables that librmq has written last."""
+        words = self.words[0]
+        return words[_DIGESTS], words[_DIGESTS + 1]
+
+    def note(self, digests: tuple[int, int]) -> None:
+        """Note the digests of the table that is about to be written, and of the one before. Thread-safe."""
+        words = self.words[0]
+        words[_DIGESTS + 1] = digests[1]
+        words[_DIGESTS] = digests[0]
+
+    # ---- places
+
+    def _places(self) -> Iterator[tuple[PlaceName, Place]]:
+        """Yield all places, in the order in which they were made; raise `CorruptionError` for a damaged page."""
+        names: dict[int, str] = {}
+        number, used = _HEADER_CELLS, self.words[0][_USED]
+        while number < used:
+            words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+            kind, cells = words[at] & 0xFF, words[at] >> 8 & 0xFFFF
+            if kind == _PLACE:
+                group, topic = words[at + _GROUP], words[at + _TOPIC]
+                if group not in names or topic not in names or words[at + _POSITION] < -1:
+                    raise self._damage(number, "expected a place with names and a position")
+                yield PlaceName(names[group], names[topic], words[at + _QUEUE]), Place(self, number)
+                cells = _PLACE_CELLS
+            elif kind == _NAME:
+                names[number] = name = self._name(number)
+                self._names[name] = number
+            elif kind == _WINDOW:
+                cells = _WINDOW_CELLS
+            elif kind in (_FREE, _IN_FLIGHT, _HANDED_OUT):
+                cells = 1
+                self._flight_cells += 1
+                if kind == _FREE:
+                    self._free.append(number)
+                else:
+                    flight = FlightRow(number, kind == _IN_FLIGHT, *[words[at + field] for field in range(2, _CELL)])
+                    self.flights.setdefault(words[at + 1], []).append(flight)
+            elif kind != _GAP:
+                raise self._damage(number, f"expected a place or a name, found {kind}")
+            if not 0 < cells <= _CELLS - number % _CELLS:
+                raise self._damage(number, f"expected a number of cells, found {cells}")
+            number += cells
+
+    def at(self, number: int, name: PlaceName) -> Place | None:
+        """Return the place at a cell that another process has named; None if this page has another there."""
+        with suppress(CorruptionError, StoreIOError):
+            self._map(number // _CELLS)
+            words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+            if words[at] == _PLACE and words[at + _QUEUE] == name.queue_id:
+                group, topic = words[at + _GROUP], words[at + _TOPIC]
+                self._map(max(group, topic) // _CELLS)
+                if (self._name(group), self._name(topic)) == name[:2]:
+                    self._map(words[at + _WINDOW_AT] // _CELLS)
+                    return Place(self, number)
+        return None
+
+    def add(self, name: PlaceName, position: int) -> Place:
+        """Add a place.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        group, topic = self._named(name.group), self._named(name.topic)
+        number = self._room(_PLACE_CELLS)
+        words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+        words[at + _POSITION], words[at + _SET_BACK], words[at + _QUEUE] = position, 0, name.queue_id
+        words[at + _GROUP], words[at + _TOPIC] = group, topic
+        words[at] = _PLACE
+        self.words[0][_USED] = number + _PLACE_CELLS
+        return Place(self, number)
+
+    def hold(self, place: Place) -> Place:
+        """Return a place for a consumer that holds the queue from now on, with a window.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        number = place.number
+        words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+        if not words[at + _WINDOW_AT]:
+            cell = self._room(_WINDOW_CELLS)
+            self.words[cell // _CELLS][cell % _CELLS * _CELL] = _WINDOW
+            self.words[0][_USED] = cell + _WINDOW_CELLS
+            words[at + _WINDOW_AT] = cell
+        held = Place(self, number)
+        held.changed = place.changed
+        return held
+
+    # ---- received messages
+
+    def add_flight(self, place: int, cell: int | None, *numbers: int) -> int:
+        """Note a message in flight at a place by its number, as a `FlightRow` has it; return its cell, or ``cell``.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        free = self._free
+        if cell is None:
+            cell = free.pop() if free else self._new_flight()
+        segment, at = cell // _CELLS, cell % _CELLS * _CELL
+        buffer = self._segments[segment].buffer
+        if type(buffer) is mmap.mmap:
+            _FLIGHT.pack_into(buffer, 8 * at + 8, place, *numbers)
+        else:
+            buffer[8 * at + 8 : 8 * at + 64] = _FLIGHT.pack(place, *numbers)
+        self.words[segment][at] = _IN_FLIGHT
+        return cell
+
+    def _new_flight(self) -> int:
+        cell = self._room(1)
+        self.words[cell // _CELLS][cell % _CELLS * _CELL] = _FREE
+        self.words[0][_USED] = cell + 1
+        self._flight_cells += 1
+        return cell
+
+    def free_flight(self, cell: int) -> None:
+        """Forget a message that was received."""
+        self.words[cell // _CELLS][cell % _CELLS * _CELL] = _FREE
+        self._free.append(cell)
+
+    def end_flight(self, cell: int) -> None:
+        """Note that a message is no longer in flight; its attempts still count."""
+        self.words[cell // _CELLS][cell % _CELLS * _CELL] = _HANDED_OUT
+
+    def _named(self, name: str) -> int:
+        """Return the cell of a name, which is added once."""
+        if (number := self._names.get(name)) is None:
+            data = name.encode("utf-8", "surrogatepass")
+            cells = -(-(8 + len(data)) // (8 * _CELL))
+            number = self._names[name] = self._room(cells)
+            words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+            self._segments[number // _CELLS].buffer[8 * at + 8 : 8 * at + 8 + len(data)] = data
+            words[at] = _NAME | cells << 8 | len(data) << 32
+            self.words[0][_USED] = number + cells
+        return number
+
+    def _name(self, number: int) -> str:
+        words, at = self.words[number // _CELLS], number % _CELLS * _CELL
+        size, begin = words[at] >> 32, 8 * at + 8
+        if words[at] & 0xFF != _NAME or not 0 <= size <= _SEGMENT_SIZE - begin:
+            raise self._damage(number, "expected a name")
+        try:
+            return self._segments[number // _CELLS].buffer[begin : begin + size].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise self._damage(number, f"a name: {error}") from None
+
+    # ---- segments
+
+    def _room(self, cells: int) -> int:
+        """Return the first of so many free cells of one segment."""
+        number: int = self.words[0][_USED]
+        left = -number % _CELLS
+        if left < cells:
+            if left:
+                self.words[number // _CELLS][number % _CELLS * _CELL] = _GAP | left << 8
+            if len(self._segments) == (number + left) // _CELLS:
+                self._grow()
+            number += left
+            self.words[0][_USED] = number
+        return number
+
+    def close(self, *, deletes: bool) -> None:
+        """Let no place be read or written any more, because another process can own the store; delete the page."""
+        for words in self.words:
+            words.release()
+        if deletes:
+            with suppress(StoreIOError):  # then it agrees with the tables
+                self.delete(self._files, self._store)
+
+    def _grow(self) -> None:
+        folder = os.path.join(self._store, _FOLDER)
+        self._files.make_folder(folder)
+        file = self._files.create(os.path.join(folder, _segment_name(len(self._segments))), _SEGMENT_SIZE)
+        self._files.reserve(file, 0, _SEGMENT_SIZE)
+        self._add(file)
+
+    def _map(self, last: int) -> None:
+        """Map the segments up to one."""
+        while len(self._segments) <= last:
+            path = os.path.join(self._store, _FOLDER, _segment_name(len(self._segments)))
+            file = self._files.open(path, writable=self._writable)
+            if file.size != _SEGMENT_SIZE:
+                raise CorruptionError(path, file.size, "size", f"expected {_SEGMENT_SIZE} bytes, found {file.size}")
+            self._add(file)
+
+    def _add(self, file: File) -> None:
+        buffer = file.buffer
+        self._segments.append(file)
+        self.words.append(memoryview(buffer).cast("q") if type(buffer) is mmap.mmap else _SeenWords(buffer))
+
+    def _damage(self, number: int, what: str) -> CorruptionError:
+        path = self._segments[number // _CELLS].path
+        return CorruptionError(path, number % _CELLS * _CELL * 8, "config", what)
+
+
+def _segment_name(number: int) -> str:
+    return f"{number:04d}"
+
+
+def _identity(files: Files, store: str) -> str | None:
+    """Return a text for the folder on this machine until it restarts; None where a kill can't be told from that."""
+    of_memory: Callable[[str], str | None] = getattr(files, "identity_in_memory", partial(identity_of, files))
+    return of_memory(store)
+
+
+# ---- the tables beside it
+
+
+def table_digest(data: bytes | None) -> int:
+    """Return a digest of the rows of ``consumerOffset.json``, in whatever order it has them; 0 without the file."""
+    if not data:
+        return 0
+    rows = data.translate(None, b" \t\r\n").strip(b"{}").split(b"},")
+    digest = blake2b(digest_size=8)
+    for row in sorted(row.removeprefix(b'"offsetTable":{') for row in rows):
+        digest.update(row + b"\n")
+    return _WORD.unpack(digest.digest())[0] or 1
+
+
+def take_positions(places: Iterable[tuple[PlaceName, Place]], rows: dict[str, dict[int, int]]) -> bool:
+    """Take the positions of places into the rows of a table, by ``topic@group``; return whether they have changed."""
+    has_changed = False
+    for name, place in places:
+        row, position = rows.get(f"{name.topic}@{name.group}", {}), place.position
+        if position != row.get(name.queue_id, -1):
+            has_changed = True
+            if position < 0:  # it was deleted
+                del row[name.queue_id]
+            else:
+                rows.setdefault(f"{name.topic}@{name.group}", row)[name.queue_id] = position
+    return has_changed
+
+
+# ---- the page of the broker that owns the store
+
+
+class KeptPage:
+    """The page of an open broker, made when a first group needs it, and its saved copy. Called under the runner's lock.
+
+    The copy has what the tables lack, for an opening after a loss of power. It is saved with the table of progress.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        store: str,
+        table: int,
+        flush: Callable[[], object],
+        page: GroupPage | None,
+    ) -> None:
+        """Go on with a page, if there is one.
+
+        ``table`` is the digest of the table of progress that is there, and ``flush()`` flushes the log.
+        """
+        self._files, self._store = files, store
+        self._digests = table, table
+        self._flush = flush
+        self._page = page
+        self._copied: bytes | None = None
+        self.received: list[tuple[PlaceName, Place]] = []
+        """The places with something in `GroupPage.flights`."""
+        self.is_in_table = False
+        """Whether all positions were saved for the last time."""
+        self.is_shared = False
+        """Whether other processes can have the page."""
+        if page is not None:
+            self.received = [opened for opened in page.opened if opened[1].number in page.flights]
+
+    def restore(self, name: PlaceName, position: int, next_offset: int, rows: list[FlightRow]) -> None:
+        """Put what was saved on the page; raise `StoreIOError` if the disk refuses."""
+        place = self.add(name, position)
+        page = place.page
+        copied = page.flights[place.number] = [
+            row._replace(cell=page.add_flight(place.number, None, *row[2:])) for row in rows
+        ]
+        for row in copied:
+            if not row.is_in_flight:
+                page.end_flight(row.cell)
+        place.set_next_offset(next_offset)
+        self.received.append((name, place))
+
+    def places(self) -> list[tuple[PlaceName, Place]]:
+        """Return the places that the page had when it was opened."""
+        return self._page.opened if self._page is not None and self._page.opened else self.received
+
+    def takes_positions(self, rows: dict[str, dict[int, int]]) -> bool:
+        """Take the present positions of `places` into the rows of a table; return whether they have changed."""
+        return take_positions(self.places(), rows)
+
+    def add(self, name: PlaceName, position: int) -> Place:
+        """Add a place; raise `StoreIOError` if the disk refuses."""
+        if self._page is None:
+            self._page = GroupPage.make(self._files, self._store, self._digests)
+            self._page.note(self._digests)  # a table can have been written meanwhile
+        return self._page.add(name, position)
+
+    def copy(self) -> None:
+        """Copy the page, to be saved with the table of progress that is copied now."""
+        if self._page is not None:
+            self._copied = self._page.copied() if self._page.has_flights else b""
+
+    def table_is_written(self, content: bytes) -> None:
+        """Note that librmq is about to write a table of progress, and save the copy. Called without the lock."""
+        digest = table_digest(content)
+        if digest != self._digests[0]:
+            self._digests = digest, self._digests[0]
+        if self._page is not None:
+            self._page.note(self._digests)
+        copied, self._copied = self._copied, None
+        if copied:
+            self._flush()  # the copy can be newer than the table, for which the log was flushed
+        if copied is not None:
+            GroupPage.save(self._files, self._store, copied, self._digests)
+
+    def close(self) -> None:
+        """Let no place be written any more, and delete a page whose content is saved."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.close(deletes=self.is_in_table and not self.is_shared)
+
+
+# ---- what former versions saved
+#
+#     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
+#                                 {"committed", "next", "flights"}}}}
+#                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
+#                             separated by blanks, messages by commas; for a queue in order also "counts" (queue
+#                             offset, deliveries)
+
+_FORMER: Final = os.path.join(OWN_FOLDER, "receives.json")
+_NUMBERS: Final = re.compile(r"(?:\d{1,18}[ ,]?)*", re.ASCII)
+
+
+def take_former_flights(files: Files, store: str) -> list[tuple[PlaceName, int, list[FlightRow]]]:
+    """Return what a former version had in flight, with the next queue offset, and delete its file.
+
+    What can't be read is delivered again.
+    """
+    path, found = os.path.join(store, _FORMER), list[tuple[PlaceName, int, list[FlightRow]]]()
+    if (data := read_replaced(files, path)) is None:
+        return []
+    with suppress(ValueError, TypeError, KeyError, AttributeError, CorruptionError):
+        table = json.loads(checked(path, data))["receives"]
+        for name, row in table["queues"].items() if table["version"] == 1 else ():
+            group, _, queue_name = name.partition("@")
+            topic, _, queue_id = queue_name.rpartition("@")
+            flights = [FlightRow(0, True, *numbers) for numbers in _numbers(row["flights"], _CELL - 2)]
+            counts = {offset: count for offset, count in _numbers(row.get("counts", ""), 2)}  # noqa: C416 (typed)
+            for flight in flights:
+                counts.pop(flight.queue_offset, None)
+            flights += [FlightRow(0, False, offset, 0, 0, 0, count, 0) for offset, count in counts.items()]
+            found.append((PlaceName(group, topic, int(queue_id)), int(row["next"]), flights))
+    for old in (path, f"{path}.bak"):
+        files.delete(old)
+    return found
+
+
+def _numbers(text: str, count: int) -> list[list[int]]:
+    """Return the numbers in a text, sorted, in groups of so many between commas."""
+    groups = [part.split(" ") for part in text.split(",") if part]
+    if not _NUMBERS.fullmatch(text) or any(len(group) != count for group in groups):
+        raise ValueError(text)
+    return sorted(list(map(int, group)) for group in groups)

@@ -1,0 +1,222 @@
+"""What was answered is kept: processes are killed right after an acknowledgement, a commit, a listener's return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import librmq
+from librmq import (
+    Broker,
+    BrokerConfig,
+    ConsumeFrom,
+    DeliveredMessage,
+    Metrics,
+    Producer,
+    PullConsumer,
+    PushConsumer,
+    SimpleConsumer,
+)
+from librmq.broker import AdministeredRoute
+from librmq.diagnosis import lag
+from tests.programs import Fork
+
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+
+MESSAGES = 100
+
+
+def opened(path: Path, *, is_shared: bool) -> AdministeredRoute:
+    return librmq.share(path) if is_shared else Broker.open(path)
+
+
+def send(route: AdministeredRoute) -> None:
+    route.create_topic("t", 1)
+    with Producer(route, "p") as producer:
+        for number in range(MESSAGES):
+            producer.send("t", b"%d" % number)
+
+
+def killed(work: Callable[[AdministeredRoute], None], path: Path, *, is_shared: bool = False) -> None:
+    """Run a function in a process of its own, which is killed as soon as it returns."""
+
+    with Fork(work_and_die, work, path, is_shared) as child:
+        child.process.join()
+        assert child.process.exitcode == -signal.SIGKILL
+
+
+def work_and_die(work: Callable[[AdministeredRoute], None], path: Path, is_shared: bool) -> None:
+    work(opened(path, is_shared=is_shared))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def acknowledge(route: AdministeredRoute) -> None:
+    send(route)
+    consumer = SimpleConsumer(route, "g").start()
+    consumer.subscribe("t")
+    route.reset_group("g", "t", to="begin")
+    done = 0
+    while done < MESSAGES:
+        messages = consumer.receive(32)
+        consumer.ack(*messages, durable=done == 0)
+        done += len(messages)
+
+
+def commit(route: AdministeredRoute) -> None:
+    send(route)
+    consumer = PullConsumer(route, "g", auto_commit=False, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    consumer.start()
+    done = 0
+    while done < MESSAGES:
+        done += len(consumer.poll())
+    consumer.commit()
+
+
+def listen(route: AdministeredRoute, *, orderly: bool = False) -> None:
+    send(route)
+    consumer = PushConsumer(route, "g", orderly=orderly, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", lambda message: None)
+    consumer.start()
+    route.join()
+
+
+def listen_in_order(route: AdministeredRoute) -> None:
+    listen(route, orderly=True)
+
+
+WAYS = [acknowledge, commit, listen, listen_in_order]
+
+
+@pytest.mark.parametrize("work", WAYS)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_kill_repeats_nothing_that_was_answered(
+    work: Callable[[AdministeredRoute], None], is_shared: bool, tmp_path: Path
+) -> None:
+    killed(work, tmp_path, is_shared=is_shared)
+    with Broker.open(tmp_path) as broker:
+        assert broker.consumer_offset("g", "t") == MESSAGES
+        assert broker.lag("g", "t") == 0
+
+
+@pytest.mark.parametrize("work", WAYS)
+def test_a_kill_of_a_peer_repeats_nothing_that_was_answered(
+    work: Callable[[AdministeredRoute], None], tmp_path: Path
+) -> None:
+    with librmq.share(tmp_path) as owner:
+        killed(work, tmp_path, is_shared=True)
+        assert owner.consumer_offset("g", "t") == MESSAGES
+
+
+def test_a_command_sees_what_was_answered_before_a_kill(tmp_path: Path) -> None:
+    killed(listen, tmp_path)
+    assert lag(tmp_path, group="g").total == 0
+
+
+def test_all_who_are_asked_where_a_group_is_say_the_same() -> None:
+    metrics = Metrics()
+    with Broker.temporary(BrokerConfig(save_offsets_every_s=3600), metrics=metrics) as broker:
+        listen(broker)
+        assert broker.lag("g", "t") == 0
+        assert metrics.snapshot()["group_lag"]["t", "g"] == 0
+
+
+def acknowledge_behind_the_first(route: AdministeredRoute) -> None:
+    """Acknowledge all but the first message, which another consumer has."""
+    send(route)
+    consumer = SimpleConsumer(route, "g").start()
+    consumer.subscribe("t")
+    route.reset_group("g", "t", to="begin")
+    left = consumer.receive(1, invisible=0.001)
+    assert left[0].attempt == 1
+    done = 0
+    while done < MESSAGES - 1:
+        messages = consumer.receive(32)
+        wanted = [message for message in messages if message.body != b"0"]
+        consumer.ack(*wanted)
+        done += len(wanted)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_kill_keeps_acknowledgements_behind_a_message_in_flight(is_shared: bool, tmp_path: Path) -> None:
+    killed(acknowledge_behind_the_first, tmp_path, is_shared=is_shared)
+    with Broker.open(tmp_path) as broker, SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        bodies = []
+        while messages := consumer.receive(32, wait=0.2):
+            bodies += [message.body for message in messages]
+        assert bodies in ([], [b"0"])
+
+
+def receive_one(route: AdministeredRoute) -> None:
+    consumer = SimpleConsumer(route, "g").start()
+    consumer.subscribe("t")
+    assert consumer.receive(1, invisible=0.001, wait=20)
+
+
+def send_one(route: AdministeredRoute) -> None:
+    route.create_topic("t", 1)
+    Producer(route, "p").send("t", b"it ends its process")
+    receive_one(route)
+
+
+def test_attempts_count_over_the_ends_of_their_processes(tmp_path: Path) -> None:
+    killed(send_one, tmp_path)
+    killed(receive_one, tmp_path)
+    with Broker.open(tmp_path) as broker, SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        (message,) = consumer.receive(wait=20)
+        assert message.attempt == 3
+
+
+def listen_and_stop_at(route: AdministeredRoute, path: Path) -> None:
+    """Let ten messages of a hundred wait in their listeners, and write the others into a file."""
+    route.create_topic("t", 1)
+    waiting, others = threading.Barrier(11), threading.Semaphore(0)
+    lines = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def listen(message: DeliveredMessage) -> None:
+        if int(message.body) % 10 == 0:
+            waiting.wait()
+            threading.Event().wait()
+        os.write(lines, message.body + b"\n")
+        others.release()
+
+    consumer = PushConsumer(route, "g", threads=16)
+    consumer.subscribe("t", listen)
+    consumer.start()
+    with Producer(route, "p") as producer:
+        for number in range(MESSAGES):
+            producer.send("t", b"%d" % number)
+    for _ in range(90):
+        assert others.acquire(timeout=30)
+    waiting.wait()
+    with route.runner.lock:  # the last ones are applied
+        pass
+
+
+def listen_and_die(path: Path, lines: Path, is_shared: bool) -> None:
+    listen_and_stop_at(opened(path, is_shared=is_shared), lines)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_kill_repeats_what_was_in_work_and_nothing_else(is_shared: bool, tmp_path: Path) -> None:
+    with Fork(listen_and_die, tmp_path / "s", tmp_path / "lines", is_shared) as child:
+        child.process.join()
+        assert child.process.exitcode == -signal.SIGKILL
+    done = sorted(map(int, (tmp_path / "lines").read_text().split()))
+    assert done == [number for number in range(MESSAGES) if number % 10]
+    again: list[int] = []
+    with Broker.open(tmp_path / "s") as broker:
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("t", lambda message: again.append(int(message.body)))
+        with consumer:
+            broker.join()
+    assert len([number for number in again if number % 10]) <= 16 - 10
+    assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))

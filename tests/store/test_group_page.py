@@ -1,0 +1,259 @@
+"""The page of groups: its bytes, kills at each of its writes, losses of power, and tables of another broker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from librmq import Broker, Message, SimpleConsumer, StoreConfig
+from librmq.clock import ManualClock
+from librmq.errors import StoreIOError
+from librmq.files import File
+from librmq.files._memory import MemoryFiles
+from librmq.protocol import PullMessage, SendBack, Subscription, UpdateOffset
+from librmq.runtime import ManualRunner
+from librmq.store.format.group_page import GroupPage, PlaceName, table_digest
+from tests.budget import examples
+from tests.file_seams import CrashImages, Event, FailingFiles, RecordingFiles, on_a_disk
+
+STORE = "/s"
+SEGMENT = f"{STORE}/librmq/groups/0000"
+NAMES = st.builds(
+    PlaceName,
+    st.sampled_from(["g", "a group of many letters " * 10, "grüße"]),
+    st.sampled_from(["t", "%RETRY%g", "x" * 127]),
+    st.integers(0, 3),
+)
+
+
+class SameMachine(MemoryFiles):
+    """Files of a process that was killed, in the same folder."""
+
+    def identity_in_memory(self, path: str) -> str | None:
+        return "this machine"
+
+
+def replayed(trace: list[Event]) -> SameMachine:
+    """Return the files that a kill after these events leaves."""
+    files = SameMachine()
+    for call, path, offset, data in trace:
+        if call == "make_folder":
+            files.make_folder(path)
+        elif call == "create":
+            files.create(path, offset)
+        elif call == "write":
+            files.open(path, writable=True).buffer[offset : offset + len(data)] = data
+        elif call == "delete":
+            files.delete(path)
+    return files
+
+
+def positions(page: GroupPage | None) -> dict[PlaceName, int]:
+    return {} if page is None else {name: place.position for name, place in page.opened}
+
+
+@given(st.lists(st.tuples(NAMES, st.sampled_from(["advance", "set"]), st.integers(0, 9)), max_size=40))
+@settings(max_examples=examples(50))
+def test_a_kill_leaves_what_each_write_has_made(moves: list[tuple[PlaceName, str, int]]) -> None:
+    files = type("Recorded", (RecordingFiles,), {"identity_in_memory": lambda self, path: "this machine"})()
+    page, places, expected, seen = GroupPage.make(files, STORE, (1, 2)), {}, {}, []
+    for name, move, position in moves:
+        if name not in places:
+            places[name], expected[name] = page.add(name, -1), -1
+            seen.append((len(files.trace), dict(expected)))
+        if move == "advance":
+            assert places[name].advance(position) or move == "set"
+            expected[name] = max(expected[name], position)
+        else:
+            places[name].set(position)
+            expected[name] = position
+            held = GroupPage(files, STORE, writable=True).at(places[name].number, name)
+            assert held is not None
+            places[name] = held
+        seen.append((len(files.trace), dict(expected)))
+    for events, state in seen[:: max(1, len(seen) // 5)]:
+        assert positions(GroupPage.open(replayed(files.trace[:events]), STORE, lambda: 2)) == state
+    for events in range(0, len(files.trace), 7):  # within a change too
+        found = positions(GroupPage.open(replayed(files.trace[:events]), STORE, lambda: 1))
+        assert not found or any(found == state for _, state in seen) or len(found) == len(expected)
+
+
+def test_a_place_that_was_set_back_is_not_moved_by_a_former_holder() -> None:
+    page = GroupPage.make(MemoryFiles(), STORE, (0, 0))
+    name = PlaceName("g", "t", 0)
+    place = page.add(name, 7)
+    holder = page.at(place.number, name)
+    assert holder is not None
+    place.set(3)
+    assert not holder.advance(9)
+    assert place.position == 3
+    assert page.at(place.number, PlaceName("other", "t", 0)) is None
+
+
+def test_more_places_than_a_segment_has() -> None:
+    files = MemoryFiles()
+    page = GroupPage.make(files, STORE, (0, 0))
+    for queue_id in range(5000):
+        page.add(PlaceName(f"g{queue_id % 7}", "t", queue_id), queue_id)
+    found = positions(GroupPage.open(files, STORE, lambda: 0))
+    assert len(found) == 5000
+    assert all(name.queue_id == position for name, position in found.items())
+
+
+@given(st.integers(0, 4000), st.binary(min_size=1, max_size=16))
+@settings(max_examples=examples(100))
+def test_a_damaged_page_is_refused_or_has_places(at: int, data: bytes) -> None:
+    files = MemoryFiles()
+    page = GroupPage.make(files, STORE, (0, 0))
+    for queue_id in range(20):
+        page.add(PlaceName(f"group {queue_id}", "t", queue_id), 1)
+    files.open(SEGMENT, writable=True).buffer[at : at + len(data)] = data
+    found = positions(GroupPage.open(files, STORE, lambda: 0))
+    assert all(position >= -1 for position in found.values())
+
+
+def test_an_order_of_rows_makes_no_other_table() -> None:
+    one, other = (
+        b'{"offsetTable":{"t@g":{0:1,1:2},"u@g":{0:3}}}',
+        b'{\n\t"offsetTable":{"u@g":{0:3\n},"t@g":{0:1,1:2}}}',
+    )
+    assert table_digest(one) == table_digest(other)
+    assert table_digest(one) != table_digest(one.replace(b"0:3", b"0:4"))
+
+
+# ------------------------------------------------------------------------------------------------------------ brokers
+
+
+def opened(files: MemoryFiles | FailingFiles) -> Broker:
+    return Broker.open(STORE, files=files, runner=ManualRunner(), store_config=StoreConfig.tiny())
+
+
+def killed_at(files: MemoryFiles, *offsets: int) -> None:
+    """Let a group reach queue offsets of a topic with ten messages, and kill the broker."""
+    broker = opened(files)
+    broker.create_topic("t", 1)
+    for number in range(10):
+        broker.send("p", Message("t", b"%d" % number), 0, 0, ("127.0.0.1", 0))
+    for offset in offsets:
+        broker.call(UpdateOffset("g", "t", 0, offset))
+    broker.abandon()
+
+
+def test_a_killed_broker_has_kept_what_it_answered() -> None:
+    files = MemoryFiles()
+    killed_at(files, 3, 7, 5)
+    broker = opened(files)
+    assert broker.consumer_offset("g", "t") == 5
+    broker.close()
+    assert not files.names(f"{STORE}/librmq/groups")  # the tables have it all
+    assert opened(files).consumer_offset("g", "t") == 5
+
+
+def test_tables_of_another_broker_win() -> None:
+    files = MemoryFiles()
+    killed_at(files, 7)
+    table = json.dumps({"offsetTable": {"t@g": {"0": 2}}}).replace('"0"', "0").encode()
+    files.write(f"{STORE}/config/consumerOffset.json", table)
+    assert opened(files).consumer_offset("g", "t") == 2
+
+
+def test_without_the_page_the_tables_count() -> None:
+    files = MemoryFiles()
+    killed_at(files, 7)
+    files.delete(f"{STORE}/librmq/groups")
+    assert opened(files).consumer_offset("g", "t") is None
+
+
+def test_a_copy_of_the_folder_has_the_tables() -> None:
+    files = MemoryFiles()
+    killed_at(files, 7)
+    copied, folders = MemoryFiles(), [STORE]
+    for folder in folders:
+        copied.make_folder(folder)
+        for entry in files.list(folder):
+            if entry.is_folder:
+                folders.append(f"{folder}/{entry.name}")
+            else:
+                copied.write(f"{folder}/{entry.name}", files.read(f"{folder}/{entry.name}"))
+    assert opened(copied).consumer_offset("g", "t") is None
+
+
+def test_a_full_disk_leaves_progress_to_the_table() -> None:
+    class Full(MemoryFiles):
+        def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+            if "groups" in path:
+                raise StoreIOError("create", path, OSError(28, "No space left on device"))
+            return super().create(path, size, keep_descriptor=keep_descriptor)
+
+    files = Full()
+    broker = opened(files)
+    broker.create_topic("t", 1)
+    broker.call(UpdateOffset("g", "t", 0, 0))
+    assert broker.consumer_offset("g", "t") == 0
+    broker.close()
+    assert opened(files).consumer_offset("g", "t") == 0
+
+
+def test_no_power_cut_lets_a_position_pass_a_message_without_its_copy() -> None:
+    files = on_a_disk("/")
+    broker = opened(files)
+    runner = broker.runner
+    assert isinstance(runner, ManualRunner)
+    broker.create_topic("t", 1)
+    broker.set_group("g")
+    for number in range(30):
+        broker.send("p", Message("t", b"%d" % number), 0, 0, ("127.0.0.1", 0))
+        pulled = broker.call(PullMessage("c", "g", "t", 0, number, subscription=Subscription("t")))
+        broker.call(SendBack("g", pulled.messages[0].physical_offset, 3, 16))
+        broker.call(UpdateOffset("g", "t", 0, number + 1))
+        runner.advance(700)
+    for image in CrashImages(files.trace).images("page", examples(120)):
+        if f"{STORE}/commitlog" not in image.contents:
+            continue
+        reopened = opened(image.files())
+        passed = reopened.consumer_offset("g", "t") or 0
+        copies = [message.body for message in reopened.messages("SCHEDULE_TOPIC_XXXX")] if passed else []
+        bodies = [message.body for message in reopened.messages("t")] if "t" in reopened.topics() else []
+        assert set(bodies[:passed]) <= set(copies)
+        reopened.abandon()
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+def test_a_folder_of_the_disk(tmp_path: Path) -> None:
+    broker = Broker.open(tmp_path)
+    broker.create_topic("t", 1)
+    broker.call(UpdateOffset("g", "t", 0, 0))
+    broker.abandon()
+    assert (tmp_path / "librmq" / "groups" / "0000").stat().st_size == 256 << 10
+    with Broker.open(tmp_path) as broker:
+        assert broker.consumer_offset("g", "t") == 0
+    assert not list((tmp_path / "librmq" / "groups").iterdir())
+
+
+def test_no_power_cut_undoes_a_durable_acknowledgement() -> None:
+    files = on_a_disk("/")
+    broker = opened(files)
+    broker.create_topic("t", 1)
+    broker.call(UpdateOffset("g", "t", 0, 0))
+    acknowledged: list[tuple[int, set[bytes]]] = []
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        for number in range(8):
+            broker.send("p", Message("t", b"%d" % number), 0, 0, ("127.0.0.1", 0))
+        messages = consumer.receive(8, invisible=3600, wait=0)
+        for message in messages[::-2]:  # the first one stays in flight
+            consumer.ack(message, durable=True)
+            before = acknowledged[-1][1] if acknowledged else set[bytes]()
+            acknowledged.append((len(files.trace), before | {message.body}))
+    for image in CrashImages(files.trace).images("durable", examples(80)):
+        done = max((bodies for events, bodies in acknowledged if events <= image.crash_point), key=len, default=set())
+        if done:
+            reopened = Broker.open(STORE, files=image.files(), runner=ManualRunner(ManualClock(10**14)))
+            with SimpleConsumer(reopened, "g") as consumer:
+                consumer.subscribe("t")
+                assert done.isdisjoint(message.body for message in consumer.receive(32, wait=0))
+            reopened.abandon()
