@@ -386,6 +386,12 @@ class _DriverLink(Link):
         if reason is not None:
             raise ConfigError(reason)
 
+    def _commit(self) -> None:
+        if self._driver.commits_by_sql:
+            self._run("COMMIT", {})
+        else:
+            self.connection.commit()
+
     def settle(self) -> None:
         self._driver.settle(self.connection)
 

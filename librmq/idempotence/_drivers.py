@@ -65,6 +65,8 @@ class Driver:
     """Read what the application has left unread, because the next statement would fail."""
     refusal: Callable[[Any], str | None] = _nothing
     """Return why the results of a connection's statements can't be relied upon; None if they can."""
+    commits_by_sql: bool = False
+    """Whether a statement commits at fewer round trips than the connection's call."""
     is_async: bool = False
     """Whether its connections are used only through SQLAlchemy."""
 
@@ -173,7 +175,7 @@ DRIVERS: Final[Mapping[str, Driver]] = {
         "postgresql", _psycopg_status, cursor=_psycopg_cursor, reported_name=_psycopg_name, refusal=_in_pipeline
     ),
     "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor, reported_name=_psycopg2_name),
-    "pg8000": Driver("postgresql", reported_name=_pg8000_name),
+    "pg8000": Driver("postgresql", reported_name=_pg8000_name, commits_by_sql=True),
     "pymysql": Driver("mysql", _mysql_status, cursor=_mysql_cursor),
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),
     "mysql": Driver("mysql", _connector_status, settle=_read_unread),

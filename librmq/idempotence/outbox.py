@@ -10,10 +10,11 @@
     await OutboxSender(async_engine, producer).start_async()
 
 A row is sent at least once. If a sender dies between SEND_OK and its mark, another sends the row again with the same
-unique id. Senders claim rows by compare-and-set, so no row has two claims at once. Rows of one ``order_key`` are sent
-one after the other, in the order of their ids: a claim takes the first rows of a key without a gap, and ends for all of
-them at the first that is not sent. That is the order of the transactions if they exclude each other: let each lock the
-row that the key stands for before its first `add`.
+unique id. A sender marks rows together, those of a tenth of a second and at most a hundred. Senders claim rows by
+compare-and-set, so no row has two claims at once. Rows of one ``order_key`` are sent one after the other, in the order
+of their ids: a claim takes the first rows of a key without a gap, and ends for all of them at the first that is not
+sent. That is the order of the transactions if they exclude each other: let each lock the row that the key stands for
+before its first `add`.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -55,6 +56,8 @@ _log = EventLog("librmq.outbox")
 
 _BATCH: Final = 100
 _FURTHER_PAGE: Final = 1_000
+_MARK_AFTER_MS: Final = 100
+"""Time after which sent rows are marked together: a sender that dies has sent so many of them in vain."""
 _FIRST_DELAY_MS: Final = 1_000
 _LAST_DELAY_MS: Final = 60_000
 _WARN_AGAIN_MS: Final = 86_400_000
@@ -426,13 +429,27 @@ class OutboxSender:
         rows, until_ms = self._claim(owner)
         blocked: set[str | None] = set()
         unsent: list[int] = []
+        sent: list[int] = []
+        mark_at_ms = until_ms
         is_over = False
-        for row in rows:
-            is_over = is_over or self._closing or self._clock.now_ms() >= until_ms
-            if is_over or row.order_key in blocked:
-                unsent.append(row.id)
-            elif not self._send(row, owner) and row.order_key is not None:
-                blocked.add(row.order_key)
+        try:
+            for row in rows:
+                is_over = is_over or self._closing or self._clock.now_ms() >= until_ms
+                if is_over or row.order_key in blocked:
+                    unsent.append(row.id)
+                    continue
+                problem = self._send(row)
+                if problem is None:
+                    sent.append(row.id)
+                    mark_at_ms = min(mark_at_ms, self._clock.now_ms() + _MARK_AFTER_MS)
+                else:
+                    self._postpone(row, owner, problem)
+                    blocked |= {row.order_key} - {None}
+                if self._clock.now_ms() >= mark_at_ms:
+                    self._mark(sent, owner)
+                    sent, mark_at_ms = [], until_ms
+        finally:
+            self._mark(sent, owner)
         self._release(unsent, owner)
         return bool(rows) and not is_over
 
@@ -506,55 +523,56 @@ class OutboxSender:
                 now_ms=self._clock.now_ms(),
             )
 
-    def _send(self, row: _Row, owner: str) -> bool:
-        """Send a row and mark it; return whether it was sent under its claim."""
+    def _send(self, row: _Row) -> str | None:
+        """Send a row; return why it was not sent."""
         try:
             message = row.message()
             if row.order_key is not None and self._send_ordered is not None:
                 result = self._send_ordered(message, row.order_key)
             else:
                 result = self._producer.send(message)
-            problem = _problem(result)
+            return _problem(result)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        return self._mark(row, owner, problem)
+            return f"{type(error).__name__}: {error}"
 
-    def _mark(self, row: _Row, owner: str, problem: str | None) -> bool:
-        """Mark a row as sent, or note why it was not; return whether it was sent under its claim."""
+    def _postpone(self, row: _Row, owner: str, problem: str) -> None:
+        """Note why a row was not sent, and let it be tried again later."""
         now_ms = self._clock.now_ms()
-        if problem is None:
-            # The owner stays, so that the mark is known for its own if it is repeated after an answer that was lost.
-            change, due_ms = "state = 1", now_ms
-        else:
-            change = "owner = '', attempts = attempts + 1"
-            due_ms = now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS)
-            self.failed += 1
-            self._log_problem(row, problem, now_ms)
-        is_marked = self._execute(
-            f"UPDATE {self.table} SET {change}, due_timestamp_ms = :due_ms "
+        self.failed += 1
+        self._log_problem(row, problem, now_ms)
+        self._execute(
+            f"UPDATE {self.table} SET owner = '', attempts = attempts + 1, due_timestamp_ms = :due_ms "
             "WHERE id = :id AND state = 0 AND owner = :owner",
-            due_ms=due_ms,
+            due_ms=now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS),
             id=row.id,
             owner=owner,
-        ).changed
-        if problem is not None:
-            return False
-        self._problems.pop(row.id, None)
-        if (
-            is_marked
-            or self._execute(
-                f"SELECT id FROM {self.table} WHERE id = :id AND state = 1 AND owner = :owner", id=row.id, owner=owner
-            ).rows
-        ):
-            self.sent += 1
-            return True
-        self.lost += 1
-        _log.warning(
-            "%(table)s: row %(row)d was sent after its claim had expired, so it may be sent twice",
-            table=self.table,
-            row=row.id,
         )
-        return False
+
+    def _mark(self, rows: Sequence[int], owner: str) -> None:
+        """Mark rows as sent."""
+        if not rows:
+            return
+        # The owner stays, so that the mark is known for its own if it is repeated after an answer that was lost.
+        marked = self._execute(
+            f"UPDATE {self.table} SET state = 1, due_timestamp_ms = :now_ms "
+            f"WHERE id IN ({_listed(rows)}) AND {_WAITS} AND owner = :owner",
+            now_ms=self._clock.now_ms(),
+            owner=owner,
+        ).changed
+        lost: set[int] = set()
+        if marked < len(rows):
+            mine = f"SELECT id FROM {self.table} WHERE id IN ({_listed(rows)}) AND state + 0 = 1 AND owner = :owner"
+            lost = set(rows) - {int(row[0]) for row in self._execute(mine, owner=owner).rows}
+        self.sent += len(rows) - len(lost)
+        self.lost += len(lost)
+        for row in rows:
+            self._problems.pop(row, None)
+            if row in lost:
+                _log.warning(
+                    "%(table)s: row %(row)d was sent after its claim had expired, so it may be sent twice",
+                    table=self.table,
+                    row=row,
+                )
 
     def _log_problem(self, row: _Row, problem: str, now_ms: int) -> None:
         """Log why a row was not sent: a new cause as a warning, and the same one again once a day."""

@@ -310,6 +310,56 @@ def pgbouncer(server: Server) -> Iterator[Server]:
             yield Server("pgbouncer", "", url, place / "log", port, process)
 
 
+@contextmanager
+def counted(server: Server) -> Iterator[RoundTrips]:
+    """Run a proxy before a server, which counts how often a client has sent something and waited for an answer."""
+    trips = RoundTrips(server)
+    try:
+        yield trips
+    finally:
+        trips.close()
+
+
+class RoundTrips:
+    """A proxy, at ``port``; ``count`` is the number of round trips so far."""
+
+    def __init__(self, server: Server) -> None:
+        self.count = 0
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(("127.0.0.1", self._server.port))
+                self._sockets += [client, server]
+                spoke_last: list[socket.socket] = [server]
+                for source, target in ((client, server), (server, client)):
+                    source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    arguments = (source, target, spoke_last, source is client)
+                    threading.Thread(target=self._copy, args=arguments, daemon=True).start()
+
+    def _copy(
+        self, source: socket.socket, target: socket.socket, spoke_last: list[socket.socket], is_client: bool
+    ) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_client and spoke_last[0] is not source:
+                    self.count += 1
+                spoke_last[0] = source
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for open_socket in (self._listener, *self._sockets):
+            open_socket.close()
+
+
 STARTERS: Final[dict[str, Callable[[], Any]]] = {"postgresql": postgresql, "mysql": mysql, "redis": redis}
 
 if __name__ == "__main__":

@@ -302,6 +302,26 @@ def test_a_sender_that_dies_after_sending_leaves_it_to_another(post: Post) -> No
     assert other.sent == 2
 
 
+def test_rows_of_a_tenth_of_a_second_are_marked_together(post: Post) -> None:
+    """A sender that dies repeats what it has sent since; a slow producer's rows are marked one by one."""
+    post.add(*"abcdefg")
+
+    def send(message: Message) -> object:
+        if message.body == b"f":
+            raise SystemExit
+        post.clock.advance(ms=60)
+        return SendStatus.SEND_OK
+
+    post.producer.then = send
+    sender = post.sender()
+    with pytest.raises(SystemExit):
+        post.run(sender)
+    assert sender.sent == 5  # What was sent is marked on the way out; a kill would leave the last one unmarked.
+    states = post.place.run(f"SELECT state, due_timestamp_ms FROM {post.table} ORDER BY id")
+    assert [state for state, _ in states] == [1, 1, 1, 1, 1, 0, 0]
+    assert len({due_ms for state, due_ms in states if state}) == 2
+
+
 def test_a_sender_that_slept_through_its_claim_says_so(post: Post, caplog: pytest.LogCaptureFixture) -> None:
     other = post.sender()
 
@@ -511,7 +531,8 @@ def test_a_connection_that_dies_while_a_message_is_sent_repeats_nothing(
 
     def kill(message: Message) -> object:
         statement = "SELECT pg_terminate_backend({})" if base == "postgresql" else "KILL {}"
-        post.place.run(statement.format(numbers[-1]))
+        while numbers:  # A connection is opened only after the end of the one before.
+            post.place.run(statement.format(numbers.pop()))
         return SendStatus.SEND_OK
 
     post.add("a1", "a2", order_key="a")
