@@ -12,7 +12,8 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from tests.idempotence.conftest import DATABASES, Database
-from tests.programs import example
+from tests.programs import example, run_program
+from tests.reference import CHECKOUT
 
 
 @pytest.fixture
@@ -76,3 +77,11 @@ def test_from_one_database_to_another(capsys: pytest.CaptureFixture[str], tmp_pa
     assert shown.startswith("2 messages sent\n")
     assert shown.count("mail: ") == 2
     assert shown.endswith("invoice for order-1: 40\ninvoice for order-2: 25\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["django", "flask", "fastapi", "peewee", "sqlmodel"])
+def test_recipes_for_sessions_of_frameworks(recipe: str) -> None:
+    """In a process of its own, because Django's settings are a process's."""
+    done = run_program((CHECKOUT / "examples" / "effects_once.py").read_text("utf-8"), recipe)
+    assert done.stdout == f"{recipe}: 100 - 10 = 90\n", done.stderr

@@ -296,7 +296,7 @@ def test_every_example_is_run() -> None:
         "ordered_orders.py",
         "test_message_logic.py",
     }
-    by_tests_of_idempotence = {"exactly_once.py", "idempotence.py"}
+    by_tests_of_idempotence = {"effects_once.py", "exactly_once.py", "idempotence.py"}
     by_tests_of_the_wire = {"mail_worker.py", "test_mail_worker.py"}
     by_test_examples |= {"kill_proof_worker.py", "order_service.py", "test_order_service.py"}
     names = here | by_test_examples | by_tests_of_idempotence | by_tests_of_the_wire
