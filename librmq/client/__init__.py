@@ -24,18 +24,29 @@ if TYPE_CHECKING:
     from librmq.client.client import Client as Client
     from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
+    from librmq.client.queue_selectors import select_at_random as select_at_random
+    from librmq.client.queue_selectors import select_by_consistent_hash as select_by_consistent_hash
     from librmq.client.queue_selectors import select_by_hash as select_by_hash
     from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
+    from librmq.client.queue_selectors import select_by_room as select_by_room
     from librmq.client.sender import ProducerConfig as ProducerConfig
     from librmq.client.sender import SendResult as SendResult
+    from librmq.java.lang import long_hash as long_hash
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.client.client": ("Client", "ProcessClients"),
             "librmq.client.producer": ("Producer",),
-            "librmq.client.queue_selectors": ("select_by_hash", "select_by_remainder"),
+            "librmq.client.queue_selectors": (
+                "select_at_random",
+                "select_by_consistent_hash",
+                "select_by_hash",
+                "select_by_remainder",
+                "select_by_room",
+            ),
             "librmq.client.sender": ("ProducerConfig", "SendResult"),
+            "librmq.java.lang": ("long_hash",),
             "librmq.client._transactions": (
                 "CheckedMessage",
                 "OpenTransaction",

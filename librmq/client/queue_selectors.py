@@ -44,8 +44,8 @@ def key_hash(key: object) -> int:
     """Return Java's ``hashCode`` of a key: text, bool, float (a ``Double``), whole number or `MessageQueue`.
 
     A number of 32 bits counts as an ``Integer``, a larger one as a ``Long``. They differ for negative numbers: to
-    choose the queue of a Java client with a negative ``Long`` key, pass ``long_hash(key)`` of `librmq.java.lang` as
-    the key.
+    choose the queue of a Java client with a negative ``Long`` key, pass ``long_hash(key)`` of `librmq.client` as the
+    key.
 
     Raises:
         AllocationError: The key has another type, or is None.

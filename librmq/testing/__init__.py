@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from librmq.testing.histories._verdict import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
+    from librmq.testing.served import NotSettledError as NotSettledError
     from librmq.testing.served import ServedKit as ServedKit
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -51,6 +52,6 @@ else:
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
             "librmq.testing._deployments": ("one_cluster",),
             "librmq.testing._drills": ("Drill", "DrillReport", "run_drill"),
-            "librmq.testing.served": ("ServedKit",),
+            "librmq.testing.served": ("NotSettledError", "ServedKit"),
         },
     )

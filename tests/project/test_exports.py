@@ -26,10 +26,11 @@ from tests.reference import CHECKOUT
 
 
 def taught_names() -> set[tuple[str, str]]:
-    """Return what the programs of README, pages and examples import from librmq, as packages and names."""
+    """Return what programs of README, pages, examples and users import from librmq, as packages and names."""
     pages = [path.read_text("utf-8") for path in (CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md"))]
     programs = [program for page in pages for program in re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)]
-    programs += [path.read_text("utf-8") for path in (CHECKOUT / "examples").rglob("*.py")]
+    user = CHECKOUT / "tests" / "typing" / "api.py"  # is what a user writes
+    programs += [path.read_text("utf-8") for path in (*(CHECKOUT / "examples").rglob("*.py"), user)]
     imported = re.compile(r"^\s*from (librmq[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
     return {
         (line[1], name)
@@ -46,6 +47,36 @@ def test_what_pages_and_examples_teach_is_promised() -> None:
         source = importlib.util.find_spec(package)
         promised[package] = exported_names(package, Path((source and source.origin) or ""))
     assert sorted(f"{package}.{name}" for package, name in taught_names() if name not in promised[package]) == []
+
+
+def test_calls_and_errors_that_sentences_and_tables_name_are_promised() -> None:
+    """Of the names of functions and errors of librmq's modules; a name that is a method or a field too may be that."""
+    sources = {path: ast.parse(path.read_text("utf-8")) for path in package_folder().rglob("*.py")}
+    nodes = [node for tree in sources.values() for node in ast.walk(tree)]
+    parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
+    members = {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
+    defined = {
+        node.name
+        for tree in sources.values()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    packages = {".".join(path.relative_to(package_folder().parent).with_suffix("").parts): path for path in sources}
+    promised = {
+        name
+        for package, path in packages.items()
+        if "__all__ = " in path.read_text("utf-8") and path.stem != "lazy_exports"
+        for name in exported_names(package.removesuffix(".__init__"), path)
+    }
+    taught = {
+        name
+        for path in (CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md"))
+        for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL))
+        for name in re.findall(r"(?<![\w.])([a-z]+_\w*)\(|(?<![\w.])(?:librmq[\w.]*\.)?(\w+Error)\b", code)
+    }
+    names = {name for pair in taught for name in pair if name}
+    assert {"select_by_consistent_hash", "ConfigError"} <= names & promised
+    assert sorted((names & defined) - promised - members) == []
 
 
 def exported_names(package: str, path: Path) -> list[str]:

@@ -11,10 +11,8 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, deduplicated
 from librmq.errors import CorruptionError, RmqError
-from librmq.idempotence._transactional_tables import transactional
-from librmq.idempotence.outbox import Outbox, OutboxSender
-from librmq.idempotence.stores import MemoryDedupStore
-from librmq.message.message import Message
+from librmq.idempotence import MemoryDedupStore, Outbox, OutboxSender, transactional
+from librmq.message import Message
 from librmq.testing import Exploration, Kit, explore
 
 
