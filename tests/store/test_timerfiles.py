@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,13 +13,14 @@ from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
 from librmq.diagnosis.pending import pending_messages
-from librmq.errors import RmqError
+from librmq.errors import CorruptionError, RmqError
+from librmq.files import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
+from librmq.store.format.timerfiles import Slot, TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
@@ -134,3 +138,31 @@ def test_the_log_is_read_while_it_is_cut() -> None:
     assert position == log.begin > 1024
     assert not others
     assert int(block["physical_offset"][-1]) == 5900
+
+
+class Unread(DiskFiles):
+    """Files of which none may be read."""
+
+    def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
+        raise AssertionError(path)
+
+
+def test_a_wheel_that_is_longer_than_any_is_not_read(tmp_path: Path) -> None:
+    """It can be a file of 5 GiB with a single block."""
+    with (tmp_path / "timerwheel").open("wb") as file:
+        file.truncate(5 << 30)
+    (wheel,) = TimerWheel.files_in(str(tmp_path), Unread())
+    assert wheel.damage is not None
+    assert wheel.damage.kind == "size"
+    with pytest.raises(CorruptionError, match="up to 1,073,741,824, found 5,368,709,120"):
+        list(TimerWheel.read_slots(str(tmp_path), Unread()))
+
+
+@pytest.mark.parametrize("name", ["timerwheel", "timerwheel.gz"])
+def test_used_slots_are_found_far_apart(tmp_path: Path, name: str) -> None:
+    used = {0: Slot(7, 0, 52, 2, 0), 40_000: Slot(8, 104, 104, 1, 0), 99_999: Slot(0, 0, 0, 0, 1)}
+    data = b"".join(struct.pack(">qqqii", *used.get(number, (0, 0, 0, 0, 0))) for number in range(100_000))
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    assert dict(TimerWheel.read_slots(str(tmp_path), DiskFiles())) == used
+    (wheel,) = TimerWheel.files_in(str(tmp_path), DiskFiles())
+    assert wheel.last == 104

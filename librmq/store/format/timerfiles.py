@@ -52,6 +52,8 @@ _SLOT: Final = struct.Struct(">qqqii")
 _BLANK: Final = struct.Struct(">iqi")
 _CHECKPOINT: Final = struct.Struct(">qqqqqqq")
 _MAX_WHEEL_SIZE: Final = 1 << 30
+_ZEROS: Final = bytes(1 << 20)
+"""A piece of a wheel without a message, as long as the pieces that are read."""
 _UNITS_AT_ONCE: Final = 16_384
 _PAGE: Final = 4096
 
@@ -141,7 +143,8 @@ class TimerWheel:
         wheels: list[WheelFile] = []
         for name, position in _wheel_names(store, files).items():
             try:
-                slots = _read_wheel(store, name, files)
+                pieces = (slots for _, slots in _used_slots(store, name, files))
+                last = max((np.where(slots["time"] != 0, slots["last"], -1).max() for slots in pieces), default=-1)
             except CorruptionError as error:
                 wheels.append(WheelFile(name, position, -1, error))
             except StoreIOError:
@@ -149,7 +152,6 @@ class TimerWheel:
                     raise
                 # Otherwise a broker has deleted an old snapshot meanwhile.
             else:
-                last = np.where(slots["time"] != 0, slots["last"], -1).max(initial=-1)
                 wheels.append(WheelFile(name, position, int(last), None))
         return sorted(
             wheels, key=lambda wheel: (wheel.damage is not None, -wheel.last)
@@ -178,10 +180,8 @@ class TimerWheel:
         """
         wheels = cls.files_in(store, files)
         if wheels and wheels[0].damage is None:
-            slots = _read_wheel(store, wheels[0].name, files)
-            rows = slots.view(f"V{TimerWheel.SLOT_SIZE}")
-            for number in np.flatnonzero(rows != rows.dtype.type(bytes(TimerWheel.SLOT_SIZE))).tolist():
-                yield number, Slot._make(slots[number].item())
+            for numbers, slots in _used_slots(store, wheels[0].name, files):
+                yield from zip(numbers, map(Slot._make, slots.tolist()), strict=True)
         for wheel in wheels:
             if wheel.damage is not None:
                 raise wheel.damage
@@ -256,22 +256,47 @@ def _wheel_names(store: str, files: Files) -> dict[str, int | None]:
     return {**dict.fromkeys(names[:1]), **snapshots}
 
 
-def _read_wheel(store: str, name: str, files: Files) -> npt.NDArray[Any]:
-    path = os.path.join(store, name)
-    data = _unpacked(path, files) if name.endswith(".gz") else files.read(path, 0, _MAX_WHEEL_SIZE + 1)
-    if len(data) % TimerWheel.SLOT_SIZE:
-        raise CorruptionError(
-            path, 0, "size", f"expected a multiple of {TimerWheel.SLOT_SIZE} bytes, found {len(data)}"
-        )
-    return np.frombuffer(data, SLOT_DTYPE)
+def _used_slots(store: str, name: str, files: Files) -> Iterator[tuple[list[int], npt.NDArray[Any]]]:
+    """Yield the slots of a wheel that are not zero, many at a time, with their numbers.
+
+    Raises:
+        CorruptionError: The file is no wheel.
+    """
+    path, at = os.path.join(store, name), 0
+    for piece in _unpacked(path, files) if name.endswith(".gz") else _read_in_pieces(path, files):
+        _check_wheel_size(path, at + len(piece))
+        if piece != _ZEROS[: len(piece)]:
+            slots = np.frombuffer(piece, SLOT_DTYPE)
+            rows = slots.view(f"V{TimerWheel.SLOT_SIZE}")
+            used = np.flatnonzero(rows != rows.dtype.type(bytes(TimerWheel.SLOT_SIZE)))
+            yield (used + at // TimerWheel.SLOT_SIZE).tolist(), slots[used]
+        at += len(piece)
 
 
-def _unpacked(path: str, files: Files) -> bytes:
+def _check_wheel_size(path: str, size: int) -> None:
+    if size % TimerWheel.SLOT_SIZE or size > _MAX_WHEEL_SIZE:
+        expected = f"expected a multiple of {TimerWheel.SLOT_SIZE} bytes up to {_MAX_WHEEL_SIZE:,}"
+        raise CorruptionError(path, 0, "size", f"{expected}, found {size:,}")
+
+
+def _read_in_pieces(path: str, files: Files) -> Iterator[bytes]:
+    size = file_size(files, path)
+    if size is not None:  # a file with holes can be far longer than its blocks
+        _check_wheel_size(path, size)
+    at = 0
+    while piece := files.read(path, at, len(_ZEROS)):
+        yield piece
+        at += len(piece)
+
+
+def _unpacked(path: str, files: Files) -> Iterator[bytes]:
+    unpacker, packed = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), files.read(path)
     try:
-        unpacked = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS).decompress(files.read(path), _MAX_WHEEL_SIZE)
+        while not unpacker.eof and (piece := unpacker.decompress(packed, len(_ZEROS))):
+            yield piece
+            packed = unpacker.unconsumed_tail
     except zlib.error as error:
         raise CorruptionError(path, 0, "header", f"expected a wheel packed by gzip: {error}") from None
-    return unpacked
 
 
 class TimerLog:
