@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from typing import Final
 
-UNSAFE: Final = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-"""Control characters, marks that change the direction of what follows, halves of surrogate pairs."""
+UNSAFE: Final = (
+    "\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2064\u2066-\u2069\ud800-\udfff\ufeff"
+)
+"""Control characters, marks that change the direction of what follows or have no width, halves of surrogate pairs.
+
+Those of no width that scripts and joined pictures need, U+200C and U+200D, are not among them.
+"""
 _UNSAFE: Final = re.compile(f"[{UNSAFE}]")
 _UNSAFE_IN_LINES: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", r"\x00-\x08\x0b-\x1f") + "]")
 

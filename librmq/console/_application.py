@@ -9,10 +9,11 @@ from math import ceil
 from os import PathLike
 from secrets import token_urlsafe
 from typing import Final, TypeAlias
+from unicodedata import category
 from urllib.parse import parse_qsl, quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -99,8 +100,15 @@ def _templates() -> dict[str, Template]:
         lstrip_blocks=True,
     )
     environment.filters["at_moment"] = at_moment
+    environment.filters["exact"] = _exact
     environment.filters["options"] = lambda text: Markup(options_unbroken(text))
     return {name: environment.get_template(name) for name in environment.list_templates(extensions=["j2"])}
+
+
+def _exact(text: object) -> Markup:
+    """Return a value of a form, which a browser sends back as it is; `visible` would change invisible characters."""
+    characters = str(escape(str(text)))
+    return Markup("".join(f"&#{ord(one)};" if category(one)[0] == "C" else one for one in characters))
 
 
 class _Site:

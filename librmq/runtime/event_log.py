@@ -15,15 +15,17 @@ every line. A long call reports its progress to `watched`.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
+from textwrap import indent
 from traceback import TracebackException
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from librmq.errors import RmqError
-from librmq.printable import printable
+from librmq.printable import printable, printable_lines
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -86,7 +88,23 @@ class EventLog:
         shown = {name: _plain(value) for name, value in fields.items()}
         extra = {_PREFIX + name: value for name, value in shown.items() if not name.startswith("_")}
         arguments = (shown,) if shown else ()
-        self._logger.log(level, text, *arguments, exc_info=exc_info, extra=extra, stacklevel=_DEEP)
+        error = sys.exc_info()[1] if exc_info is True else exc_info
+        if not isinstance(error, BaseException):
+            self._logger.log(level, text, *arguments, extra=extra, stacklevel=_DEEP)
+            return
+        # A formatter writes `exc_text` where a record has it, and else the raw text of the error's message.
+        file, line, function, _ = self._logger.findCaller(stacklevel=_DEEP)
+        described = type(error), error, error.__traceback__
+        record = self._logger.makeRecord(
+            self._logger.name, level, file, line, text, arguments, described, function, extra
+        )
+        record.exc_text = _shown(TracebackException(*described, compact=True))
+        self._logger.handle(record)
+
+
+def _shown(error: TracebackException) -> str:
+    """Return a traceback; its lines are indented, so that a message of several lines begins none of the log's."""
+    return indent(printable_lines("".join(error.format()).rstrip("\n")), "  ")
 
 
 def _plain(value: object) -> object:
@@ -129,7 +147,7 @@ def log_again(line: HeldLine) -> None:
     log = logging.getLogger(record.name)
     if log.isEnabledFor(record.levelno):
         if error is not None:
-            record.exc_text = "".join(error.format()).rstrip("\n")
+            record.exc_text = _shown(error)
         log.handle(record)
 
 

@@ -24,8 +24,8 @@ from tests.cli.stand import Terminal
 from tests.programs import run_program
 
 # Erase the screen, set the title, an 8-bit control code, a right-to-left override, and a lone surrogate.
-NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f"
-SAFE = "a\\u001b[2Jb\\u001b]0;title\\u0007c\\u009b2Jd\\u202ee\\u007f\\u000d\\u000a\\ud800f"
+NASTY = "a\x1b[2Jb\x1b]0;title\x07c\x9b2Jd\u202ee\x7f\r\n\ud800f\u200b"
+SAFE = "a\\u001b[2Jb\\u001b]0;title\\u0007c\\u009b2Jd\\u202ee\\u007f\\u000d\\u000a\\ud800f\\u200b"
 
 
 def test_foreign_text_cannot_control_a_terminal() -> None:

@@ -744,6 +744,16 @@ def test_a_folder_without_tables_says_what_is_unknown(broker: Broker, runner: Ma
     assert "the progress of no group is known" in Asked(console(folder)).page("/groups")
 
 
+def test_what_has_no_width_is_seen_and_sent_back_as_it_is(broker: Broker) -> None:
+    key = "o-1\u200b"
+    with Producer(broker, "shop") as producer:
+        producer.send("orders", b"one", keys=key)
+    page = Asked(console(broker)).page(f"/topic?name=orders&key={quote(key)}")
+    assert "<td>o-1\\u200b</td>" in page
+    values = re.findall('name="key" value="([^"]*)"', page)
+    assert {html.unescape(value) for value in values} == {key}
+
+
 def test_a_search_says_what_it_has_not_looked_at(broker: Broker) -> None:
     broker.create_topic("orders", 30)
     with Producer(broker, "shop") as producer:

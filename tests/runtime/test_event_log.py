@@ -78,3 +78,28 @@ def test_no_value_ends_a_line_or_commands_a_terminal(log: EventLog, caplog: pyte
     assert first.getMessage() == f"{escaped} {escaped}"
     assert first.rmq_key == escaped  # type: ignore[attr-defined]
     assert second.getMessage() == str(ConfigError(unsafe)) == escaped.replace("\\u000a", "\n")
+
+
+def test_a_traceback_neither_commands_a_terminal_nor_begins_a_line(
+    log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = "a\x1b[31m\r2026-11-27 INFO all is well\n2026-11-27 INFO paid\u202e\u200b"
+    try:
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            error.add_note(message)
+            raise ConfigError(message) from error
+    except ConfigError as error:
+        log.error("failed", exc_info=error)
+        log.exception("failed")
+    for record in caplog.records:
+        assert record.exc_info is not None  # for a formatter of another form
+        assert isinstance(record.exc_info[1], ConfigError)
+        assert (record.funcName.startswith("test_a_traceback"), record.filename) == (True, "test_event_log.py")
+        first, *lines = logging.Formatter().format(record).split("\n")
+        assert first == "failed"
+        assert [line for line in lines if line and not line.startswith("  ")] == []
+        assert "  ValueError: a\\u001b[31m\\u000d2026-11-27 INFO all is well" in lines
+        assert "  2026-11-27 INFO paid\\u202e\\u200b" in lines
+        assert "\x1b" not in "".join(lines)
