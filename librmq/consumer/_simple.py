@@ -568,9 +568,9 @@ class SimpleConsumer(Member):
             lambda: self.client.route.endpoint(first.broker_name).call(request),
         )
 
-    async def ack_async(self, *messages: ReceivedMessage) -> None:
+    async def ack_async(self, *messages: ReceivedMessage, durable: bool = False) -> None:
         """Acknowledge like `ack` without blocking the event loop."""
-        await self.runner.offload(lambda: self.ack(*messages))
+        await self.runner.offload(lambda: self.ack(*messages, durable=durable))
 
     def extend(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
         """Hide a message for ``invisible`` seconds from now; 0 delivers it again immediately.

@@ -1,0 +1,103 @@
+"""Members of a share are killed while they consume: each kill repeats what was in work at its members, and no more."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import librmq
+from librmq import ConsumeFrom, DeliveredMessage, Producer, PushConsumer, RmqError
+from librmq.clock import SystemClock
+from tests.conftest import SlowBudget
+from tests.programs import Fork
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is kept")]
+
+CLOCK: Final = SystemClock()
+NEVER: Final = threading.Event()
+MEMBERS: Final = 3
+THREADS: Final = 4
+KILLS: Final = 8
+MESSAGES: Final = 1200
+
+
+def consume(path: Path, ledger: Path) -> None:
+    """Consume until a kill, and write a line at the beginning and at the end of each call of the listener."""
+    lines = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def listen(message: DeliveredMessage) -> None:
+        os.write(lines, b"%d begins %s\n" % (os.getpid(), message.body))
+        CLOCK.wait(NEVER, 0.002)
+        os.write(lines, b"%d ends %s\n" % (os.getpid(), message.body))
+
+    shared = librmq.share(path, wait=60, timeout=5)
+    consumer = PushConsumer(shared, "g", threads=THREADS, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", listen)
+    consumer.start()
+    print("ready", flush=True)
+    signal.pause()
+
+
+def test_kills_of_members_repeat_what_was_in_work_and_nothing_else(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(40):
+        kill_members(tmp_path / str(number), random.Random(f"kept {number}"))
+
+
+def kill_members(folder: Path, rng: random.Random) -> None:
+    folder.mkdir()
+    store, ledger = folder / "store", folder / "ledger"
+    members: list[Fork] = []
+
+    def begin() -> None:
+        member = Fork(consume, store, ledger)
+        assert member.stdout.readline() == "ready\n"
+        members.append(member)
+
+    with librmq.share(store) as shared, Producer(shared, "p") as producer:
+        shared.create_topic("t", 4)
+        for number in range(MESSAGES):
+            producer.send("t", b"%d" % number)
+    try:
+        for _ in range(MEMBERS):
+            begin()
+        for _ in range(KILLS):
+            CLOCK.wait(NEVER, rng.uniform(0.05, 0.4))
+            victim = members.pop(rng.randrange(len(members)))
+            victim.__exit__()
+            begin()
+        with librmq.share(store, wait=60, timeout=5) as shared:
+            wait_for_all(shared)
+    finally:
+        for member in members:
+            member.__exit__()
+    check(ledger)
+
+
+def wait_for_all(shared: librmq.SharedBroker) -> None:
+    for _ in range(600):
+        try:
+            if shared.lag("g", "t") == 0:
+                return
+        except RmqError:  # its owner is being killed
+            continue
+        CLOCK.wait(NEVER, 0.05)
+    raise AssertionError(f"{shared.lag('g', 't')} messages are not consumed")
+
+
+def check(ledger: Path) -> None:
+    begun: dict[str, list[int]] = defaultdict(list)
+    for line in ledger.read_text().splitlines():
+        process, what, body = line.split()
+        if what == "begins":
+            begun[body].append(int(process))
+    assert len(begun) == MESSAGES, "a message is lost"
+    repeats = sum(len(processes) - 1 for processes in begun.values())
+    # A member that dies, and the one that comes, let the others hand over queues whose messages they have in work.
+    assert repeats <= KILLS * THREADS * MEMBERS, repeats
