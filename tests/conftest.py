@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -24,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, is_hypothesis_test, settings, strategies
 
 from librmq.clock import ManualClock
-from tests import budget
+from tests import budget, lock_order
 from tests.log_levels import reset_levels
 from tests.over_tcp import reason_of
 from tests.reference import (
@@ -67,7 +68,11 @@ def in_ci() -> bool:
     return os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 
+lock_order.install()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ[lock_order.FAULTS] = tempfile.mkstemp(prefix="librmq-locks-")[1]
     os.environ.pop("COLUMNS", None)  # pytest-xdist gives its processes the width of its terminal
     quick = "not slow" in config.option.markexpr
     budget.run = budget.Run(quick, in_ci())
@@ -92,6 +97,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.fixture(autouse=True)
+def _locks_are_in_order() -> Iterator[None]:
+    """Fail a test in which locks were taken in another order than that of the list."""
+    lock_order.begin()
+    yield
+    faults = lock_order.faults()
+    assert not faults, faults
 
 
 @pytest.fixture(autouse=True)

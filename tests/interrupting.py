@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import librmq
+from tests.lock_order import begin, elsewhere
 
 __all__ = ["at_each_call", "interrupted_at_call", "killed_at_line"]
 
@@ -45,7 +46,8 @@ def at_each_call(
                 left -= 1
                 if left < 0 and not came:
                     came = True
-                    signal.raise_signal(number)
+                    with elsewhere():  # a handler may take what it has interrupted, or is refused
+                        signal.raise_signal(number)
 
         before = sys.getprofile()
         sys.setprofile(look)
@@ -55,6 +57,7 @@ def at_each_call(
             assert came
         finally:
             sys.setprofile(before)
+            begin()
         yield came
         if not came:
             return

@@ -50,6 +50,9 @@ class Holding(ManualRunner):
     def __init__(self) -> None:
         super().__init__(Moving())
 
+    def _take_turns(self, until_ms: int) -> None:
+        self._take_picked_turns(until_ms)
+
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         return next((turn for turn in options if not self.held or self.held not in turn.label), None)
 

@@ -27,6 +27,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from librmq.txn import TransactionConfig
 from tests.broker.parties import HOST, Listening, opened, pull, send
+from tests.lock_order import elsewhere
 
 COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
 
@@ -245,7 +246,8 @@ def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
 
     def taken(*arguments: Any, **fields: Any) -> Any:
         result = again(*arguments, **fields)
-        expired(broker)
+        with elsewhere():
+            expired(broker)
         return result
 
     broker.store.copies.append_again = taken  # type: ignore[method-assign]
