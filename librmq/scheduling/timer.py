@@ -44,7 +44,7 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, WaitingMessage, timer_entries, unit_damage
 
 _log = EventLog("librmq.timer")
 
@@ -144,26 +144,56 @@ class Timers:
         return time_ms - time_ms % self._precision_ms
 
     def _recover(self) -> None:
-        """Continue from the checkpoint, or from the beginning if it cannot belong to this log."""
-        slots = self._slots
-        position = slots.end_of_units_below(self._store.log.end, self._progress.checkpoint.log_position)
-        if not slots.recover(position, self._progress.read_ms):
-            _log.error("the timer's checkpoint and log do not belong together: all timers are delivered again")
-            self._progress.queue_offset, self._progress.read_ms = 0, self._write_ms
-            slots.recover(0, self._progress.read_ms)
-        elif slots.was_cut and slots.last_unit is not None:
+        """Continue from the checkpoint, or from the beginning if it or the units can't belong to this log."""
+        slots, progress = self._slots, self._progress
+        position = slots.log.end_below(self._store.log.end, progress.checkpoint.log_position)
+        fits = slots.recover(position, progress.read_ms)
+        if fits and slots.was_cut and slots.last_unit is not None:
             # After a crash 5.3.3's queue offset can be ahead of the flushed timer log.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == SystemTopic.TIMER:
-                self._progress.queue_offset = min(self._progress.queue_offset, message.queue_offset + 1)
+                progress.queue_offset = min(progress.queue_offset, message.queue_offset + 1)
         _, end = self._store.queue_range(SystemTopic.TIMER, _QUEUE)
-        if self._progress.queue_offset > end:  # A crash took messages, and the next ones get their queue offsets.
+        if progress.queue_offset > end:  # A crash took messages, and the next ones get their queue offsets.
             _log.warning(
                 "the timer's queue offset was %(old)d, beyond the queue's end: set to %(queue_offset)d",
-                old=self._progress.queue_offset,
+                old=progress.queue_offset,
                 queue_offset=end,
             )
-            self._progress.queue_offset = end
+            progress.queue_offset = end
+        damage: object = self._damage(position) if fits else "units do not fit into the wheel"
+        if damage is not None:
+            _log.error(
+                "the timer's checkpoint and log do not belong together, so all that waits gets a new place: %(damage)s",
+                damage=damage,
+            )
+            progress.queue_offset, progress.read_ms = 0, self._write_ms
+            slots.recover(0, progress.read_ms)
+
+    def _damage(self, position: int) -> CorruptionError | None:
+        """Return what is wrong with the units before a position, or with the checkpoint, as their messages say.
+
+        While the wheel agrees with the log, a unit is known to be in its slot, and its message need not be read.
+        """
+        slots, progress, queue = self._slots, self._progress, self._store.queue(SystemTopic.TIMER, _QUEUE)
+        last = self._store.log.last_write
+        stored_ms = None if last is None else self._store.log.store_timestamp_ms(last)
+        if stored_ms is not None and stored_ms < progress.read_ms and slots.has_between(stored_ms, progress.read_ms):
+            # Each delivery is a record, so nothing that was due after the last one has been delivered.
+            progress.read_ms = self._floor(stored_ms)
+            slots.recover(position, progress.read_ms)
+        if queue is None:
+            return None
+        try:
+            entries = timer_entries(queue, progress.queue_offset, self._store.log.begin)
+        except CorruptionError:
+            return None  # putting messages into slots meets the damage, and says it
+        begin, read_ms = self._store.log.begin, progress.read_ms
+        return unit_damage(slots.log, position, read_ms, entries, begin, self._waiting_message, of_each=slots.disagreed)
+
+    def _waiting_message(self, physical_offset: int, size: int) -> WaitingMessage | None:
+        message = self._message(physical_offset, size)
+        return None if message is None else WaitingMessage.of(message)
 
     # ------------------------------------------------------------------------------------------------------ putting
 

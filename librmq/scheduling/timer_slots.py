@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from librmq.files import Files
+from librmq.errors import CorruptionError
+from librmq.files import Files, file_size
 from librmq.java.lang import java_long, string_hash
 from librmq.message import StoredMessage
 from librmq.message.delays import delete_key
@@ -27,7 +28,16 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import Slot, TimerCheckpoint, TimerLog, TimerWheel, Unit
+from librmq.store.format.timerfiles import (
+    Slot,
+    TimerCheckpoint,
+    TimerLog,
+    TimerWheel,
+    Unit,
+    WaitingMessage,
+    timer_entries,
+    unit_damage,
+)
 
 _log = EventLog("librmq.timer")
 
@@ -43,6 +53,8 @@ class TimerSlots:
     """Whether `recover` has cut units after the given position, which a killed process left."""
     last_unit: Unit | None
     """The last unit that `recover` has kept, None if there is none."""
+    disagreed: bool
+    """Whether the wheel knew other units before the end of the log than `recover` has found there."""
 
     def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
         """Open the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `add_unit` writes."""
@@ -52,6 +64,7 @@ class TimerSlots:
         self._precision_ms = precision_ms
         self.was_cut = False
         self.last_unit = None
+        self.disagreed = False
         self.log = TimerLog(store, log_file_size, files=files)
         self._wheel = TimerWheel.open(store, slots, files=files)
 
@@ -64,17 +77,6 @@ class TimerSlots:
     def has_wheel(self) -> bool:
         """Return whether the wheel exists; the first message makes it."""
         return self._wheel is not None
-
-    def end_of_units_below(self, physical_offset: int, log_position: int) -> int:
-        """Return the position, at most ``log_position``, up to which units point below a physical offset.
-
-        Later units point at messages that a crash lost; other messages take their place over time.
-        """
-        for position, block in self.log.blocks(log_position):
-            beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)
-            if len(beyond):
-                return position + int(beyond[0]) * TimerLog.UNIT_SIZE
-        return log_position
 
     def recover(self, log_position: int, begin_ms: int) -> bool:
         """Cut the log at ``log_position``, and make the wheel agree with it from the slot of ``begin_ms`` on.
@@ -93,12 +95,17 @@ class TimerSlots:
                 self._delete_wrong_snapshots()
                 return True
             wheel = self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
+            self.disagreed = True
         times = wheel.times()
         for time in times[times >= begin].tolist():
             if time not in slots:
+                before = wheel.slot(time)
+                self.disagreed |= before is None or before.last < self.log.end
                 wheel.clear(time)
         for time, slot in slots.items():
-            if wheel.slot(time) != slot:
+            before = wheel.slot(time)
+            if before != slot:
+                self.disagreed |= before is None or before.last < self.log.end
                 wheel.put(slot)
             self._waiting[time % self._slots] = True
         self._delete_wrong_snapshots()
@@ -151,6 +158,15 @@ class TimerSlots:
         sound = (written >= 0) & (written < 1 << 62) & (delays >= 0) & (delays < self._slots * self._precision_ms)
         times = np.where(sound, written, 0) // self._precision_ms + np.where(sound, delays // self._precision_ms, 0)
         return times, sound
+
+    def has_between(self, begin_ms: int, end_ms: int) -> bool:
+        """Return whether a unit is for a time from ``begin_ms`` on and before ``end_ms``."""
+        begin, end = begin_ms // self._precision_ms, end_ms // self._precision_ms
+        for _, block in self.log.blocks(self.log.end):
+            times, sound = self._times(block)
+            if (sound & (times >= begin) & (times < end)).any():
+                return True
+        return False
 
     def waiting_below(self, physical_offset: int, begin_ms: int) -> set[int]:
         """Return the physical offsets below a limit in units from the slot of ``begin_ms`` on."""
@@ -352,13 +368,33 @@ def _due_ms(message: StoredMessage) -> int:
 
 def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iterator[tuple[int, StoredMessage]]:
     checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
+    if file_size(store.files, path := TimerCheckpoint.path_in(store.path)) == 0:
+        raise CorruptionError(path, 0, "size", f"expected {TimerCheckpoint.FILE_SIZE} bytes, found 0")
     size = TimerLog.file_size_in(store.path, store.files)
     if size:
         log = TimerLog(store.path, size, files=store.files, writable=False)
+        queue = store.queue(SystemTopic.TIMER, 0)
+        if queue is not None:
+            begin = store.log.begin
+            damage = unit_damage(
+                log,
+                log.end_below(store.log.end, checkpoint.log_position),
+                checkpoint.read_time_ms,
+                timer_entries(queue, checkpoint.queue_offset, begin),
+                begin,
+                partial(_waiting_message, store),
+            )
+            if damage is not None:
+                raise damage
         yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
     for message in store.messages(SystemTopic.TIMER, 0, checkpoint.queue_offset):
         if PropertyName.TIMER_DELETE_KEY not in message.properties:
             yield _due_ms(message), message
+
+
+def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> WaitingMessage | None:
+    raw = store.log.read(physical_offset, size)
+    return None if raw is None else WaitingMessage.of(StoredMessage(raw))
 
 
 def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:

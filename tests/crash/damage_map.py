@@ -275,8 +275,11 @@ COMMANDS: Final = {
 READERS: Final = (*CLIENTS, *BROKER, *COMMANDS, "columns")
 
 
-def silent(whole: Look, look: Look) -> list[str]:
-    """Return the readers that answer otherwise than to the whole store and say nothing of it, also `verify`."""
+def silent(whole: Look, look: Look, *, closed: bool) -> list[str]:
+    """Return the readers that answer otherwise than to the whole store and say nothing of it, also `verify`.
+
+    In a store that was killed, `verify` may call sound what the next opening makes good.
+    """
     wrong = [name for name in READERS if look.seen[name].answer != whole.seen[name].answer]
     passed = [
         name
@@ -284,7 +287,8 @@ def silent(whole: Look, look: Look) -> list[str]:
         if look.seen[name].said == whole.seen[name].said
         and not (name in (*CLIENTS, *BROKER) and look.warned - whole.warned)
     ]
-    return [*passed, *["verify"] * (look.verdict == whole.verdict and (look.is_refused or bool(wrong)))]
+    lasting = [name for name in wrong if closed or name in (*CLIENTS, *BROKER)]
+    return [*passed, *["verify"] * (look.verdict == whole.verdict and (look.is_refused or bool(lasting)))]
 
 
 def look(found: Contents, now_ms: int, folder: Path) -> Look:

@@ -16,7 +16,7 @@ WITHOUT_CHECK = {
     "log: born_host", "log: born_timestamp", "log: flag", "log: prepared_offset", "log: properties",
     "log: reconsume_times", "log: store_host", "log: store_timestamp", "log: sys_flag",
     "queue: tags_code", "index: slots and entries", "config/consumerOffset.json", "config/subscriptionGroup.json",
-    "config/topics.json", "config/delayOffset.json",
+    "config/topics.json", "config/delayOffset.json", "timercheck: read time",
 }  # fmt: skip
 """Places of which RocketMQ's formats keep nothing to compare with: docs/guarantees.md has their kinds."""
 
@@ -27,12 +27,7 @@ STILL_SILENT = {
     "SCHEDULE_TOPIC_XXXX: physical_offset", "SCHEDULE_TOPIC_XXXX: size", "SCHEDULE_TOPIC_XXXX: tags_code",
     "RMQ_SYS_TRANS_HALF_TOPIC: physical_offset", "RMQ_SYS_TRANS_HALF_TOPIC: size",
     "RMQ_SYS_TRANS_OP_HALF_TOPIC: physical_offset", "RMQ_SYS_TRANS_OP_HALF_TOPIC: size",
-    "rmq_sys_wheel_timer: physical_offset", "rmq_sys_wheel_timer: size",
-    "timer log: delay_ms", "timer log: magic", "timer log: message_size", "timer log: physical_offset",
-    "timer log: previous", "timer log: reserved", "timer log: size", "timer log: topic_hash",
-    "timer log: write_time_ms", "timerlog: length", "timerwheel: length",
-    "timercheck: log position", "timercheck: queue offset", "timercheck: read time", "timercheck: the rest",
-    "config: length",
+    "rmq_sys_wheel_timer: physical_offset", "rmq_sys_wheel_timer: size", "librmq/groups/0000",
 }  # fmt: skip
 """Places of which a check could see the damage, and none does yet."""
 
@@ -58,7 +53,7 @@ def check(closed: bool, seed: object, folder: Path) -> None:
     foreign = {name: seen.said for name, seen in after.seen.items() if seen.is_foreign}
     excused = changed <= WITHOUT_CHECK or bool(changed & STILL_SILENT)
     assert not foreign or excused, (where, foreign)
-    assert not (passed := silent(before, after)) or excused, (where, passed)
+    assert not (passed := silent(before, after, closed=closed)) or excused, (where, passed)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])

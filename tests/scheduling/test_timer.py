@@ -17,8 +17,9 @@ from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
+from librmq.store.recovery._verify import verify
 from tests.bytime import TINY, Wheel
-from tests.stores import ROOT, START_MS, contents, died
+from tests.stores import ROOT, SMALL, START_MS, contents, died
 
 # --- delivery times
 
@@ -445,6 +446,35 @@ def test_chains_that_lead_nowhere_terminate(caplog: pytest.LogCaptureFixture) ->
     wheel.pass_to(10_000)
     assert len(wheel.delivered()) == 2
     assert "which is not before it" in caplog.text
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("number", [0, 2, 5], ids=["delivered long ago", "the last delivered", "waiting"])
+@pytest.mark.parametrize(
+    ("at", "bit"),
+    [(0, 20), (4, 9), (12, 1), (12, 2), (16, 20), (24, 15), (28, 2), (28, 40), (36, 3)],
+    ids=["size", "previous", "magic", "deletes", "time", "delay", "place", "far place", "message size"],
+)
+def test_a_changed_bit_of_a_unit_delays_no_message(at: int, bit: int, number: int, closed: bool) -> None:
+    """Each unit has a message in the timer's topic: count, place and time show what is wrong."""
+    wheel = Wheel()
+    for second in (1, 2, 3, 10, 20, 20, 30):
+        wheel.put(b"%d" % second, key=f"U{second}", TIMER_DELAY_SEC=second)
+    wheel.pass_to(5000)
+    wheel.save()
+    if closed:
+        wheel.store.close()
+    files = died(wheel.files)
+    size = 8 if at in (4, 16, 28) else 4
+    place, buffer = 52 * number + at, files.open(f"{ROOT}/timerlog/{0:020d}", writable=True).buffer
+    value = int.from_bytes(buffer[place : place + size]) ^ 1 << bit
+    buffer[place : place + size] = value.to_bytes(size)
+    if closed and (number == 5 or at in (0, 28, 36)):
+        assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["unit"]
+    again = Wheel(files=files, at_ms=START_MS + 5000)
+    again.pass_to(60_000)
+    delivered = [(int(body), at_ms // 1000) for body, at_ms in again.delivered()]
+    assert sorted(delivered) == [(second, second) for second in (1, 2, 3, 10, 20, 20, 30)]
 
 
 def test_a_file_of_the_timer_log_goes_with_its_messages() -> None:

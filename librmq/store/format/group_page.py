@@ -289,19 +289,22 @@ class GroupPage:
         """
         path = os.path.join(store, _SAVED)
         if copied:
-            files.write(path, _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, zlib.crc32(copied)) + copied)
+            header = _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, 0)
+            files.write(
+                path, _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, zlib.crc32(copied, zlib.crc32(header))) + copied
+            )
         elif file_size(files, path) is not None:
             files.delete(path)
 
     @classmethod
     def saved(cls, files: Files, store: str, table: Callable[[], int]) -> GroupPage | None:
         """Return the copy that was saved last, to read; None without one that fits the folder and the table."""
-        data = read_replaced(files, os.path.join(store, _SAVED)) or b""
-        if len(data) <= _SAVED_HEADER.size + _HEADER_CELLS * _CELL * 8:
+        try:
+            digests, copied = cls._checked(files, store)
+        except CorruptionError as error:
+            _log.warning("messages in flight are delivered again: %(error)s", error=error)
             return None
-        magic, *digests, checksum = _SAVED_HEADER.unpack_from(data)
-        copied = data[_SAVED_HEADER.size :]
-        if magic != _SAVED_MAGIC or checksum != zlib.crc32(copied) or table() not in digests:
+        if not copied or table() not in digests:
             return None
         page = cls(files, store, writable=False)
         for begin in range(0, len(copied), _SEGMENT_SIZE):
@@ -317,6 +320,33 @@ class GroupPage:
             _log.warning("messages in flight are delivered again: %(error)s", error=error)
             return None
         return page
+
+    @staticmethod
+    def _checked(files: Files, store: str) -> tuple[tuple[int, int], bytes]:
+        """Return what `save` has written: two digests and a copy, which is empty if it has not.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        path = os.path.join(store, _SAVED)
+        data = read_replaced(files, path)
+        if not data:
+            return (0, 0), b""
+        if len(data) > _SAVED_HEADER.size + _HEADER_CELLS * _CELL * 8:
+            magic, *digests, checksum = _SAVED_HEADER.unpack_from(data)
+            header, copied = _SAVED_HEADER.pack(magic, *digests, 0), data[_SAVED_HEADER.size :]
+            if magic == _SAVED_MAGIC and checksum == zlib.crc32(copied, zlib.crc32(header)):
+                return (digests[0], digests[1]), copied
+        raise CorruptionError(path, 0, "checksum", "no copy of a page of groups of this version: delete the file")
+
+    @classmethod
+    def damage(cls, files: Files, store: str) -> CorruptionError | None:
+        """Return what is wrong with what `save` has written; None if nothing is."""
+        try:
+            cls._checked(files, store)
+        except CorruptionError as error:
+            return error
+        return None
 
     @staticmethod
     def delete(files: Files, store: str) -> None:

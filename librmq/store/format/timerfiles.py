@@ -32,17 +32,22 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import entry_dtype
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import DiskFiles, File, Files, file_size
 from librmq.files.interface import make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.java.lang import java_long
+from librmq.message import StoredMessage
+from librmq.message.properties import PropertyName
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
 BLANK_MAGIC: Final = -875286124
@@ -416,6 +421,27 @@ class TimerLog:
                     break
                 at += count * TimerLog.UNIT_SIZE
 
+    def end_below(self, physical_offset: int, end: int) -> int:
+        """Return the position, at most ``end``, up to which units point below a physical offset.
+
+        Later units point at messages that a crash lost; other messages take their place over time.
+        """
+        for position, block in self.blocks(end):
+            beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)
+            if len(beyond):
+                return position + int(beyond[0]) * TimerLog.UNIT_SIZE
+        return end
+
+    def position_after(self, position: int) -> int:
+        """Return the position of the unit that follows one, which can be in the next file."""
+        position += TimerLog.UNIT_SIZE
+        room = self._files.file_size - position % self._files.file_size
+        return position if TimerLog.UNIT_SIZE + _BLANK.size <= room else position + room
+
+    def path_at(self, position: int) -> str:
+        """Return the path of the file that has a position."""
+        return self._files.path_at(position)
+
     def trim(self, physical_offset: int) -> None:
         """Delete the files, except the last, whose units all name messages below a physical offset.
 
@@ -433,6 +459,103 @@ class TimerLog:
     def flush(self) -> None:
         """Flush all units to the device."""
         self._files.flush()
+
+
+class WaitingMessage(NamedTuple):
+    """What a message in the timer's topic says of its unit."""
+
+    due_ms: int
+    """The time of its slot, unless it is too far away for one."""
+    deletes: bool
+    """Whether it deletes another."""
+
+    @classmethod
+    def of(cls, message: StoredMessage) -> Self | None:
+        """Return what a message says; None if it names no time."""
+        due_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, ""))
+        return None if due_ms is None else cls(due_ms, PropertyName.TIMER_DELETE_KEY in message.properties)
+
+
+def timer_entries(queue: ConsumeQueue, end: int, log_begin: int) -> npt.NDArray[Any]:
+    """Return the entries of the timer's topic before a queue offset whose messages the log still has.
+
+    Raises:
+        CorruptionError: An entry is damaged.
+    """
+    blocks = [block for _, block in queue.blocks(end=end)]
+    entries = np.concatenate(blocks) if blocks else np.empty(0, entry_dtype())
+    kept: npt.NDArray[Any] = entries[(entries["physical_offset"] >= log_begin) & (entries["size"] != HOLE_SIZE)]
+    return kept
+
+
+def unit_damage(
+    log: TimerLog,
+    end: int,
+    read_ms: int,
+    entries: npt.NDArray[Any],
+    log_begin: int,
+    message_of: Callable[[int, int], WaitingMessage | None],
+    *,
+    of_each: bool = True,
+    may_lack: bool = False,
+) -> CorruptionError | None:
+    """Compare the units below a position of the timer log with the messages in the timer's topic; None if all agree.
+
+    ``entries`` are those of the messages that have been put into slots and that the store's log, which begins at
+    ``log_begin``, still has; ``message_of(place, size)`` returns what one says. Each unit belongs to a message, units
+    of a slot are chained, and unless some ``may_lack``, each message that is due from ``read_ms`` on has a unit. What a
+    unit says is compared ``of_each``; else messages are read only where they have no unit.
+    """
+    places, sizes = entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64)
+    expected = log.begin
+    units: list[tuple[int, npt.NDArray[Any]]] = []
+    for position, block in log.blocks(end):
+        if position != expected:
+            break
+        wanted = block["physical_offset"].astype(np.int64)
+        agrees = wanted < log_begin
+        if len(places):
+            at = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
+            agrees |= (places[at] == wanted) & (sizes[at] == block["message_size"])
+        if not agrees.all():
+            position += int(agrees.argmin()) * TimerLog.UNIT_SIZE
+            return _unit_damage(log, position, "no message of the timer's topic has its place and size")
+        units.append((position, block))
+        expected = log.position_after(position + (len(block) - 1) * TimerLog.UNIT_SIZE)
+    if expected < end:
+        return _unit_damage(log, expected, "expected a unit")
+    rows = np.concatenate([block for _, block in units]) if units else np.empty(0, UNIT_DTYPE)
+    ats = np.array([at + TimerLog.UNIT_SIZE * number for at, block in units for number in range(len(block))], np.int64)
+    times = rows["write_time_ms"].astype(np.int64) + rows["delay_ms"]
+    waits = np.flatnonzero(times >= read_ms)
+    waits = waits[np.lexsort((ats[waits], times[waits]))]
+    previous = rows["previous"].astype(np.int64)[waits]
+    is_chained = previous < log.begin
+    is_chained[1:] |= (times[waits][1:] == times[waits][:-1]) & (previous[1:] == ats[waits][:-1])
+    if not is_chained.all():
+        return _unit_damage(
+            log, int(ats[waits[is_chained.argmin()]]), "it does not point at the one before in its slot"
+        )
+    precision_ms = int(np.gcd.reduce(times)) or 1
+    have_units = np.isin(places, rows["physical_offset"])
+    for place, size in [] if may_lack else entries[["physical_offset", "size"]][~have_units]:
+        message = message_of(int(place), int(size))
+        if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
+            return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
+    for at, time_ms, row in zip(ats.tolist(), times.tolist(), rows, strict=True) if of_each else ():
+        unit = Unit._make(row.item())
+        message = message_of(unit.physical_offset, unit.message_size) if unit.physical_offset >= log_begin else None
+        if message is None or max(message.due_ms, time_ms) < read_ms:
+            continue
+        early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)
+        is_its_time = early_ms > 0 if unit.magic & TimerLog.ROLL else 0 <= early_ms < precision_ms
+        if not is_its_time or deletes != message.deletes:
+            return _unit_damage(log, at, f"it is not what the message at {unit.physical_offset} says")
+    return None
+
+
+def _unit_damage(log: TimerLog, position: int, what: str) -> CorruptionError:
+    return CorruptionError(log.path_at(position), position, "unit", f"timer log: {what}")
 
 
 @dataclass(slots=True)

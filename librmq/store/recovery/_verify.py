@@ -10,8 +10,10 @@ the entries that point at the record.
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -27,6 +29,7 @@ from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import inner_messages, is_batch
+from librmq.message.topics import SystemTopic
 from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
@@ -37,8 +40,17 @@ from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort
-from librmq.store.format.documents import damaged_documents
+from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
+from librmq.store.format.group_page import GroupPage
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
+from librmq.store.format.timerfiles import (
+    TimerCheckpoint,
+    TimerLog,
+    TimerWheel,
+    WaitingMessage,
+    timer_entries,
+    unit_damage,
+)
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery.missing_files import lacking_queues
 
@@ -109,7 +121,9 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append("there is an abort marker: the store was not closed")
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
-    damage += (Damage(error.file, error.offset, error.kind, error.what) for error in damaged_documents(path, files))
+    for error in (*damaged_documents(path, files), GroupPage.damage(files, path)):
+        if error is not None:
+            damage.append(Damage(error.file, error.offset, error.kind, error.what))
     notes += tables.replaced()
     notes += tables.topic_notes()
     if writer is not None:
@@ -191,6 +205,9 @@ class _StoreCheck:
         index = self._part(self._part_files.open_index)
         if queues is not None:
             self._derived(log, queues, index)
+            timers = self._part(lambda: _timer_damage(self._path, self._files, log, queues, is_closed=self._closed))
+            if timers is not None:
+                self._add_damage(timers)
         if index is not None:
             index.release()
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
@@ -297,6 +314,54 @@ class _StoreCheck:
             if timestamp_ms > last_timestamp_ms:
                 what = f"expected at most {last_timestamp_ms}, the store time of the last record, found {timestamp_ms}"
                 self._damages.append(Damage(path, 8 * place, "checkpoint", what, 8))
+
+
+# ---- the timer
+
+
+def _timer_damage(
+    path: str, files: Files, log: CommitLog, queues: dict[QueueName, ConsumeQueue], *, is_closed: bool
+) -> CorruptionError | None:
+    """Return what is wrong with the files of a timer; None if they agree with the messages that wait.
+
+    The last units of a store that was not closed can lack, and the next opening makes them again.
+
+    Raises:
+        CorruptionError: A file has another length.
+    """
+    named = None
+    with suppress(CorruptionError):  # which is found for itself
+        document = read_document(os.path.join(path, SETTINGS_FILE), files, {"broker": (dict,)})
+        named = document and document["broker"].get("timers")
+    named = named if isinstance(named, dict) else {}
+    size = named.get("timer_log_file_size") or TimerLog.file_size_in(path, files)
+    for wheel in TimerWheel.files_in(path, files):
+        if wheel.damage is not None:
+            return wheel.damage
+    wheel_size = TimerWheel.size_in(path, files)
+    expected = 2 * named.get("slots_total", 0) * TimerWheel.SLOT_SIZE
+    if wheel_size and expected and wheel_size != expected:
+        what = f"expected {expected} bytes, found {wheel_size}"
+        return CorruptionError(TimerWheel.path_in(path), min(wheel_size, expected), "size", what)
+    checkpoint = TimerCheckpoint.read(path, files)
+    if is_closed and checkpoint is None and file_size(files, TimerCheckpoint.path_in(path)) == 0:
+        return CorruptionError(TimerCheckpoint.path_in(path), 0, "size", "expected 4096 bytes, found 0")
+    queue = queues.get((SystemTopic.TIMER, 0))
+    if checkpoint is None or queue is None or not size:
+        return None
+
+    def message_of(physical_offset: int, size: int) -> WaitingMessage | None:
+        raw = log.read(physical_offset, size)
+        return None if raw is None else WaitingMessage.of(StoredMessage(raw))
+
+    units, end = (
+        TimerLog(path, size, files=files, writable=False),
+        checkpoint.queue_offset if is_closed else sys.maxsize,
+    )
+    return unit_damage(
+        units, units.end_below(log.end, checkpoint.log_position), checkpoint.read_time_ms,
+        timer_entries(queue, end, log.begin), log.begin, message_of, may_lack=not is_closed,
+    )  # fmt: skip
 
 
 # ---- queues in RocksDB
