@@ -149,7 +149,10 @@ class _Site:
             content = self._page_or_saved(page, query)
             content.refresh_s = max(content.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
             if place.has_much_progress and query.at_ms is None:
-                content.notes = [*content.notes, "Progress of groups is that of its last save, some seconds ago."]
+                content.notes = [
+                    *content.notes,
+                    "Progress of groups is read in the folder, because there is much of it.",
+                ]
             try:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log
