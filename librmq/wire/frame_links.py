@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
+from librmq.override import override
 from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime import Runner, Step
 from librmq.wire.remote._administration import ANSWERS
@@ -89,10 +90,12 @@ class _TurnChannel(Channel):
         self.arrive: Callable[[bytes], None] = lambda raw: None
         self.end: Callable[[], None] = lambda: None
 
+    @override
     def write(self, data: bytes | bytearray) -> None:
         if self.is_open:
             self.arrive(self._cable.carry(self._cable.server, self._cable.client, data))
 
+    @override
     def run_later(self, task: Callable[[], None]) -> None:
         self._pending.append(task)
 
@@ -109,6 +112,7 @@ class _TurnChannel(Channel):
         while self._pending and self.is_open:
             self._pending.pop(0)()
 
+    @override
     def close(self) -> None:
         if self.is_open:
             self.is_open = False

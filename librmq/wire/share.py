@@ -49,6 +49,7 @@ from librmq.files.interface import SystemCall
 from librmq.files.regular import user_name
 from librmq.message import StoredMessage
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
     Endpoint,
@@ -213,10 +214,12 @@ class SharedBroker(AdministeredRoute):
         """Whether this process owns the store."""
         return isinstance(self.link, StoreOwner)
 
+    @override
     def __repr__(self) -> str:
         state = "closed" if self._closing.is_set() else f"owner: {self.owner}"
         return f"<SharedBroker {self._name!r} in {self.path!r}, {state}>"
 
+    @override
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled: call librmq.share({self.path!r}) in the other process")
 
@@ -534,6 +537,7 @@ class SharedBroker(AdministeredRoute):
             return BrokerUnreachableError(f"{self.path}: this share was closed; make another by librmq.share")
         return BrokerUnreachableError(f"{self.path}: no process has taken the store over yet: {self._error}")
 
+    @override
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise self._absence()
@@ -553,6 +557,7 @@ class SharedBroker(AdministeredRoute):
                 if not self._is_lost(link, begin_s + self._settings.timeout_s - SystemClock().monotonic()):
                     raise link.explained(error) from error
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic; empty if there is none.
 
@@ -564,6 +569,7 @@ class SharedBroker(AdministeredRoute):
             return self._topics.get(topic, ())
         return self._ask(lambda route: route.topic_route(topic))
 
+    @override
     def known_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return what is known of a topic's queues, without waiting, so also under the runner's lock."""
         link = self.link
@@ -572,14 +578,17 @@ class SharedBroker(AdministeredRoute):
         return link.route.known_route(topic) if isinstance(link, StorePeer) else link.route.topic_route(topic)
 
     @property
+    @override
     def is_remote(self) -> bool:
         """True: `topic_route` asks the owner."""
         return True
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the broker's name until the share is closed."""
         return () if self._closing.is_set() else (self._name,)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the owner, or what waits for the next one.
 
@@ -598,6 +607,7 @@ class SharedBroker(AdministeredRoute):
             return link.endpoint_of(broker_name)
         return link.endpoint_of(broker_name, partial(self._call_owner, link), self._callers)
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, when topics change, and when the store has another owner.
 
@@ -612,6 +622,7 @@ class SharedBroker(AdministeredRoute):
 
     # ---- administration, where the store is at hand
 
+    @override
     def _messages(self, topic: str) -> Iterator[StoredMessage]:
         self._check_open()  # it may have been closed since the call
         link = self.link
@@ -649,6 +660,7 @@ class SharedBroker(AdministeredRoute):
             link.appends.after_fork()
         self.runner.restart_after_fork()
 
+    @override
     def close(self) -> None:
         """Leave the store; the owner hands it over to another process. Shut producers and consumers down first.
 

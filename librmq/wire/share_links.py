@@ -22,6 +22,7 @@ from librmq.files import DiskFiles, FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.message import Message
 from librmq.message.ids import Host, format_host, parse_host
+from librmq.override import override
 from librmq.protocol import (
     Endpoint,
     GroupPage,
@@ -83,6 +84,7 @@ class SharedEndpoint(Endpoint):
     def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
         self.ask: Callable[[Request[Any]], Any] = call
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the owner."""
         answer: R = self.ask(request)
@@ -101,6 +103,7 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
         super().__init__(call)
         self._appends, self._callers, self._page = appends, callers, page
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the owner; find the place that it names on the page, which this process maps too."""
         answer = super().call(request)
@@ -108,6 +111,7 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
             answer = cast("R", self._page.at(answer, PlaceName(request.group, request.topic, request.queue_id)))
         return answer
 
+    @override
     def send(  # noqa: PLR0913 (what a client says of a message)
         self,
         group: str,
@@ -440,27 +444,33 @@ class OwnedStore(StoreRoute):
         self._path, self._opened, self._files = path, opened, files
 
     @cached_property
+    @override
     def tables(self) -> BrokerTables:
         """The tables that the owner has at the first use."""
         return self.remote.broker(self.name).tables(os.path.join(self._path, CONFIG))
 
     @cached_property
+    @override
     def store(self) -> MessageStore:
         """The store, opened for reading at the first use: commands that read open it by themselves."""
         return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the name of the owner's broker."""
         return (self.name,)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the owner; `NoRouteError` for an unknown name."""
         return self._acting.endpoint(broker_name)
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the owner, if it has ``topic``."""
         return self._acting.topic_route(topic)
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` when topics change; call the result to stop."""
         return self._acting.watch(changed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
@@ -12,11 +13,11 @@ import pytest
 
 import librmq
 from librmq.files import MemoryFiles
-from librmq.protocol import PullMessage, SendTogether, UpdateOffset
+from librmq.protocol import PullMessage, SendBack, SendTogether, UpdateOffset
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._bodies import write_body
-from librmq.wire.remoting._frames import answer_to
+from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
 from tests.wire.fake_servers import FakeServer
 
@@ -126,13 +127,46 @@ def test_a_sent_message_is_stored_as_by_a_local_producer(served: Served) -> None
     assert sent.message_id == found.unique_key
 
 
-def test_the_groups_of_a_topic_are_one_request() -> None:
-    groups = [f"group-{number:03}" for number in range(200)]
-    body = write_body({"groupList": groups})
-    with FakeServer(lambda frame: answer_to(frame, body=body)) as server, librmq.connect(server.address) as route:
+GROUPS = [f"group-{number:03}" for number in range(200)]
+
+
+def sent_back_twice(route: RemoteRoute) -> None:
+    for _ in range(2):
+        route.endpoint("fake").call(SendBack(GROUPS[0], 0, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "requests"),
+    [
+        (lambda route: route.groups_of("orders"), {RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: 1}),
+        (lambda route: route.groups(), {RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: 1}),
+        (  # "with a request for each consumer group"
+            lambda route: route.clients(),
+            {
+                RequestCode.GET_ALL_PRODUCER_INFO: 1,
+                RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: 1,
+                RequestCode.GET_CONSUMER_CONNECTION_LIST: len(GROUPS),
+            },
+        ),
+        (  # settings of groups "are asked for once a connection"
+            sent_back_twice,
+            {RequestCode.CONSUMER_SEND_MSG_BACK: 2, RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: 1},
+        ),
+    ],
+)
+def test_calls_make_as_many_requests_as_they_say(
+    call: Callable[[RemoteRoute], object], requests: dict[RequestCode, int]
+) -> None:
+    table = {group: {"retryMaxTimes": 16} for group in GROUPS}
+    body = write_body({"groupList": GROUPS, "subscriptionGroupTable": table})
+
+    def answer(frame: Frame) -> Frame:
+        return answer_to(frame, 206 if frame.code == RequestCode.GET_CONSUMER_CONNECTION_LIST else 0, body=body)
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
         before = len(server.asked)
-        assert route.groups_of("orders") == tuple(groups)
-        assert [frame.code for frame in server.asked[before:]] == [RequestCode.QUERY_TOPIC_CONSUME_BY_WHO]
+        call(route)
+        assert Counter(frame.code for frame in server.asked[before:]) == requests
 
 
 def test_async_sends_and_polls(served: Served) -> None:

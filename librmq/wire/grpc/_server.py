@@ -18,6 +18,7 @@ from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MissingExtraError, RmqError
 from librmq.message.ids import format_host
+from librmq.override import override
 from librmq.protocol import MAX_INVISIBLE_MS, Endpoint
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
@@ -318,6 +319,7 @@ class GrpcServer(Closing):
         """Return the ``lost_groups`` that are back: a client has received, or a simple one has sent a heartbeat."""
         return self._service.sessions.groups()
 
+    @override
     def close(self, timeout: float = 5, *, grace: float = _GRACE_S) -> bool:
         """Answer no more calls. Closing again does nothing.
 
@@ -347,6 +349,7 @@ class GrpcServer(Closing):
         self._server.stop(grace or None).wait()
         self._pool.shutdown(wait=True)
 
+    @override
     def __repr__(self) -> str:
         return f"<GrpcServer {self.address}{'' if self._is_open else ', closed'}>"
 

@@ -19,6 +19,7 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError
+from librmq.override import override
 from librmq.runtime.locks import Lock
 from librmq.wire.remote._connection import Connection, Requested, Transport
 from librmq.wire.remote._connections import Dial
@@ -46,6 +47,7 @@ class AccessKeys:
         self._secret = secret_key.encode()
         self._token = security_token
 
+    @override
     def __repr__(self) -> str:
         return f"AccessKeys({self.access_key!r})"
 

@@ -26,6 +26,7 @@ from librmq.errors import (
 from librmq.message import DelayLevels, Message
 from librmq.message.delays import NO_LEVELS, time_properties
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.protocol import (
     MEMBERSHIP,
     REPLICA_READS,
@@ -229,9 +230,11 @@ class RemoteBroker(Endpoint):
     def clock(self) -> Clock:
         return self._runner.clock
 
+    @override
     def __repr__(self) -> str:
         return f"<RemoteBroker {self.name} at {self.address}>"
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Answer a request by asking the broker. Only a `PullMessage` with ``notify`` does not wait for its answer.
 
@@ -682,6 +685,7 @@ class BrokerGroup:
         self._suggested: dict[tuple[str, int], int] = {}  # suggested offsets by topic and queue id
         self._committed: dict[tuple[str, str, int], int] = {}  # committed offsets by group, topic and queue id
 
+    @override
     def __repr__(self) -> str:
         return f"<BrokerGroup {self.name}: {self._members}>"
 

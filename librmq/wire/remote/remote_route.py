@@ -22,6 +22,7 @@ from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.message.ids import Host
+from librmq.override import override
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode, SendsLater, Watchers
 from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
 from librmq.runtime.event_log import EventLog
@@ -186,6 +187,7 @@ class _Link(SendsLater, Endpoint):
         self.group = group
         self._entry = group.entry
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker."""
         answer: R = self._entry(request)
@@ -295,6 +297,7 @@ class RemoteRoute(AdministeredRoute):
             runner.wake(self._polling, now_ms + self._poll_ms)
             runner.wake(self._beating, now_ms + BEAT_MS)
 
+    @override
     def __repr__(self) -> str:
         state = ", closed" if self._is_closed else ""
         return f"<RemoteRoute {';'.join(self.name_servers.addresses)}, brokers: {len(self._links)}{state}>"
@@ -302,15 +305,18 @@ class RemoteRoute(AdministeredRoute):
     # ---- route
 
     @property
+    @override
     def is_remote(self) -> bool:
         """True: `topic_route` asks a name server."""
         return True
 
     @property
+    @override
     def own_host(self) -> str | None:
         """This machine's address towards the cluster, with which the ids of clients begin."""
         return self._own_host
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does. An unknown topic is asked for.
 
@@ -332,6 +338,7 @@ class RemoteRoute(AdministeredRoute):
                 self._watchers.notify()
         return learnt.queues
 
+    @override
     def known_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return what is known of a topic's route, without waiting, so also under the runner's lock.
 
@@ -359,10 +366,12 @@ class RemoteRoute(AdministeredRoute):
             is_less |= self._topics.pop(first, None) is not None
         return is_less
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that the name servers know, sorted; none after `close`."""
         return () if self._is_closed else tuple(sorted(self._links))
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker of that name.
 
@@ -371,6 +380,7 @@ class RemoteRoute(AdministeredRoute):
         """
         return self._link(broker_name)
 
+    @override
     def address(self, broker_name: str) -> Host | None:
         """Return host and port of a broker; None if the name servers know of none."""
         link = self._links.get(broker_name)
@@ -394,6 +404,7 @@ class RemoteRoute(AdministeredRoute):
             raise NoRouteError(f"unknown broker {broker_name!r}; the name servers know {names}")
         return link
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers or topics change; call the result to stop.
 
@@ -407,12 +418,14 @@ class RemoteRoute(AdministeredRoute):
         if self._is_closed:
             raise BrokerUnreachableError("the route was closed; make a new one with librmq.connect")
 
+    @override
     def _check_open(self) -> None:
         self._refuse_if_closed()
         super()._check_open()
 
     # ---- administration
 
+    @override
     def delete_topic(self, topic: str) -> None:
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
         super().delete_topic(topic)
@@ -602,6 +615,7 @@ class RemoteRoute(AdministeredRoute):
 
     # ---- life
 
+    @override
     def close(self) -> None:
         """Close all connections. Shut producers and consumers down first. A repetition completes an interrupted one."""
         with self.runner.lock:

@@ -34,6 +34,7 @@ from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
+from librmq.override import override
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -727,12 +728,14 @@ class MessageFrame(Frame):
         self._fields: dict[str, str] | None = None
 
     @property
+    @override
     def fields(self) -> dict[str, str]:  # type: ignore[override]
         """The fields, which may be changed."""
         if self._fields is None:
             self._fields = to_fields(_send_header(self._send, self._properties), by_letters=True)
         return self._fields
 
+    @override
     def json_header(self) -> bytes:
         if self._fields is not None or self.flag:
             return Frame.json_header(self)
@@ -812,6 +815,7 @@ class SentFrame(Frame):
         self.response = response
 
     @property
+    @override
     def fields(self) -> dict[str, str]:  # type: ignore[override]
         """The fields that the usual answer has."""
         sent = self.response

@@ -23,6 +23,7 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.message.ids import Host, format_host
 from librmq.message.topics import TopicPrefix, is_system_topic
+from librmq.override import override
 from librmq.protocol import (
     LOCAL_HOST,
     PERM_WRITE,
@@ -555,6 +556,7 @@ class RemotingServer(Closing):
             channel.stream.end_reading()
         self._join_threads([channel.reader for channel in channels if channel.reader is not None], timeout)
 
+    @override
     def close(self, timeout: float = 5) -> bool:
         """Stop answering requests, and end all connections. A second call completes one that was interrupted.
 
@@ -593,6 +595,7 @@ class RemotingServer(Closing):
             thread.join(max(0.0, deadline - clock.monotonic()))
         return not any(thread.is_alive() for thread in others)
 
+    @override
     def __repr__(self) -> str:
         return f"<RemotingServer {self.address}{'' if self._is_open else ', closed'}>"
 
