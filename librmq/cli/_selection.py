@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageFilter, MessageStore
     from librmq.store.engine.store_parts import QueueName
 
+_MOST_OF_A_KEY: Final = 64
 
 # ---- times
 
@@ -276,7 +277,10 @@ class MessageQuery:
         users = (topic for topic in view.topics if kind_of_topic(topic) == "user")
         topics = users if self.topic is None else [self.topic]
         if self.key is not None:
-            found = chain.from_iterable(route.find_by_key(topic, self.key) for topic in topics)
+            by_topic = [route.find_by_key(topic, self.key) for topic in topics]
+            if max(map(len, by_topic), default=0) >= _MOST_OF_A_KEY:
+                complain(f"note: a broker returns the last {_MOST_OF_A_KEY} messages of a key: older ones are left out")
+            found = chain.from_iterable(by_topic)
             yield from filter(test, sorted(found, key=lambda message: message.store_timestamp_ms))
             return
         queues = [

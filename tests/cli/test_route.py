@@ -192,6 +192,16 @@ def test_a_running_group_learns_of_a_whole_topic_only(shell: Shell, served: Remo
         assert shell(*words, "--to", "end").status == 0
 
 
+def test_what_a_broker_leaves_out_is_said(shell: Shell, served: RemotingServer) -> None:
+    words = ("show", "--route", served.address, "--topic", "orders", "--key", "often")
+    for count, said in ((63, ""), (2, "older ones are left out")):
+        with connect(served.address) as route, Producer(route, "shop") as producer:
+            for _ in range(count):
+                producer.send("orders", b"again", keys="often")
+        answer = shell(*words)
+        assert (len(answer.rows), said in answer.said, bool(answer.said)) == (64 if said else 63, True, bool(said))
+
+
 @pytest.mark.slow
 def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> None:
     words = ("reset", "--route", served.address, "--to", "end")
