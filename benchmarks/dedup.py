@@ -2,8 +2,8 @@
 
 A message costs the guard a claim and a mark. A guarded message has a listener too, which does nothing. In
 `transactional` it costs a record beside its effect, an update here, in one transaction. A sender of the outbox claims a
-hundred rows by three statements, and marks each by one. The bare form runs the same statements or commands on a plain
-connection of the driver, with keys and parameters prepared.
+hundred rows by three statements, and marks them by one. The bare form runs the same statements or commands on a plain
+connection of the driver, with keys and parameters prepared. Round trips to a server are counted by a proxy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.frame import Bench, Case, Target, Timed, main, started_server
+from benchmarks.frame import Bench, Case, Part, Target, Timed, main, started_server
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.idempotence import Outbox, OutboxSender, transactional, upgrade_tables
 from librmq.idempotence._drivers import rendered
+from librmq.idempotence._transactional_tables import record_statements
 from librmq.idempotence.stores import DedupStatements, DedupStore, SqliteDedupStore
 from librmq.message.message import Message
 
@@ -162,7 +163,8 @@ class Consumed:
     connection: Any
     count: int
     insert: str
-    """The statement that writes a record, in the driver's style of parameters."""
+    """The statement that writes a record, in the driver's style of parameters; it returns a row on PostgreSQL."""
+    finish: str
 
 
 _EFFECT: Final = "UPDATE accounts SET balance = balance - 1 WHERE id = 7"
@@ -182,12 +184,24 @@ def consume(consumed: Consumed, _: Path) -> Timed:
 
 def consume_bare(consumed: Consumed, _: Path) -> Timed:
     """Run the same statements."""
-    connection = consumed.connection
-    rows = [(f":orders:billing::{message.unique_key}", UNTIL_MS) for message in _messages(consumed)]
+    connection, cursor, finish = consumed.connection, consumed.connection.cursor(), consumed.finish
+    rows = [
+        {
+            "key": f":orders:billing::{message.unique_key}",
+            "number": UNTIL_MS,
+            "name": "shop 1",
+            "expires_at_ms": UNTIL_MS,
+        }
+        for message in _messages(consumed)
+    ]
     yield
     for row in rows:
-        connection.execute(consumed.insert, row)
+        cursor.execute(consumed.insert, row)
+        if not finish:
+            cursor.fetchall()
         connection.execute(_EFFECT)
+        if finish:
+            cursor.execute(finish, row)
         connection.commit()
     yield consumed.count
 
@@ -207,13 +221,14 @@ class Delivery(Message):
         return self.properties["UNIQ_KEY"]
 
 
-def _consumed(connection: Any, count: int, mark: str) -> Consumed:
+def _consumed(connection: Any, count: int, dialect: str, style: str) -> Consumed:
     upgrade_tables(connection)
     connection.execute("CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER)")
     connection.execute("INSERT INTO accounts VALUES (7, 0)")
     connection.commit()
-    insert = f"INSERT INTO rmq_messages (dedup_key, expires_timestamp_ms) VALUES ({mark}, {mark})"
-    return Consumed(connection, count, insert)
+    statements = record_statements("rmq_messages", dialect)
+    finish = "" if dialect == "reported" else rendered(statements.finish, style)[0]
+    return Consumed(connection, count, rendered(statements.insert, style)[0], finish)
 
 
 def sqlite_file(bench: Bench) -> Iterator[Consumed]:
@@ -221,7 +236,7 @@ def sqlite_file(bench: Bench) -> Iterator[Consumed]:
     with bench.folder() as folder, closing(sqlite3.connect(folder / "shop.db")) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        yield _consumed(connection, bench.count(ON_FILES), "?")
+        yield _consumed(connection, bench.count(ON_FILES), "sqlite", "named")
 
 
 def postgresql(bench: Bench) -> Iterator[Consumed]:
@@ -232,7 +247,7 @@ def postgresql(bench: Bench) -> Iterator[Consumed]:
         started_server("PostgreSQL") as server,
         closing(_connect(psycopg, server.port)) as connection,
     ):
-        yield _consumed(connection, bench.count(ON_SERVERS), "%s")
+        yield _consumed(connection, bench.count(ON_SERVERS), "reported", "pyformat")
 
 
 @dataclass(frozen=True)
@@ -284,12 +299,12 @@ def send_bare(rows: Rows, _: Path) -> Timed:
         f"SELECT id, topic, properties, flag, body FROM {table} WHERE id = ANY(%s) AND owner = %s AND state = 0 "
         "ORDER BY id"
     )
-    mark = f"UPDATE {table} SET state = 1, due_timestamp_ms = %s WHERE id = %s AND state = 0 AND owner = %s"
+    mark = f"UPDATE {table} SET state = 1, due_timestamp_ms = %s WHERE id = ANY(%s) AND state = 0 AND owner = %s"
     yield
     while ids := [row[0] for row in cursor.execute(page, (UNTIL_MS,)).fetchall()]:
         cursor.execute(claim, (OWNER, UNTIL_MS, ids))
-        for row in cursor.execute(read, (ids, OWNER)).fetchall():
-            cursor.execute(mark, (UNTIL_MS, row[0], OWNER))
+        sent = [row[0] for row in cursor.execute(read, (ids, OWNER)).fetchall()]
+        cursor.execute(mark, (UNTIL_MS, sent, OWNER))
     yield rows.count
 
 
@@ -307,6 +322,63 @@ def outbox_on_postgresql(bench: Bench) -> Iterator[Rows]:
         engine.dispose()
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Connections through a proxy that counts round trips."""
+
+    connect: Callable[[], Any]
+    trips: Any
+
+
+def _behind_a_proxy(kind: str, connect: Callable[[int], Any]) -> Iterator[Counted]:
+    from tests.idempotence.servers import counted
+
+    with started_server(kind) as server, counted(server) as trips:
+        with closing(connect(trips.port)) as connection:
+            upgrade_tables(connection)
+            connection.cursor().execute("CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER)")
+            connection.commit()
+        yield Counted(lambda: connect(trips.port), trips)
+
+
+def psycopg_behind_a_proxy(bench: Bench) -> Iterator[Counted]:
+    """Yield connections of psycopg."""
+    import psycopg
+
+    yield from _behind_a_proxy("PostgreSQL", lambda port: _connect(psycopg, port))
+
+
+def pymysql_behind_a_proxy(bench: Bench) -> Iterator[Counted]:
+    """Yield connections of PyMySQL."""
+    import pymysql
+
+    yield from _behind_a_proxy(
+        "MySQL", lambda port: pymysql.connect(host="127.0.0.1", port=port, user="root", database="rmq")
+    )
+
+
+def round_trips(counted: Counted, _: Path) -> dict[str, float]:
+    """Count the round trips of a message and of its duplicate."""
+    run, counts = next(_prefix), []
+    with closing(counted.connect()) as connection:
+        for number in (0, 1, 1):  # The first message also prepares the connection.
+            before = counted.trips.count
+            message = Delivery("orders", b"x", unique_key=f"{run}-{number}")
+            with transactional(connection, message, group="billing", clock=CLOCK) as first:
+                if first:
+                    connection.cursor().execute(_EFFECT)
+            counts.append(counted.trips.count - before)
+    return {"message": counts[1], "duplicate": counts[2]}
+
+
+def _trips(detail: str, setup: Any, message: int, duplicate: int, needs: str) -> list[Case]:
+    return [
+        Case(f"a {name} and its effect" if name == "message" else "a duplicate", Part(round_trips, name), detail,
+             unit="round trips", target=Target(most, at_most=True), setup=setup, needs=(needs,))
+        for name, most in (("message", message), ("duplicate", duplicate))
+    ]  # fmt: skip
+
+
 CASES: Final = [
     Case("a message and its effect", consume, "SQLite", consume_bare, "the bare statements", Target(0.8, 0.8),
          setup=sqlite_file, limit=True),
@@ -321,6 +393,8 @@ CASES: Final = [
          setup=engine_of_an_application, limit=True, needs=("psycopg", "sqlalchemy")),
     Case("send an outbox", send, "PostgreSQL, 50 order keys", send_bare, "the bare statements", Target(0.8),
          setup=outbox_on_postgresql, limit=True, needs=("psycopg", "sqlalchemy")),
+    *_trips("psycopg", psycopg_behind_a_proxy, 4, 3, "psycopg"),
+    *_trips("PyMySQL", pymysql_behind_a_proxy, 5, 3, "pymysql"),
     Case("claim and mark", claim_and_mark, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",)),
 ]  # fmt: skip
 

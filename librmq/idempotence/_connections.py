@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from inspect import iscoroutinefunction
@@ -148,13 +148,17 @@ class Link:
         """Return the state of the connection's transaction without a statement; None if the driver does not show it."""
         raise NotImplementedError
 
+    def is_aborted(self) -> bool:
+        """Return whether an error has ended the transaction, as far as that shows without a statement."""
+        return self.dialect == "postgresql" and self.status() is TransactionStatus.ABORTED
+
     def insert_first(self, sql: str, parameters: Mapping[str, Any], exists: Callable[[], bool]) -> bool:
         """Insert the first row of a transaction; after an error undo it, and return False if the row exists.
 
         ``exists`` reads the row: another constraint, such as a column that an application has added, can be violated.
         """
         try:
-            self._write(sql, parameters)
+            self.change(sql, parameters)
         except BaseException as error:
             self.rollback()
             if not is_integrity_error(error):
@@ -259,9 +263,13 @@ class Link:
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
         raise NotImplementedError
 
-    def _write(self, sql: str, parameters: Mapping[str, Any]) -> None:
-        """Run one statement whose result is not asked for."""
-        self._run(sql, parameters)
+    def change(self, sql: str, parameters: Mapping[str, Any]) -> int:
+        """Run one statement that returns no rows; return how many rows it has changed."""
+        return self._run(sql, parameters).changed
+
+    def fetch(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        """Run one statement that returns rows; return them."""
+        return self._run(sql, parameters).rows
 
     def _commit(self) -> None:
         self.connection.commit()
@@ -288,14 +296,14 @@ class Link:
     def _set_savepoint(self) -> Any:
         """Set a savepoint, and return what stands for it; by SQL its name, which differs from that of any around it."""
         name = f"rmq_{next(_savepoints)}"
-        self._write(f"SAVEPOINT {name}", {})
+        self.change(f"SAVEPOINT {name}", {})
         return name
 
     def _release(self, scope: Any) -> None:
-        self._write(f"RELEASE SAVEPOINT {scope}", {})
+        self.change(f"RELEASE SAVEPOINT {scope}", {})
 
     def _roll_back_to(self, scope: Any) -> None:
-        self._write(f"ROLLBACK TO SAVEPOINT {scope}", {})
+        self.change(f"ROLLBACK TO SAVEPOINT {scope}", {})
         self._release(scope)
 
     # ---- whose block it is
@@ -306,13 +314,13 @@ class Link:
         Raises:
             ConfigError: The connection is in a block of another one, whose statements would mix with these.
         """
-        entry = (self.connection, worker, threading.current_thread().name)
+        entry = (self.connection, worker)
         first = _blocks.setdefault(id(self.connection), entry)
         self._is_outermost = first is entry
         if first[1] != worker:
+            name = next((thread.name for thread in threading.enumerate() if thread.ident == first[1]), first[1])
             raise ConfigError(
-                f"session: {type(self.connection).__name__} is in a block of thread {first[2]}, or of another task: "
-                "give each its own connection"
+                f"session: {type(self.connection).__name__} is in a block of {name}: give each thread and task its own"
             )
 
     def leave_block(self) -> None:
@@ -322,7 +330,7 @@ class Link:
 
 
 _savepoints = itertools.count()
-_blocks: dict[int, tuple[Any, object, str]] = {}
+_blocks: dict[int, tuple[Any, object]] = {}
 """Connections in a block, by their ids, which no other object has while the connection is kept here."""
 ENDED_INSIDE: Final = (
     "the transaction has ended inside the block: let errors of the database propagate, or run a statement that may "
@@ -355,7 +363,7 @@ class _DriverLink(Link):
             self._cursor = self._driver.cursor(self.connection)
         return run_on(self._cursor, self._style, sql, parameters)
 
-    def _write(self, sql: str, parameters: Mapping[str, Any]) -> None:
+    def change(self, sql: str, parameters: Mapping[str, Any]) -> int:
         cursor = self._cursor
         if cursor is None:
             cursor = self._cursor = self._driver.cursor(self.connection)
@@ -363,6 +371,14 @@ class _DriverLink(Link):
             execute_on(cursor, self._style, sql, parameters)
         else:
             cursor.execute(sql)
+        changed: int = cursor.rowcount
+        return changed
+
+    def fetch(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        # Some drivers make the description of a result, which `run_on` looks at, only when they are asked for it.
+        self.change(sql, parameters)
+        rows: Sequence[Sequence[Any]] = self._cursor.fetchall()
+        return rows
 
     def begin_first(self) -> None:
         status, connection = self._driver.status, self.connection
@@ -382,7 +398,8 @@ class _DriverLink(Link):
         return self._driver.status is None and self.dialect == "postgresql"
 
     def _refuse_pipeline(self) -> None:
-        reason = self._driver.refusal(self.connection)
+        refusal = self._driver.refusal
+        reason = None if refusal is None else refusal(self.connection)
         if reason is not None:
             raise ConfigError(reason)
 
@@ -393,7 +410,8 @@ class _DriverLink(Link):
             self.connection.commit()
 
     def settle(self) -> None:
-        self._driver.settle(self.connection)
+        if self._driver.settle is not None:
+            self._driver.settle(self.connection)
 
     def reported_name(self) -> str | None:
         report = self._driver.reported_name
@@ -413,9 +431,6 @@ class _DriverLink(Link):
         finally:
             with suppress(Exception):  # The driver may remember that it has begun a transaction.
                 self._rollback()
-
-    def _is_open_after_commit(self) -> bool:
-        return self._driver.status is not None and self._driver.status(self.connection) is _OPEN
 
     def status(self) -> TransactionStatus | None:
         return None if self._driver.status is None else self._driver.status(self.connection)
@@ -624,6 +639,9 @@ class _DjangoLink(Link):
 
     def alone(self) -> AbstractContextManager[Link]:
         return Link(self._driver_connection()).alone()
+
+    def is_aborted(self) -> bool:
+        return bool(self.connection.needs_rollback) or super().is_aborted()
 
     def _is_manual(self) -> bool:
         """Return whether the application commits by itself, as with the setting ``AUTOCOMMIT: False``."""

@@ -43,10 +43,6 @@ def has_autocommit(connection: Any) -> bool | None:
     return None if value is None or callable(value) else bool(value)
 
 
-def _nothing(_: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Driver:
     """What the connections of a DB-API driver can do, and what they tell without a statement."""
@@ -61,9 +57,9 @@ class Driver:
     """Open a cursor whose rows are tuples, whatever rows the connection's own cursors return."""
     reported_name: Callable[[Any], str | None] | None = None
     """Return the ``application_name`` that PostgreSQL has reported by itself; None: nothing is reported."""
-    settle: Callable[[Any], object] = _nothing
+    settle: Callable[[Any], object] | None = None
     """Read what the application has left unread, because the next statement would fail."""
-    refusal: Callable[[Any], str | None] = _nothing
+    refusal: Callable[[Any], str | None] | None = None
     """Return why the results of a connection's statements can't be relied upon; None if they can."""
     commits_by_sql: bool = False
     """Whether a statement commits at fewer round trips than the connection's call."""

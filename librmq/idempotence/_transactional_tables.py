@@ -15,6 +15,8 @@ this database, as long as the record is kept. Other people's sessions can end th
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -96,7 +98,8 @@ def transactional(  # noqa: PLR0913 (each is a keyword, and most callers give on
 
 _BEGUN: Final = 1 << 62
 """The least ``expires_timestamp_ms`` of a record whose block has begun, or was committed without its end."""
-_TOKENS: Final = 1 << 60
+_TOKEN_BITS: Final = 60
+_blocks = itertools.count()
 _ANSWER: Final = 2_000_000_000
 """Least outcome of MySQL's INSERT, which comes back as an id: above the rows' own numbers, within what drivers take."""
 
@@ -114,8 +117,11 @@ class _Statements(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _statements(table: str, dialect: str) -> _Statements:
-    """``dialect`` is "" where only the usual INSERT is known, "reported" where PostgreSQL shows a transaction's end."""
+def record_statements(table: str, dialect: str) -> _Statements:
+    """Return the statements of a table of records.
+
+    ``dialect`` is "" where only the usual INSERT is known, and "reported" where PostgreSQL shows a transaction's end.
+    """
     insert = f"INSERT INTO {table} (dedup_key, expires_timestamp_ms) VALUES (:key, :number)"
     read = f"SELECT expires_timestamp_ms FROM {table} WHERE dedup_key = :key"
     if dialect == "sqlite":
@@ -130,8 +136,8 @@ def _statements(table: str, dialect: str) -> _Statements:
         # A row that another transaction commits while this one waits for it is in neither part of the union.
         insert = (
             f"WITH written AS ({insert} ON CONFLICT (dedup_key) DO NOTHING "
-            "RETURNING set_config('application_name', :name, true) AS name, CAST(xmin AS text) AS writer) "
-            f"SELECT writer, 0, name FROM written UNION ALL SELECT NULL, expires_timestamp_ms, NULL FROM {table} "
+            "RETURNING set_config('application_name', :name, true), CAST(xmin AS text) AS writer) "
+            f"SELECT writer, 0 FROM written UNION ALL SELECT NULL, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key"
         )
     return _Statements(
@@ -174,12 +180,17 @@ class _Record:
         self._expires_at_ms = expires_at_ms
         name = link.reported_name() if link.dialect == "postgresql" else None
         self._is_reported = name is not None
-        # The application's own name stays readable in the server's list of sessions.
-        self._name = f"{(name or '')[:46]} {secrets.token_hex(8)}"
-        self._number = expires_at_ms if self._is_reported else _BEGUN + secrets.randbelow(_TOKENS)
-        dialect = "reported" if self._is_reported else "" if link.dialect == "postgresql" else link.dialect
-        self._statements = _statements(table, dialect)
-        self._writer = ""
+        self._name = self._writer = ""
+        dialect = link.dialect
+        if name is not None:
+            # It differs from that of this connection's earlier blocks. The application's own name stays readable in the
+            # server's list of sessions.
+            self._name = f"{name[:40]} librmq-{next(_blocks)}"
+            self._number, dialect = expires_at_ms, "reported"
+        else:
+            self._number = _BEGUN + random.getrandbits(_TOKEN_BITS)
+            dialect = "" if dialect == "postgresql" else dialect
+        self._statements = record_statements(table, dialect)
 
     def write(self) -> bool:
         """Write the record; return False if the message was consumed before.
@@ -207,31 +218,35 @@ class _Record:
     def _insert(self) -> int:
         """Insert the record; return 0, or what stands in the record that is there."""
         key, link = self._key, self._link
-        result = link.execute(self._statements.insert, key=key, number=self._number, **self._named())
-        if link.dialect == "mysql":
+        parameters: dict[str, Any] = {"key": key, "number": self._number}
+        if self._is_reported:
+            parameters["name"] = self._name
+            rows = link.fetch(self._statements.insert, parameters)
+            if rows:
+                self._writer, number = rows[0]
+                if self._writer and link.status() is TransactionStatus.IDLE:
+                    self._refuse_lone_statement()
+                return int(number)
+        elif link.dialect == "mysql":
+            result = link.execute(self._statements.insert, **parameters)
             if result.last_id < _ANSWER:
                 return 0
             if result.last_id == _ANSWER + 2:  # Another unique column of the application's has the conflict.
-                link.execute(_statements(self._table, "").insert, key=key, number=self._number)
+                link.execute(record_statements(self._table, "").insert, key=key, number=self._number)
             return _BEGUN if result.last_id > _ANSWER else 1
-        if self._is_reported and result.rows:
-            self._writer, number, _ = result.rows[0]
-            if self._writer and link.reported_name() != self._name and link.status() is TransactionStatus.IDLE:
-                link.execute(self._statements.delete, key=key, writer=self._writer)
-                raise ConfigError(
-                    "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by "
-                    "the connection's rollback()"
-                )
-            return int(number)
-        if not self._is_reported and result.changed == 1:
+        elif link.change(self._statements.insert, parameters) == 1:
             return 0
         rows = link.execute(self._statements.read, key=key).rows
         if not rows:
             raise DedupStoreBusyError(f"{self._table}: the record {key!r} was deleted at this moment")
         return int(rows[0][0])
 
-    def _named(self) -> dict[str, str]:
-        return {"name": self._name} if self._is_reported else {}
+    def _refuse_lone_statement(self) -> None:
+        self._link.execute(self._statements.delete, key=self._key, writer=self._writer)
+        raise ConfigError(
+            "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by the "
+            "connection's rollback()"
+        )
 
     def _find(self, found: list[int]) -> bool:
         found += [int(row[0]) for row in self._link.execute(self._statements.read, key=self._key).rows]
@@ -244,15 +259,13 @@ class _Record:
             Exception: The database does not answer.
         """
         link = self._link
-        if link.status() is TransactionStatus.ABORTED:
+        if self._is_reported and link.reported_name() == self._name:
+            return True
+        if link.is_aborted():
             return False
         if not self._is_reported:
-            changed = link.execute(
-                self._statements.finish, key=self._key, number=self._number, expires_at_ms=self._expires_at_ms
-            ).changed
-            return changed == 1
-        if link.reported_name() == self._name:
-            return True
+            parameters = {"key": self._key, "number": self._number, "expires_at_ms": self._expires_at_ms}
+            return link.change(self._statements.finish, parameters) == 1
         # The block has set the name itself, or ended the transaction.
         try:
             return bool(link.execute(self._statements.is_ours, key=self._key, writer=self._writer).rows)
@@ -277,7 +290,7 @@ class _Record:
         if commits_each and not is_kept:  # What followed a rollback is kept, statement by statement.
             is_kept = True
             with suppress(Exception), link.alone() as alone:  # The record may be there.
-                alone.execute(_statements(self._table, "").insert, **mark)
+                alone.execute(record_statements(self._table, "").insert, **mark)
         return not is_kept
 
 
@@ -353,7 +366,7 @@ class Transactional:
     def _commit(self, link: Link) -> None:
         try:
             link.settle()
-            is_kept = self._record.is_kept() if self._is_first else link.status() is not TransactionStatus.ABORTED
+            is_kept = self._record.is_kept() if self._is_first else not link.is_aborted()
             if is_kept:
                 link.commit()
         except ConfigError:  # The savepoint of the block is gone.

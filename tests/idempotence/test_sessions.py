@@ -140,7 +140,7 @@ def test_a_connection_in_a_block_of_another_thread_is_refused(
                 thread.start()
                 thread.join()
         assert [type(error) for error in refused] == [ConfigError] * 2
-        assert "is in a block of thread MainThread" in str(refused[0])
+        assert "is in a block of MainThread" in str(refused[0])
 
 
 @pytest.mark.parametrize("base", DATABASES)

@@ -266,6 +266,17 @@ def test_synchronous_sessions_refuse_async_with(tmp_path: Path, name: str) -> No
         asyncio.run(deliver(connection))
 
 
+def test_old_records_are_purged_by_later_blocks(database: Callable[[str], Database], name: str) -> None:
+    """The table grows no further, though the application never purges it."""
+    with closing(database("sqlite").connect()) as connection:
+        upgrade_tables(connection, dedup=None, transactions=None, outbox=None, messages="short")
+        for number in range(2000):
+            message = message_of(f"{name}-{number}")
+            with transactional(connection, message, group="billing", table="short", keep=0.001) as first:
+                assert first
+        assert connection.execute("SELECT COUNT(*) FROM short").fetchone()[0] < 1900
+
+
 # --- conditions
 
 
