@@ -15,17 +15,28 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
+from librmq import (
+    Broker,
+    ConsumeFrom,
+    ManualClock,
+    ManualRunner,
+    Message,
+    Producer,
+    PushConsumer,
+    StoreConfig,
+)
 from librmq.columns import reader
 from librmq.errors import RmqError
 from tests import budget
 from tests.budget import many
 from tests.cli.stand import Shell
+from tests.crash.damage_map import warnings_of_librmq
 from tests.log_parser import parse
 from tests.reference import CHECKOUT
 
 SIZE = 4096
 MESSAGES = 40
+BODIES = [b"body %03d" % number + bytes(200) for number in range(MESSAGES)]
 ALL = MESSAGES + 3
 TABLE = CHECKOUT / "tests" / "cli" / "damage_by_command.md"
 
@@ -193,7 +204,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         broker.reset_group("G", "T", "begin")
         producer = Producer(broker, "P")
         for number in range(MESSAGES):
-            producer.send(Message("T", b"body %03d" % number + bytes(200), keys=f"k{number}"), queue=number % 2)
+            producer.send(Message("T", BODIES[number], keys=f"k{number}"), queue=number % 2)
             clock.advance(seconds=1)
         producer.send("%DLQ%G", b"dead", queue=0)
         producer.send("T", b"later", queue=0, delay=3600)
@@ -279,6 +290,7 @@ def test_each_command_has_one_of_four_answers(
         elif kind == "short":
             assert set(shown) <= kept | {record.at for record in parsed.behind if record.is_sound}, (name, command)
     table[name]["columns"] = columns_answer(shell.folder / "s", kept, is_seen=name not in UNSEEN)
+    table[name][CONSUMER] = consumer_answer(shell.folder / "s", is_seen=name not in UNSEEN)
 
 
 def columns_answer(path: Path, kept: set[int], *, is_seen: bool) -> str:
@@ -297,6 +309,28 @@ def columns_answer(path: Path, kept: set[int], *, is_seen: bool) -> str:
         assert set(read) == kept if is_seen else set(read) < kept
         return "short" if as_recovered else "sound" if len(read) == ALL else "recovered"
     return "refused"
+
+
+def consumer_answer(path: Path, *, is_seen: bool) -> str:
+    """Return what a new group gets from a broker that opens the store: nothing is missing in silence."""
+    got: dict[int, bool] = {}
+    runner = ManualRunner(ManualClock(1_700_000_100_000))
+    with warnings_of_librmq() as warned:
+        try:
+            with Broker.open(path, runner=runner) as broker:
+                consumer = PushConsumer(broker, "new", consume_from=ConsumeFrom.FIRST)
+                consumer.subscribe("T", lambda message: got.update({message.physical_offset: message.body in BODIES}))
+                consumer.start()
+                runner.advance(60_000)
+                consumer.shutdown()
+        except RmqError:
+            return "refused"
+    if not all(got.values()):
+        return "a changed body"
+    if len(got) == MESSAGES:
+        return "all"
+    assert warned or not is_seen
+    return "the rest" if got else "none"
 
 
 def places_here(path: Path, step: list[str]) -> set[int]:
@@ -362,11 +396,12 @@ def test_the_kept_table_is_this_one(table: dict[str, dict[str, str]]) -> None:
 
 def rendered(table: dict[str, dict[str, str]]) -> str:
     """Return the table in Markdown; the commands that a row does not name answer as for a sound store."""
-    head = ["damage", "recovered", "short", "refused"]
+    head = ["damage", "recovered", "short", "refused", CONSUMER]
     rows = [
         [
             name,
-            *(_names([command for command, given in answers.items() if given == kind], answers) for kind in head[1:]),
+            *(_names([command for command, given in answers.items() if given == kind], answers) for kind in head[1:-1]),
+            answers[CONSUMER],
         ]
         for name, answers in table.items()
         if name != "none"
@@ -374,6 +409,7 @@ def rendered(table: dict[str, dict[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
+CONSUMER = "what a consumer gets"
 NAMED = {
     "checks": {"report", "diagnose", "verify", "can-start"},
     "tables": {
@@ -385,7 +421,7 @@ NAMED = {
 
 
 def _names(commands: list[str], of: Collection[str]) -> str:
-    others = [command for command in of if command not in commands]
+    others = [command for command in of if command not in commands and command != CONSUMER]
     if not others:
         return "all"
     said = commands if len(commands) <= len(others) else others

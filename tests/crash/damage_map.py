@@ -75,7 +75,7 @@ _BROKER: Final = BrokerConfig(
 def store(*, closed: bool) -> tuple[Contents, int]:
     """Return the files of a store that was closed, or killed, and the time of its end."""
     files, runner = MemoryFiles(), ManualRunner(ManualClock(START_MS))
-    with _warnings(), Broker.open(ROOT, _BROKER, runner=runner, files=files, store_config=_CONFIG) as broker:
+    with warnings_of_librmq(), Broker.open(ROOT, _BROKER, runner=runner, files=files, store_config=_CONFIG) as broker:
         broker.create_topic(_TOPIC, 2)
         broker.create_topic(_LATER, 1)
         broker.set_group(_GROUP)
@@ -299,9 +299,9 @@ def look(found: Contents, now_ms: int, folder: Path) -> Look:
         patched.chdir(folder)
         seen = {name: _seen(partial(_printed, words)) for name, words in COMMANDS.items()}
         seen["columns"] = _seen(_rows)
-        with _warnings():
+        with warnings_of_librmq():
             verdict = _seen(lambda: verify("s"))
-    with _warnings() as warned:
+    with warnings_of_librmq() as warned:
         life = _seen(lambda: _life(in_memory(found), now_ms))
     of_broker = life.answer if isinstance(life.answer, dict) else dict.fromkeys((*CLIENTS, *BROKER), life)
     return Look({**of_broker, **seen}, frozenset(warned), bool(life.said), verdict.answer)
@@ -319,7 +319,7 @@ def _seen(ask: Callable[[], object]) -> Seen:
 
 
 @contextmanager
-def _warnings() -> Iterator[set[str]]:
+def warnings_of_librmq() -> Iterator[set[str]]:
     """Collect what librmq logs of warnings and errors, without numbers; nothing is printed."""
     warned: set[str] = set()
 
@@ -339,7 +339,11 @@ def _printed(words: str) -> Seen:
     printed, said, is_foreign = [], [], False
     for one in _IDS if "{}" in words else [""]:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err), _warnings() as warned:  # which go to standard error too
+        with (
+            redirect_stdout(out),
+            redirect_stderr(err),
+            warnings_of_librmq() as warned,
+        ):  # which go to standard error too
             status = main(words.format(one).split())
             out.flush()
         written = Path("out.jsonl")
@@ -352,7 +356,7 @@ def _printed(words: str) -> Seen:
 
 def _rows() -> Seen:
     columns = ["physicalOffset", "body", "topic", "queueId", "queueOffset"]
-    with _warnings() as warned:
+    with warnings_of_librmq() as warned:
         batches = [*reader("s", topic=re.compile(".*"), columns=columns)]
     return Seen([row for batch in batches for row in batch.to_pylist()], ", ".join(sorted(warned)))
 
