@@ -862,6 +862,25 @@ def test_files_of_length_zero_are_removed(name: str) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
+def test_prepared_log_files_behind_a_missing_one_are_removed() -> None:
+    """Power fails, and the disk has kept the names of files that were prepared, but not that of the one before them."""
+    found = filled(SMALL, 100, seed=12, clean=False)
+    wanted = records_of(found)
+    end = int(max(path for path in found if path.startswith("commitlog/")).split("/")[1]) + 4096
+    prepared = {f"commitlog/{end + 4096 * number:020d}": bytes(4096) for number in (1, 2, 4)}
+    files = in_memory({**found, **prepared})
+    with opened(files) as store:
+        cuts = {cut.file for cut in store.recovered if cut.kind == "size"}
+        assert cuts == {f"{ROOT}/{path}" for path in prepared}
+        assert len(served(store)) == wanted
+        store.append(Message("orders", bytes(3000)))
+        store.append(Message("orders", bytes(3000)))
+    assert verify(ROOT, SMALL, files).sound
+    written = {path: data[:-1] + b"x" for path, data in prepared.items()}
+    with pytest.raises(CorruptionError):  # what holds anything was flushed, or is another fault
+        opened(in_memory({**found, **written}))
+
+
 def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
     """Power fails while retention deletes the files of a queue without remaining messages; its offsets stay."""
     files = MemoryFiles()

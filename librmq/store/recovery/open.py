@@ -72,12 +72,12 @@ def clear_leftovers(
 ) -> list[Damage]:
     """Delete files that a crash left incomplete; their content can be rebuilt.
 
-    In the log these are files of length zero at its end; in queues (unless ``queues`` is false) and units files of
-    length zero and those beside a missing one; in the index a file of length zero and those after it, which continue
-    it. A queue that ``is_whole`` has none.
+    In the log these are files at its end of length zero, or without a record behind a missing one; in queues (unless
+    ``queues`` is false) and units files of length zero and those beside a missing one; in the index a file of length
+    zero and those after it, which continue it. A queue that ``is_whole`` has none.
     """
     log = os.path.join(path, directory.COMMITLOG)
-    leftovers = _empty_at_end(log, files)
+    leftovers = _unused_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True) if queues else (True,):
         for topic, queue_id in directory.list_queues(path, files, ext=ext):
@@ -110,9 +110,22 @@ def _numbered(folder: str, files: Files) -> list[tuple[str, int]]:
     return [(os.path.join(folder, entry.name), entry.size) for entry in numbered_files(files, folder)]
 
 
-def _empty_at_end(folder: str, files: Files) -> list[str]:
-    backwards = reversed(_numbered(folder, files))
-    return [path for path, _ in itertools.takewhile(lambda file: not file[1], backwards)]
+def _unused_at_end(folder: str, files: Files) -> list[str]:
+    """Return the last files of the log that hold nothing, the last first.
+
+    They are of length zero; or they were prepared, and a loss of power has kept their names but not that of a file
+    before them, which so was not flushed either.
+    """
+    sequence = _numbered(folder, files)
+    unused = [path for path, _ in itertools.takewhile(lambda file: not file[1], reversed(sequence))]
+    del sequence[len(sequence) - len(unused) :]
+    starts = [int(os.path.basename(path)) for path, _ in sequence]
+    gaps = [at for at in range(1, len(sequence)) if starts[at] > starts[at - 1] + sequence[at - 1][1]]
+    at = len(sequence)
+    while gaps and at > gaps[0] and not files.open(sequence[at - 1][0]).used_end(0, sequence[at - 1][1]):
+        at -= 1
+    behind = next((gap for gap in gaps if gap >= at), len(sequence))
+    return unused + [path for path, _ in reversed(sequence[behind:])]
 
 
 def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
