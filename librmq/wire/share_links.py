@@ -24,6 +24,7 @@ from librmq.message import Message
 from librmq.message.ids import Host, format_host, parse_host
 from librmq.override import override
 from librmq.protocol import (
+    ConsumerIds,
     Endpoint,
     GroupPage,
     Heartbeat,
@@ -508,11 +509,13 @@ class SharingProcess(NamedTuple):
     """When it opened the store, or reached the owner; None if the owner does not answer."""
     has_page: bool = False
     """Whether it is an owner whose peers append by themselves."""
+    answers: bool = True
+    """Whether the steps of an owner go on; else its threads wait for each other, or it is stopped."""
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
-        return is_stopped(self.process)
+    def state(self) -> Literal["running", "stopped", "stands still"]:
+        """What it does: a signal or a debugger can have stopped it."""
+        return "stopped" if is_stopped(self.process) else "running" if self.answers else "stands still"
 
 
 def sharing_processes(path: str) -> tuple[list[SharingProcess], BrokerUnreachableError | None]:
@@ -533,15 +536,28 @@ def sharing_processes(path: str) -> tuple[list[SharingProcess], BrokerUnreachabl
         with connect_to_sharing(path) as route:
             if route is None:
                 return [], None
-            started_ms, hosts = connections(route.broker(*route.broker_names()))
+            broker = route.broker(*route.broker_names())
+            started_ms, hosts = connections(broker)
+            answers = _goes_on(broker)
     except BrokerUnreachableError as error:
-        return [SharingProcess("owner", owner, None, has_page)], error
+        return [SharingProcess("owner", owner, None, has_page, answers=False)], error
     since = {process: since_ms for host, since_ms in reversed(hosts) if (process := process_of_host(host))}
     peers = sorted((since_ms, process) for process, since_ms in since.items() if process not in (owner, os.getpid()))
     return [
-        SharingProcess("owner", owner, started_ms, has_page),
+        SharingProcess("owner", owner, started_ms, has_page, answers),
         *(SharingProcess("peer", process, since_ms) for since_ms, process in peers),
     ], None
+
+
+def _goes_on(owner: Endpoint) -> bool:
+    """Return whether an owner answers what it looks up under the lock of its steps."""
+    try:
+        owner.call(ConsumerIds("who"))
+    except BrokerUnreachableError:
+        return False
+    except RmqError:  # it has no such group
+        pass
+    return True
 
 
 def _lock_path(path: str) -> str:

@@ -320,6 +320,15 @@ def test_a_stopped_owner(shell: Shell, application: Sharing) -> None:
     assert (answer.status, "those of its last save" in answer.said) == (0, True)
 
 
+def test_an_owner_that_stands_still(shell: Shell) -> None:
+    """Its steps wait for ever, though it still says who is connected."""
+    with librmq.share("live") as shared:
+        assert shell("who", "live").rows[0]["state"] == "running"
+        with shared.runner.lock:
+            (owner,) = shell("who", "live").rows
+        assert (owner["pid"], owner["state"]) == (os.getpid(), "stands still")
+
+
 def test_an_owner_that_does_not_share(shell: Shell) -> None:
     with Broker.open("alone") as broker:
         broker.create_topic("orders", 2)

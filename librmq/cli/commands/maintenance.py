@@ -371,7 +371,7 @@ def _sharing(path: str) -> list[Row]:
             "pid": sharing.process,
             "program": _program(sharing.process),
             "since_ms": sharing.since_ms,
-            "state": "stopped" if sharing.is_stopped else "running",
+            "state": sharing.state,
             **({"peers_append": sharing.has_page} if sharing.role == "owner" else {}),
         }
         for sharing in processes
