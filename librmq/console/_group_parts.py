@@ -13,7 +13,6 @@ from librmq.broker.groups import settings_in
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Cell, Table, count, link, topic_link
 from librmq.diagnosis import DeadLetterCause, HeldProgress, Lag, QueueLag
-from librmq.diagnosis.view import LetterCount
 from librmq.errors import BrokerError
 from librmq.formatting import UNKNOWN, duration, moment, number, short
 from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
@@ -170,9 +169,8 @@ def stacks(held: Iterable[HeldProgress]) -> list[Table]:
     return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
 
 
-def causes(found: Sequence[DeadLetterCause], letters: LetterCount) -> Table:
-    """Return the causes of so many dead letters."""
-    is_noted = letters.resent is not None
+def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) -> Table:
+    """Return the causes of so many dead letters; ``is_noted`` if those that were sent again are known."""
     rows = [
         [
             Cell(short(cause.cause, 200)),
@@ -185,5 +183,5 @@ def causes(found: Sequence[DeadLetterCause], letters: LetterCount) -> Table:
         for cause in islice(found, _ROWS)
     ]
     columns = ("cause", "topic", "letters", *(["sent again"] if is_noted else []), "last", "attempts")
-    note = f"Of the newest {LETTERS} letters." if letters.every > LETTERS else ""
+    note = f"Of the newest {LETTERS} letters." if letters > LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)

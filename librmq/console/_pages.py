@@ -409,7 +409,11 @@ class Pages:
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
                 Fact("retries", number(members.retries), "before a dead letter"),
             ],
-            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead)],
+            [
+                queues_of_group(rows, held, members),
+                *shown,
+                causes(sum_up_causes(letters), dead.every, is_noted=dead.resent is not None),
+            ],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
         )

@@ -49,6 +49,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
 from typing import Any, ClassVar, Final, NamedTuple, Self
+from zlib import crc32
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
@@ -56,7 +57,6 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLocke
 from librmq.files import Files, OverlayFiles
 from librmq.files.interface import confine, identity_of, is_full, make_folders, read_replaced
 from librmq.message import StoredMessage
-from librmq.message.record import crc32
 from librmq.runtime.event_log import EventLog
 
 OWN_FOLDER: Final = "librmq"
