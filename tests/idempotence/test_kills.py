@@ -218,6 +218,24 @@ def test_blocks_that_swallow_errors_lose_and_repeat_nothing(
         assert {name: int(count) for name, count in rows} == {f"{group}/{number}": 1 for number in range(COUNT)}
 
 
+@pytest.mark.parametrize("base", DATABASES)
+def test_blocks_that_end_their_transaction_lose_and_repeat_nothing(
+    disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    """Rollbacks, commits, dead connections in a block: all of it happens once, or it is known as a dead letter."""
+    server = disturbed(base)
+    for seed in slow_budget.rounds(6, "rounds of three killed processes and ended transactions"):
+        group = f"kills-{next(_groups)}"
+        hammer("ending", "", server.url, effects, group, seed, server.end_connections)
+        like = {"like": f"{group}/%"}
+        rows = server.place.run("SELECT name, COUNT(*) FROM effects WHERE name LIKE :like GROUP BY name", **like)
+        counts = {name.partition("/")[2]: int(count) for name, count in rows}
+        dead = set(names(effects, group))
+        for number in map(str, range(COUNT)):
+            halves = [counts.get(number + half, 0) for half in "ab"]
+            assert halves == [1, 1] or (number in dead and max(halves) == 1), (number, halves, dead)
+
+
 @pytest.mark.parametrize("base", ["postgresql", "mysql"])
 def test_no_message_reports_a_change_that_does_not_exist(
     disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget

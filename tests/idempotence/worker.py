@@ -17,7 +17,7 @@ from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._transactional_tables import LocalTransactions, transactional
 from librmq.idempotence.outbox import OutboxSender
 from librmq.idempotence.stores import DedupStore, SqliteDedupStore
-from librmq.listener import ReconsumeLater
+from librmq.listener import DeadLetter, ReconsumeLater
 from librmq.message.message import Message
 
 
@@ -149,6 +149,45 @@ class Disturbed(Transactional):
                 connection.execute(sqlalchemy.text(statement))
 
 
+class Ending(Disturbed):
+    """Writes two halves of each effect in blocks that end their transaction between them; notes dead letters."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        super().__init__(store, url, effects, group, clock)
+        self.effects = effects
+
+    def deliver(self, name: str) -> None:
+        try:
+            super().deliver(name)
+        except DeadLetter:
+            effect(self.effects, self.group, name)
+
+    def change(self, connection: Any, name: str) -> None:
+        insert = sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)")
+        connection.execute(insert, {"name": f"{self.group}/{name}a"})
+        if not self.is_calm:
+            self.end(connection)
+        connection.execute(insert, {"name": f"{self.group}/{name}b"})
+
+    def end(self, connection: Any) -> None:
+        """Roll back or commit, by a call or by a statement; a process that dies after a commit leaves half of a block.
+
+        On PostgreSQL that is not noticed, so there nothing is committed.
+        """
+        fault = self.faults.randrange(8)
+        base = self.engine.dialect.name
+        if fault == 0:
+            connection.rollback()
+        elif fault == 1:
+            connection.execute(sqlalchemy.text("ROLLBACK"))
+        elif fault == 2 and base != "postgresql":
+            connection.commit()
+        elif fault == 3 and base == "mysql":
+            connection.execute(sqlalchemy.text("CREATE TABLE IF NOT EXISTS committing (id INTEGER)"))
+        if self.faults.randrange(4) == 0:
+            raise ValueError("the block fails")
+
+
 class Announced(Disturbed):
     """Sends half messages to a broker of its own, changes the database, and writes what is delivered to the file."""
 
@@ -199,6 +238,7 @@ class Sender:
 
 MODES: dict[str, Any] = {"guarded": Guarded, "stepped": Stepped, "transactional": Transactional, "outbox": Sender}
 MODES |= {"unguarded": Unguarded, "disturbed": Disturbed, "announced": Announced}
+MODES |= {"ending": Ending}
 
 
 def work(mode: str, store: str, url: str, effects: str, group: str, seed: int, count: int) -> None:
