@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
+from librmq.override import override
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -79,6 +81,7 @@ class ManualClock:
             raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")
         self._now_ms = now_ms
 
+    @override
     def __repr__(self) -> str:
         return f"ManualClock({self._now_ms})"
 

@@ -28,6 +28,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import Message, StoredMessage, record
 from librmq.message.properties import encode_properties
 from librmq.message.topics import validate_topic
+from librmq.override import override
 from librmq.runtime.closing import Closing
 from librmq.runtime.locks import Lock
 
@@ -457,6 +458,7 @@ class CommitLog(LogReader, Closing):
         last = self._sequence.starts[-1] if self._sequence.starts else 0
         return self._sequence.delete_before(min(physical_offset, last))
 
+    @override
     def close(self) -> None:
         """Release the files; referenced parts stay readable."""
         self._is_closed = True

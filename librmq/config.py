@@ -37,6 +37,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from librmq.errors import ConfigError
+from librmq.override import override
 
 __all__ = ["Between", "Config", "Seconds", "StoreConfig"]
 
@@ -60,6 +61,7 @@ class Between:
     maximum: float = math.inf
     """The largest allowed value."""
 
+    @override
     def __str__(self) -> str:
         return f" of at least {self.minimum}" if self.maximum == math.inf else f" from {self.minimum} to {self.maximum}"
 
@@ -387,9 +389,11 @@ class NamedConfig(Config):
         """Return the names of settings that a preset has changed."""
         return set()
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return _with_names, (type(self), {name: getattr(self, name) for name in self.names()}, self.named)
 
+    @override
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         if not settings:
             return self
@@ -496,6 +500,7 @@ class StoreConfig(NamedConfig):
     """Most queue and extension files to keep mapped; each takes a file descriptor. Beyond these, entries are read and
     written by a system call each, which takes two to three times as long."""
 
+    @override
     def _check_together(self) -> None:
         if self.consumequeue_file_size % ENTRY_SIZE:
             raise self.refusal("consumequeue_file_size", f"a multiple of {ENTRY_SIZE}")
@@ -517,6 +522,7 @@ class StoreConfig(NamedConfig):
         return _with_names(cls, {**_BROKER_RETENTION, **sizes}, sizes)
 
     @classmethod
+    @override
     def _unnamed(cls, settings: Mapping[str, Any]) -> set[str]:
         has_preset = all(settings[name] == value for name, value in _BROKER_RETENTION.items())
         return set(_BROKER_RETENTION) if has_preset else set()

@@ -35,6 +35,7 @@ from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 
@@ -129,6 +130,7 @@ class ConsumeQueue(Closing):
         queue = MappedFileQueue(os.fspath(folder), file_size, files, pool, writable=writable)
         return cls(queue, None if ext_folder is None else (ext_folder, ext_file_size, files, pool))
 
+    @override
     def __repr__(self) -> str:
         return f"<ConsumeQueue {self.folder} {self.min_offset} to {self.max_offset}>"
 
@@ -556,6 +558,7 @@ class ConsumeQueue(Closing):
         self._files.keeps_descriptors = False
         self._files.unmap_all()
 
+    @override
     def close(self) -> None:
         """Flush and close; later calls are refused, a repetition does nothing."""
         if not self._closed:

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, Self
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.override import override
 from librmq.runtime.closing import Closing
 
 __all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address"]
@@ -122,6 +123,7 @@ class ConsumeQueueExt(Closing):
         pool = pool or MappingPool(4)
         return cls(MappedFileQueue(folder, file_size, files, pool, writable=writable), last_address)
 
+    @override
     def __repr__(self) -> str:
         return f"<ConsumeQueueExt {self._files.folder}>"
 
@@ -301,6 +303,7 @@ class ConsumeQueueExt(Closing):
         """Note that everything is on the device, flushed by another call than `flush`."""
         self._files.take_marks()
 
+    @override
     def close(self) -> None:
         """Flush, and refuse later calls; a repetition does nothing."""
         if not self._closed:

@@ -59,6 +59,7 @@ import unicodedata
 from os import PathLike, fspath
 from typing import Final, Protocol
 
+from librmq.override import override
 from librmq.printable import printable_lines
 
 __all__ = [
@@ -111,6 +112,7 @@ __all__ = [
 class RmqError(Exception):
     """Base of all errors of librmq. Its text shows control characters of what it names as escapes."""
 
+    @override
     def __str__(self) -> str:
         return printable_lines(super().__str__())
 
@@ -429,6 +431,7 @@ class StoreIOError(StoreError, OSError):
         OSError.__init__(self, cause.errno, cause.strerror or str(cause), fspath(file))
         self.call = call
 
+    @override
     def __str__(self) -> str:
         return printable_lines(f"{self.filename}: {self.call}: {self.strerror}")
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.errors import ConfigError, MissingExtraError
+from librmq.override import override
 from librmq.printable import printable
 from librmq.runtime.locks import Lock
 
@@ -113,6 +114,7 @@ class Metrics:
         self._observed: dict[str, Callable[[], Mapping[tuple[str, ...], float]]] = {}
         self._lock = Lock()
 
+    @override
     def __repr__(self) -> str:
         return f"<Metrics: {len(self._counts)} counters, {len(self._gauges)} gauges; snapshot() has the values>"
 

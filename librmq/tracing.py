@@ -30,6 +30,7 @@ from librmq.errors import BrokerError, ConfigError, MissingExtraError
 from librmq.message import Message, StoredMessage
 from librmq.message.batch import encoded_size
 from librmq.message.properties import PropertyName, encode_properties
+from librmq.override import override
 from librmq.runtime import Runner
 
 try:
@@ -125,6 +126,7 @@ class Instrumentor:
 class _KeepingSetter(Setter[dict[str, str]]):
     """Sets properties, but overwrites none of the application's."""
 
+    @override
     def set(self, carrier: dict[str, str], key: str, value: str) -> None:
         if "\1" not in value and "\2" not in value:
             carrier.setdefault(key, value)

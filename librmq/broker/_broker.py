@@ -48,6 +48,7 @@ from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
     CopiedTables,
@@ -315,6 +316,7 @@ class Broker(StoreRoute, Endpoint):
     hands_over: bool = True
     has_page: bool = True
 
+    @override
     def send(  # noqa: PLR0913 (what a client says of a message)
         self,
         group: str,
@@ -342,6 +344,7 @@ class Broker(StoreRoute, Endpoint):
         except StoreError as error:
             raise self._life.refusal(error) from error
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Answer a request.
 
@@ -377,6 +380,7 @@ class Broker(StoreRoute, Endpoint):
             raise self._life.refusal(error) from error
         return answer
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the broker's queues of ``topic``; empty if there are none. A closed broker returns the last ones."""
         config = self._context.topics.by_name.get(topic)
@@ -392,16 +396,19 @@ class Broker(StoreRoute, Endpoint):
             ),
         )
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the broker's name while it is open."""
         return () if self.dead else (self.name,)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return this broker; `NoRouteError` for another name."""
         if broker_name != self.name:
             raise NoRouteError(f"unknown broker {broker_name!r}; expected {self.name!r}")
         return self
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, when topics or queues change, and when the broker closes.
 
@@ -415,11 +422,13 @@ class Broker(StoreRoute, Endpoint):
 
     # ---- administration, where the store is at hand
 
+    @override
     def _check_open(self) -> None:
         if self._life.dead:
             with self._life.errors():
                 self._life.check_open()
 
+    @override
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
         yield self.name, self  # a closed broker is asked too, because its refusal says why
 
@@ -428,6 +437,7 @@ class Broker(StoreRoute, Endpoint):
         settings = self._context.groups.by_name.get(group)
         return settings is not None and settings.is_ordered
 
+    @override
     def _find_by_id(self, message_id: str) -> StoredMessage | None:
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
@@ -454,6 +464,7 @@ class Broker(StoreRoute, Endpoint):
         with self._locked():
             return self._context.clients.client_ids()
 
+    @override
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
         if self._life.dead or type(group) is not str or type(topic) is not str:
@@ -462,11 +473,13 @@ class Broker(StoreRoute, Endpoint):
         return self._context.offsets.consumer_offset(topic, group, queue_id)
 
     @property
+    @override
     def tables(self) -> BrokerTables:
         """Topics, groups and progress as they are now; for reading, under the runner's lock."""
         self._context.offsets.adopt()
         return self._context.tables
 
+    @override
     def _messages(self, topic: str) -> Iterator[StoredMessage]:
         self._check_open()  # it may have been closed since the call
         with self._life.errors():
@@ -570,6 +583,7 @@ class Broker(StoreRoute, Endpoint):
         """Whether `abandon` ended the broker."""
         return self._life.was_killed
 
+    @override
     def close(self) -> None:
         """Save everything and close the store. Shut down clients first. A second call completes an interrupted one."""
         if not self.dead:
@@ -635,8 +649,10 @@ class Broker(StoreRoute, Endpoint):
             self._temporary.delete()
         self._is_released = self.store.is_closed  # Ctrl-C can have come before the end of the close
 
+    @override
     def __repr__(self) -> str:
         return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"
 
+    @override
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from librmq.errors import BrokerError
 from librmq.java.lang import utf16_order
 from librmq.message.topics import validate_group
+from librmq.override import override
 from librmq.protocol import GroupSettings, ResponseCode, Subscription
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, group_row
 
@@ -206,6 +207,7 @@ class TopicDifference(NamedTuple):
     subscriptions: tuple[tuple[Any, tuple[str, ...]], ...]
     """Each subscription with its clients. A message that the owner of its queue does not select is skipped."""
 
+    @override
     def __str__(self) -> str:
         parts = [f"{', '.join(clients)}: {subscription}" for subscription, clients in self.subscriptions]
         if self.without:

@@ -31,6 +31,7 @@ from librmq.cli._options import (
 from librmq.cli._output import BAD_INPUT, DAMAGED, EMPTY, INTERRUPTED, LimitReached, Output, complain, open_output
 from librmq.cli._syntax import COMMANDS, PAST, READING, SECTIONS, UNDATED
 from librmq.errors import InputError
+from librmq.override import override
 
 if TYPE_CHECKING:
     from librmq.errors import CorruptionError
@@ -161,6 +162,7 @@ def _join_times(words: Sequence[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
         """Print an error with control characters escaped, and exit with status 2."""
         self.print_usage(sys.stderr)

@@ -21,6 +21,7 @@ from typing import Any, Final
 from librmq.broker import AdministeredRoute
 from librmq.errors import InputError
 from librmq.files import DiskFiles, OverlayFiles
+from librmq.override import override
 from librmq.protocol import (
     CancelMessage,
     CreateTopic,
@@ -120,6 +121,7 @@ class DryRun(Endpoint):
         self._broker = broker
         self._created: dict[str, QueueData] = {}
 
+    @override
     def call(self, request: Request[Any], /) -> Any:  # noqa: ANN401
         """Answer a request that reads; to one that changes, the answer is empty."""
         if isinstance(request, CancelMessage | MoveGroup | ResendLetters):
@@ -141,6 +143,7 @@ class ActingRoute(RouteWrapper, AdministeredRoute):
         super().__init__(remote)
         self._dry_runs = {name: DryRun(name, remote.endpoint(name)) for name in remote.broker_names() if dry_run}
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return a broker; `NoRouteError` for an unknown name."""
         return self._dry_runs.get(broker_name) or super().endpoint(broker_name)

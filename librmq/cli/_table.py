@@ -16,6 +16,7 @@ import rich.table
 import rich.text
 
 from librmq.formatting import duration, size
+from librmq.override import override
 from librmq.printable import printable
 
 Row = Mapping[str, Any]
@@ -218,6 +219,7 @@ _LISTS: Final = {"disk": ("thresholds", "threshold"), "verify": ("damage", "dama
 
 
 class _Console(rich.console.Console):
+    @override
     def on_broken_pipe(self) -> None:
         """Leave a broken pipe to the command; rich would end the process with status 1."""
         raise BrokenPipeError

@@ -27,6 +27,7 @@ from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import delayed_transaction, transaction_with_priority
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,
@@ -299,6 +300,7 @@ class TransactionProducer(Producer):
                 error=error,
             )
 
+    @override
     def answer(self, request: Request[R], /) -> R:
         """Schedule a check that the broker asks for; it runs without the runner's lock."""
         if not isinstance(request, CheckTransaction):

@@ -23,6 +23,7 @@ from librmq.java.lang import string_hash
 from librmq.message import UniqueIds
 from librmq.message.ids import Host, encode_host
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.protocol import (
     CheckTransaction,
     ClientRemoved,
@@ -271,6 +272,7 @@ class Client(ObservedClient):
                 "make a Client of this route, or leave client= out"
             )
 
+    @override
     def __repr__(self) -> str:
         return f"Client({self.client_id!r}, producers={sorted(self._producers)}, consumers={sorted(self._consumers)})"
 

@@ -33,6 +33,7 @@ from librmq.message.message import SendKeywords, body_too_large, priority_with_q
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     TOOL_PRODUCERS,
     CancelResult,
@@ -153,6 +154,7 @@ class Producer(Member):
 
     # ------------------------------------------------------------------------------------------------------------ life
 
+    @override
     def start(self) -> Self:
         """Join the group now instead of with the first send. If the producer runs, this does nothing.
 
@@ -169,6 +171,7 @@ class Producer(Member):
         self.client.join(self)
         self._unwatch = self.route.watch(self._routes.drop_routes)
 
+    @override
     def shutdown(self) -> bool:
         """Leave the group; a later send raises `ClientStateError`. A second call does nothing.
 
@@ -190,6 +193,7 @@ class Producer(Member):
         """Shut down without blocking the event loop."""
         return await self._runner.offload(self.shutdown)
 
+    @override
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
 

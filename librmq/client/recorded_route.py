@@ -13,6 +13,7 @@ from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
 from librmq.message import MessageQueue, StoredMessage
+from librmq.override import override
 from librmq.protocol import Endpoint, HoldPlace, Place, Request, Route, RouteWrapper
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
@@ -43,6 +44,7 @@ class RecordedRoute(RouteWrapper):
             raise AttributeError(name)
         return getattr(self._route, name)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return a broker, whose requests are recorded."""
         behind = self._route.endpoint(broker_name)
@@ -53,6 +55,7 @@ class RecordedRoute(RouteWrapper):
             )
         return endpoint
 
+    @override
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Record a consumer that was made on this route."""
         consumer.recorder = self.recorder.for_consumer(self._process, consumer)
@@ -127,6 +130,7 @@ class HistoryFile(RecordedRoute, Closing):
     def cancels(self, name: str, *, is_sure: bool = False) -> None:
         """Leave the line of the send as it is: without ``drained`` lines no message counts as lost."""
 
+    @override
     def close(self) -> None:
         """Close the file. Shut the clients down first."""
         self.recorder.end_invisible_times()
@@ -146,6 +150,7 @@ class _RecordedEndpoint(Endpoint):
         self._process = process
         self._broker_name = broker_name
 
+    @override
     def call(self, request: Request[R], /) -> R:
         answer = self._recorder.call(self._process, self._broker_name, request, self.behind.call)
         if isinstance(request, HoldPlace) and isinstance(answer, Place):

@@ -27,6 +27,7 @@ from librmq.files import DiskFiles, Files
 from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import Endpoint, QueueData, Request, Route, RouteWrapper, Watchers, check_site, site_of
 from librmq.runtime import Runner, Step, ThreadRunner
 from librmq.runtime.runner import next_on_grid
@@ -44,6 +45,7 @@ class _Link(Endpoint):
         self.is_cut = False
         self._call = broker.call
 
+    @override
     def call(self, request: Request[R], /) -> R:
         if self.is_cut:
             raise BrokerUnreachableError(f"broker {self.broker.name} cannot be reached: its connection is cut")
@@ -80,6 +82,7 @@ class _SiteLink(Endpoint):
         self._site = site
         self._cut = cut
 
+    @override
     def call(self, request: Request[R], /) -> R:
         if self._broker_name in self._cut:
             raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached from site {self._site}")
@@ -97,14 +100,17 @@ class SiteRoute(RouteWrapper):
         self._links: dict[str, _SiteLink] = {}
 
     @property
+    @override
     def site(self) -> str:
         """The name of the site, with which the ids of clients on this route begin."""
         return self._site
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that this site can reach, sorted."""
         return tuple(name for name in self._route.broker_names() if name not in self.cut)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker with that name. Its calls raise `BrokerUnreachableError` while its link is cut."""
         behind = self._route.endpoint(broker_name)
@@ -113,6 +119,7 @@ class SiteRoute(RouteWrapper):
             link = self._links[broker_name] = _SiteLink(behind, broker_name, self.site, self.cut)
         return link
 
+    @override
     def __repr__(self) -> str:
         return f"<SiteRoute {self.site!r} of {self._route!r}>"
 
@@ -218,6 +225,7 @@ class RouteTable(AdministeredRoute):
 
     # ---- messages
 
+    @override
     def _find_by_id(self, message_id: str) -> StoredMessage | None:
         try:
             host = parse_offset_message_id(message_id)[0]
@@ -247,23 +255,28 @@ class RouteTable(AdministeredRoute):
 
     # ---- route
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""
         entries = sorted(self._entries.items())
         return tuple(data for _, entry in entries if entry.is_routed for data in entry.link.broker.topic_route(topic))
 
+    @override
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, including those that are down."""
         return tuple(data for broker in self.brokers() for data in broker.topic_route(topic))
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""
         return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker with that name; its calls raise `BrokerUnreachableError` while it is down."""
         return self._entry(broker_name).link
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, at each change of the route; return a function that ends this."""
         return self._watchers.watch(changed)
@@ -427,6 +440,7 @@ class Cluster(RouteTable):
         self.add(broker)
         return broker
 
+    @override
     def close(self) -> None:
         """Close all brokers; shut down their clients first. A second call does nothing."""
         with ExitStack() as last:
@@ -435,6 +449,7 @@ class Cluster(RouteTable):
             for broker in self.brokers():
                 last.callback(broker.close)
 
+    @override
     def __repr__(self) -> str:
         return f"<Cluster {self.name!r}: {', '.join(broker.name for broker in self.brokers())}>"
 

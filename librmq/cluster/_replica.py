@@ -40,6 +40,7 @@ from librmq.errors import (
 from librmq.files import DiskFiles, Files
 from librmq.files.interface import confine
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     CopiedTables,
     CopyTables,
@@ -91,6 +92,7 @@ class StoredMaster(Endpoint):
                 "`librmq extract` copies the messages of this one"
             )
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Answer a replica's request.
 
@@ -665,6 +667,7 @@ class Replica(Closing):
         self.close()
         promote_replica(self.path, files=self._files)
 
+    @override
     def close(self) -> None:
         """Stop following, and close the copy. A second call does nothing."""
         if self._stop_turns():
@@ -708,6 +711,7 @@ class Replica(Closing):
         if self._own_runner is not None:
             self._own_runner.shutdown()
 
+    @override
     def __repr__(self) -> str:
         state = "closed" if self.dead else "stopped" if self.failure else f"{self.lag_bytes} bytes behind"
         return f"<Replica of {self.broker.name!r} in {self.path!r}, {state}>"

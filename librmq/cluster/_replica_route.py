@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 from librmq.cluster._replica import Replica
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.override import override
 from librmq.protocol import (
     MEMBERSHIP,
     PERM_WRITE,
@@ -38,6 +39,7 @@ class _Pair(Endpoint):
         self._behind: set[tuple[str, str, str, int]] = set()  # pulls that ask the replica
         self._held: dict[tuple[str, str, str, int], Callable[[], None]] = {}  # pulls at the master
 
+    @override
     def call(self, request: Request[R], /) -> R:
         kind = type(request)
         if kind is PullMessage:
@@ -136,10 +138,12 @@ class ReplicaRoute(RouteWrapper):
         self.end: Callable[[], None] = route.watch(self._changed)
         """Stop switching between masters and replicas."""
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
         return self._with_replicas(topic, self._route.topic_route(topic))
 
+    @override
     def known_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return what is known of a topic's route without waiting, with the replicas as in `topic_route`."""
         return self._with_replicas(topic, self._route.known_route(topic))
@@ -152,11 +156,13 @@ class ReplicaRoute(RouteWrapper):
                     by_broker[name] = QueueData(name, data.read_queues, 0, data.permission & ~PERM_WRITE)
         return tuple(by_broker[name] for name in sorted(by_broker))
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers whose master or replica is reachable, sorted."""
         alive = {name for name, replica in self._replicas.items() if not replica.dead}
         return tuple(sorted(alive.union(self._route.broker_names())))
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker with that name and its replica; `NoRouteError` if there is none."""
         replica = self._replicas.get(broker_name)
@@ -171,6 +177,7 @@ class ReplicaRoute(RouteWrapper):
             pair = self._pairs[broker_name] = _Pair(master, replica)
         return pair
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock when brokers, topics or queues change; call the result to stop."""
         living = [replica for replica in self._replicas.values() if not replica.dead]

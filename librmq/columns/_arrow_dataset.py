@@ -19,6 +19,7 @@ import pyarrow.dataset as ds
 
 from librmq.columns.decoding import TYPES
 from librmq.columns.record_batches import ReaderKeywords, Stores, batches_of, selection
+from librmq.override import override
 
 
 class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
@@ -34,6 +35,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         _, schema, _ = selection(store, settings)
         super().__init__(schema.empty_table())
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return StoreDataset, (self._store, self._settings)
 

@@ -33,6 +33,7 @@ from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files import Damage, DiskFiles, Files
 from librmq.files.rolling import MappingPool, file_name
 from librmq.message.topics import is_system_topic
+from librmq.override import override
 from librmq.runtime.closing import Closing
 from librmq.store import Condition, MessageStore
 from librmq.store.engine.store_parts import QueueName, ShortQueue
@@ -246,6 +247,7 @@ class PlannedStore(Closing):
     def _names(self) -> Iterable[QueueName]:
         return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
 
+    @override
     def close(self) -> None:
         """Close the store, and unmap its files."""
         if self._store is not None:

@@ -31,6 +31,7 @@ from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAS
 from librmq.files import DiskFiles, Files
 from librmq.files.interface import make_folders
 from librmq.files.rolling import file_name
+from librmq.override import override
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 from librmq.store.format.documents import OWN_FOLDER
@@ -115,9 +116,11 @@ class RemoteStore:
         self._within = log.folder
         return self
 
+    @override
     def __repr__(self) -> str:
         return f"<RemoteStore {self.url}, {self.fetched_bytes} bytes fetched>"
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStore, (self.url, self.storage_options)
 

@@ -9,6 +9,7 @@ from typing import Final
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
+from librmq.override import override
 from librmq.protocol import Endpoint, Place
 from librmq.runtime import Step
 
@@ -300,6 +301,7 @@ class AssignedQueue:
         self.progress = self.next_offset = queue_offset
         self.stored_progress, self.is_chosen = None, True
 
+    @override
     def __repr__(self) -> str:
         state = "released" if self.released else "locked" if self.locked else "assigned"
         return f"AssignedQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"

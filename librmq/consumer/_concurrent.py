@@ -22,6 +22,7 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown
 from librmq.message import StoredMessage
+from librmq.override import override
 from librmq.protocol import SLOTS, MessageModel
 from librmq.runtime import Step
 
@@ -164,6 +165,7 @@ class Run(DeliveryCall):
         self.is_seen = False
         """Whether it has been looked at, so that it takes long if it is seen again."""
 
+    @override
     def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
         """Call the listener for one message after the other, up to one that is not consumed."""
         function, must_return = self.listener.function, self.listener.must_return
@@ -185,6 +187,7 @@ class Run(DeliveryCall):
         return result
 
     @property
+    @override
     def at_listener(self) -> list[DeliveredMessage]:
         """The message that the listener has, or had last."""
         return self.messages[max(self._begun - 1, 0) : self._begun]

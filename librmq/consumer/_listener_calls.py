@@ -31,6 +31,7 @@ from librmq.errors import ClientStateError
 from librmq.message import MessageQueue, traces
 from librmq.message.properties import PropertyName
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime import Work
 from librmq.runtime.locks import Event
@@ -80,6 +81,7 @@ class DeliveryCall(Work):
         self.assigned: AssignedQueue = assigned
         self.messages: list[DeliveredMessage] = messages
 
+    @override
     def call(self) -> object:
         """Call the listener, without the lock."""
         if self.assigned.released:
@@ -115,6 +117,7 @@ class DeliveryCall(Work):
         """What the listener has, or had last."""
         return self.messages
 
+    @override
     def done(self, result: object, error: Exception | None) -> None:
         calls = self.calls
         calls.running -= 1
@@ -123,10 +126,12 @@ class DeliveryCall(Work):
         self.apply_result(self, result, error)
 
     @property
+    @override
     def label(self) -> str:  # type: ignore[override]
         return f"{self.calls.instance._label} {self.assigned.label} {self.messages[0].queue_offset}"
 
     @property
+    @override
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
         broker_name = self.assigned.queue.broker_name
         return [(broker_name, message.physical_offset) for message in self.at_listener]

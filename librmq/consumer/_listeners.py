@@ -16,6 +16,7 @@ from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_client_topic
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import CheckSubscription, Subscription
 
 _ORIGIN_MESSAGE_ID: Final = PropertyName.ORIGIN_MESSAGE_ID.encode()
@@ -48,6 +49,7 @@ class DeliveredMessage(StoredMessage):
         self._more_times = 0
 
     @property
+    @override
     def topic(self) -> str:
         """The topic that the message was sent to, even for a redelivery."""
         topic = self.queue.topic
@@ -71,6 +73,7 @@ class DeliveredMessage(StoredMessage):
         return self._bounds[1]
 
     @property
+    @override
     def reconsume_times(self) -> int:
         """How often the group has failed on this message, including failures since the pull."""
         return super().reconsume_times + self._more_times
@@ -90,6 +93,7 @@ class DeliveredMessage(StoredMessage):
         return self.unique_key if (self._property(_TRANSACTION_PREPARED) or "").lower() == "true" else None
 
     @property
+    @override
     def properties(self) -> Mapping[str, str]:
         """All properties, with MIN_OFFSET, MAX_OFFSET and CONSUME_START_TIME, which a client of 4.9 adds."""
         try:
@@ -103,9 +107,11 @@ class DeliveredMessage(StoredMessage):
             self._all_properties = properties
             return properties
 
+    @override
     def __reduce__(self) -> tuple[type[DeliveredMessage], tuple[bytes, MessageQueue, int, tuple[int, int]]]:  # type: ignore[override]
         return DeliveredMessage, (self.raw, self.queue, self.queue_offset, self._bounds)
 
+    @override
     def __repr__(self) -> str:
         return super().__repr__().replace("StoredMessage", "DeliveredMessage", 1)
 

@@ -25,6 +25,7 @@ from librmq.errors import BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     MaxOffset,
     MinOffset,
@@ -48,6 +49,7 @@ class _Arrival(Event):
         super().__init__()
         self.awaited: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
+    @override
     def set(self) -> None:
         super().set()
         if self.awaited is not None:
@@ -217,6 +219,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- life
 
+    @override
     def _join_group(self) -> None:
         super()._join_group()
         if self._assigned is not None:
@@ -225,10 +228,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._rebalancing.run_due(self.runner.now_ms())  # It runs now, so that the first poll has its queues.
 
     @property
+    @override
     def _shares_queues(self) -> bool:
         """Whether the group's queues are divided among its instances."""
         return self._assigned is None
 
+    @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Commit as configured, save, and leave the group. A second call does nothing.
 
@@ -236,6 +241,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         return self._shut_down(timeout, self.config.auto_commit)
 
+    @override
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._shut_down(None, self.config.auto_commit and kind is None)
 
@@ -251,16 +257,19 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- queues as the rebalance gives them
 
+    @override
     def _start_queue(self, assigned: AssignedQueue) -> None:
         assigned.notify = self._arrived.set
         if assigned.progress is not None:
             self._progressed(assigned, assigned.progress)
         self._arrived.set()
 
+    @override
     def _routes_changed(self) -> None:
         self._arrived.set()
         super()._routes_changed()
 
+    @override
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         for queue, queue_offset in offsets.items():
             if queue in self.assigned:

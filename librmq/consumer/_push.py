@@ -38,6 +38,7 @@ from librmq.filter import Policy, WatchedPredicate
 from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     ConsumeDirectly,
     InstanceState,
@@ -404,6 +405,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         with self.runner.lock:
             self._change_settings(self.config.with_settings(settings))
 
+    @override
     def _check_settings(self, config: ConsumerConfig) -> None:
         topic = self._listeners.without_batches()
         if config.batch_size > 1 and topic is not None:
@@ -412,6 +414,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 f"{config.batch_size}: subscribe it with batch=True"
             )
 
+    @override
     def _settings_changed(self) -> None:
         self._fetcher.apply_settings()
         self.delivery.apply_settings(self.runner.now_ms())
@@ -552,10 +555,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     # ---- life
 
+    @override
     def _check_ready(self) -> None:
         if not self.subscriptions:
             raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic before start() or the with block")
 
+    @override
     def _join_group(self) -> None:
         if self._listeners.are_async:
             try:
@@ -566,6 +571,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if self.metrics is not None:
             show_gauges(self, self.metrics)
 
+    @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Stop pulling, wait up to ``timeout`` (None: as configured) for listeners, save progress and leave the group.
 
@@ -591,6 +597,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             )
         return in_time
 
+    @override
     def _release_locks(self) -> None:
         resets, self._resets = self._resets, []
         # A reset still waits for running listeners. Apply its offsets now, because progress that is saved at shutdown
@@ -616,9 +623,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     # ---- queues
 
+    @override
     def _lock(self, queue: MessageQueue) -> bool:
         return self.locks is None or self.locks.lock(queue)
 
+    @override
     def _start_queue(self, assigned: AssignedQueue) -> None:
         self._fetcher.share_limits()
         if assigned.progress is not None:
@@ -627,17 +636,20 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.locks.note_taken(assigned)
         self._fetcher.start(assigned)
 
+    @override
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
         if self._concurrent is not None:
             self._concurrent.settle()
         return super()._changed(queues)
 
+    @override
     def _may_store(self, assigned: AssignedQueue) -> bool:
         # While a reset waits, listeners of the queue's earlier messages end. Their progress must not be stored over the
         # chosen one.
         is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)
         return not is_reset and (self.locks is None or self.locks.may_store(assigned, self.runner.now_ms()))
 
+    @override
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._release_queue(assigned, now_ms)
         return self._orderly is None or self._orderly.release_queue(assigned, now_ms)
@@ -649,6 +661,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if self.recorder is not None:
                 self.recorder.releases(assigned.queue)
 
+    @override
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         """Drop held messages, wait for running listeners, and continue from other offsets."""
         self.is_paused = True
@@ -676,6 +689,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         step = Step(f"{self._label} reset {topic}", resume_queues, self.client)
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
+    @override
     def _state(self) -> InstanceState:
         return instance_state(
             self,
@@ -687,10 +701,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
         )
 
     @property
+    @override
     def keeps_order(self) -> bool:
         """Whether its listeners get a queue's messages in order, each after the end of the one before."""
         return self.config.orderly and self.config.batch_size == 1
 
+    @override
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""
         if isinstance(request, ConsumeDirectly):

@@ -37,6 +37,7 @@ from librmq.errors import (
 from librmq.message import MessageQueue
 from librmq.message.topics import check_receive_retry_topic, validate_group
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
@@ -91,6 +92,7 @@ class ReceivedMessage(DeliveredMessage):
         """Time of the next delivery unless it is acknowledged, in ms since 1970."""
 
     @property
+    @override
     def topic(self) -> str:
         """The topic that the message was sent to, even for a redelivery."""
         return self._topic
@@ -223,6 +225,7 @@ class SimpleConsumer(Member):
                     if settings is None or not settings.is_ordered:
                         raise
 
+    @override
     def start(self) -> Self:
         """Join the group.
 
@@ -234,6 +237,7 @@ class SimpleConsumer(Member):
             self._life.start(lambda: self.client.join(self))
         return self
 
+    @override
     def shutdown(self) -> None:
         """Leave the group; waiting receives return nothing. Messages in flight are delivered again in time.
 
@@ -250,6 +254,7 @@ class SimpleConsumer(Member):
         """Shut down without blocking the event loop."""
         await self.runner.offload(self.shutdown)
 
+    @override
     def __repr__(self) -> str:
         topics = ", ".join(self.subscriptions) or "none"
         return f"<SimpleConsumer {self.group}, {self._life.state.value}, topics: {topics}>"
@@ -611,11 +616,13 @@ class SimpleConsumer(Member):
 
     # ---- what brokers ask
 
+    @override
     def consumer_data(self) -> ConsumerData:
         """Return the description of this instance for heartbeats."""
         subscriptions = dict(self.subscriptions)
         return ConsumerData(self.group, "simple", MessageModel.CLUSTERING, ConsumeFrom.LAST, subscriptions)
 
+    @override
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""
         result: Any = None

@@ -25,6 +25,7 @@ from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError,
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue, retry_topic
 from librmq.message.topics import validate_group
+from librmq.override import override
 from librmq.protocol import (
     ConsumerData,
     ConsumerIds,
@@ -66,7 +67,8 @@ class Consumer(Instance, Member, Generic[C]):
 
     # ---- settings
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy sees no mark of a property that has a setter
+    @override
     def config(self) -> C:
         """The settings; assigning others changes those that differ, like ``configure``."""
         return self._config
@@ -252,11 +254,13 @@ class Consumer(Instance, Member, Generic[C]):
     def _release_locks(self) -> None:
         """Release this instance's locks at the brokers."""
 
+    @override
     def __repr__(self) -> str:
         topics = ", ".join(topic for topic in self.subscriptions if topic != retry_topic(self.group))
         kind, state = type(self).__name__, self._life.state.value
         return f"<{kind} {self._label}, {state}, topics: {topics or 'none'}, queues: {len(self.assigned)}>"
 
+    @override
     def start(self) -> Self:
         """Join the group and begin to consume.
 
@@ -305,6 +309,7 @@ class Consumer(Instance, Member, Generic[C]):
             with suppress(RmqError):  # The route is asked for again, and the failure is logged then.
                 self.route.topic_route(topic)
 
+    @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
         """Leave the group, and return whether all listeners ended in time."""
         raise NotImplementedError
@@ -315,6 +320,7 @@ class Consumer(Instance, Member, Generic[C]):
 
     # ---- what brokers ask
 
+    @override
     def consumer_data(self) -> ConsumerData | None:
         """Return the description of this instance for heartbeats."""
         config = self.config
@@ -331,6 +337,7 @@ class Consumer(Instance, Member, Generic[C]):
             self._maximum_set_ms,
         )
 
+    @override
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""
         result: Any = None

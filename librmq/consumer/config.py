@@ -11,6 +11,7 @@ from librmq.client.allocation import AllocationStrategy
 from librmq.config import Between, Config, Seconds
 from librmq.errors import ConfigError
 from librmq.files import DiskFiles, Files
+from librmq.override import override
 from librmq.protocol import ConsumeFrom, MessageModel
 
 StartAt: TypeAlias = Literal["first", "last"] | datetime | int
@@ -77,6 +78,7 @@ class ConsumerConfig(Config):
     files: Files = field(default_factory=DiskFiles)
     """Files by which progress is written."""
 
+    @override
     def _check_together(self) -> None:
         if isinstance(self.start_at, datetime) and self.start_at.tzinfo is None:
             raise self.refusal("start_at", "a time with a time zone")
@@ -98,6 +100,7 @@ class PullConsumerConfig(ConsumerConfig):
     auto_commit: bool = True
     """Whether each poll commits the messages of earlier polls."""
 
+    @override
     def _check_together(self) -> None:
         ConsumerConfig._check_together(self)
         for name in _FOR_LISTENERS:

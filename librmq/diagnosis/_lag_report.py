@@ -24,6 +24,7 @@ from librmq.formatting import duration, id_ranges
 from librmq.java.json import NumberColumns
 from librmq.message.lag import lag_terms, unread_from
 from librmq.message.topics import TopicPrefix, is_own_group
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
@@ -352,9 +353,11 @@ class _Rows(Sequence[TopicProgress]):
             progress[queue] = None
         return [ids, begins, ends, progress, lags, _times(_listed(self._oldest_ms))]
 
+    @override
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
+    @override
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 (a number or a slice)
         if isinstance(place, slice):
             return list(self)[place]
@@ -362,6 +365,7 @@ class _Rows(Sequence[TopicProgress]):
         queues = slice(*self.bounds[place : place + 2])
         return TopicProgress(self._groups[place], self._topics[place], *(column[queues] for column in self._lists))
 
+    @override
     def __iter__(self) -> Iterator[TopicProgress]:
         queues = list(starmap(slice, pairwise(_listed(self.bounds))))
         columns = (map(column.__getitem__, queues) for column in self._lists)

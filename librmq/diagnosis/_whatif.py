@@ -29,6 +29,7 @@ from librmq.diagnosis._instances import instances
 from librmq.diagnosis._lag_report import lag, no_progress
 from librmq.diagnosis.view import Source, viewed
 from librmq.message import MessageQueue
+from librmq.override import override
 
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
 _EXACT: Final = 0.03
@@ -78,6 +79,7 @@ class Consumption(Config):
     queues: Sequence[MessageQueue] | None = None
     """The queues, sorted, for strategies that look at their names; None: those of one broker."""
 
+    @override
     def _check_together(self) -> None:
         if not self.lags or any(type(waiting) is not int or waiting < 0 for waiting in self.lags):
             raise self.refusal("lags", "the number of waiting messages of each queue")

@@ -31,6 +31,7 @@ from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic, kind_of_topic
 from librmq.message.traces import has_traces, is_trace_topic
+from librmq.override import override
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -547,12 +548,14 @@ class StoreView(Closing):
             return self.stored_at(queue, queue_offset)
         return None
 
+    @override
     def close(self) -> None:
         """Close the store, if `open` opened it."""
         if self._closes_store:
             self._closes_store = False
             self.store.close()
 
+    @override
     def __repr__(self) -> str:
         return f"<StoreView of {self.store.path!r}, {'live' if self.is_live else self.owner or 'not in use'}>"
 

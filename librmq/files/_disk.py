@@ -29,6 +29,7 @@ from librmq.files.interface import (
 )
 from librmq.files.lock import HAS_PEER_LOCKS, DiskLock, PeerLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
+from librmq.override import override
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 
@@ -103,6 +104,7 @@ class DiskFile(File):
 
     __slots__ = ()
 
+    @override
     def advise(self, begin: int, end: int, advice: Advice) -> None:
         if advice is Advice.WRITES:
             is_paged = end - begin < _MUCH  # otherwise the kernel reads ahead, and zeros what it finds no data for
@@ -129,6 +131,7 @@ class DiskFile(File):
                     part = _MUCH if advice == _MADV_POPULATE_WRITE else end - begin
                     CORE.advise(self.buffer, begin, end, advice, part)
 
+    @override
     def data_end(self, begin: int = 0) -> int:
         if self.descriptor >= 0:
             return _data_end(self.descriptor, begin, self.size)
@@ -706,12 +709,15 @@ class _TemporaryFiles(DiskFiles):
 
     is_temporary = True
 
+    @override
     def flush_folder(self, path: str) -> None:
         pass
 
+    @override
     def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
         pass
 
+    @override
     def _wait_for_part(self, file: File, begin: int, end: int) -> None:
         pass
 

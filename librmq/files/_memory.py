@@ -25,6 +25,7 @@ from librmq.files.interface import (
     identity_of,
     is_folder,
 )
+from librmq.override import override
 from librmq.runtime.locks import RLock
 
 _numbers = itertools.count(1)
@@ -249,6 +250,7 @@ class _PrivateBuffer(mmap.mmap):
         self.changed_end = 0
         return self
 
+    @override
     def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
         if self.overlay is not None and self[place] == value:
             return
@@ -266,10 +268,12 @@ class _PrivateFile(File):
     __slots__ = ()
     buffer: _PrivateBuffer
 
+    @override
     def advise(self, begin: int, end: int, advice: Advice) -> None:
         if advice is Advice.NO_USE and self.buffer.overlay is not None:  # unchanged, so the disk brings the pages back
             self._below().advise(begin, end, advice)
 
+    @override
     def data_end(self, begin: int = 0) -> int:
         return max(self._below().data_end(begin), self.buffer.changed_end)
 
@@ -314,6 +318,7 @@ class OverlayFiles(MemoryFiles):
             path = parent
         return False
 
+    @override
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         with self._guard:
             if path in self._files or not self._in_base(path):
@@ -349,12 +354,14 @@ class OverlayFiles(MemoryFiles):
             names = {*self._files, *self._folders, *self._deleted}
         return names | set(map(os.path.dirname, names))
 
+    @override
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with self._guard:
             if self.status(path) is not None:
                 raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             return super().create(path, size)
 
+    @override
     def list(self, path: str) -> list[FolderEntry]:
         with self._guard:
             if not self._deleted and not self._files and len(self._folders) == self._roots:
@@ -364,6 +371,7 @@ class OverlayFiles(MemoryFiles):
             entries |= {entry.name: entry for entry in super().list(path)}
         return [entries[name] for name in sorted(entries)]
 
+    @override
     def names(self, path: str) -> tuple[str, ...]:
         with self._guard:
             names = {entry.name for entry in super().list(path)}
@@ -371,6 +379,7 @@ class OverlayFiles(MemoryFiles):
                 names.update(name for name in self._base.names(path) if self._in_base(os.path.join(path, name)))
         return tuple(sorted(names))
 
+    @override
     def status(self, path: str) -> FileStatus | None:
         with self._guard:
             status = super().status(path)
@@ -380,6 +389,7 @@ class OverlayFiles(MemoryFiles):
                 status = None if status is None else status._replace(links=1)
             return status
 
+    @override
     def delete(self, path: str) -> None:
         with self._guard:
             super().delete(path)
@@ -387,6 +397,7 @@ class OverlayFiles(MemoryFiles):
             if self._base.status(path) is not None:
                 self._deleted.add(path)
 
+    @override
     def rename(self, old: str, new: str) -> None:
         with self._guard:
             self._take_over(old)
@@ -394,6 +405,7 @@ class OverlayFiles(MemoryFiles):
             self._mapped.pop(old, None)
             self._deleted.add(old)
 
+    @override
     def link(self, old: str, new: str) -> None:
         with self._guard:
             self._take_over(old)
@@ -404,18 +416,21 @@ class OverlayFiles(MemoryFiles):
         if status is not None and status.size and not status.is_folder:
             self._files[path] = self.open(path, writable=True)
 
+    @override
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         with self._guard:
             if path in self._files or not self._in_base(path):
                 return super().read(path, at, size)
         return self._base.read(path, at, size)
 
+    @override
     def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
         with self._guard:
             if path in self._files or not self._in_base(path):
                 return super().read_used(path, limit, size, is_whole=is_whole)
         return self._base.read_used(path, limit, size, is_whole=is_whole)
 
+    @override
     def lock(self, path: str) -> FileLock:
         holder = self._base.lock_holder(path)
         if holder is not None:
@@ -426,9 +441,11 @@ class OverlayFiles(MemoryFiles):
             lock.mark_untouched()
         return lock
 
+    @override
     def lock_holder(self, path: str) -> str | None:
         return super().lock_holder(path) or self._base.lock_holder(path)
 
+    @override
     def identity_in_memory(self, path: str) -> str | None:
         base = self._base
         return base.identity_in_memory(path) if isinstance(base, MemoryFiles) else identity_of(base, path)

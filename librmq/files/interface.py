@@ -30,6 +30,7 @@ from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.regular import with_owner
+from librmq.override import override
 
 Buffer = mmap.mmap
 """The bytes of an open file: a mapping, or what a file system of tests gives in its place."""
@@ -112,6 +113,7 @@ class File:
             high = at
         return begin
 
+    @override
     def __repr__(self) -> str:
         return f"<File {self.path} {self.size} bytes>"
 

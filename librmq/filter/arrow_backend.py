@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import MissingExtraError
+from librmq.override import override
 
 try:
     import pyarrow as pa
@@ -303,12 +304,15 @@ class _Arrow(ColumnBackend[Any]):
             return pa.repeat(pa.scalar(condition), self._columns.rows)
         return condition.fill_null(False) if condition.null_count else condition
 
+    @override
     def literal(self, value: bool) -> bool:
         return value
 
+    @override
     def every(self, conditions: Sequence[Any]) -> Any:
         return self._joined(conditions, False, pc.and_kleene)
 
+    @override
     def some(self, conditions: Sequence[Any]) -> Any:
         return self._joined(conditions, True, pc.or_kleene)
 
@@ -322,10 +326,12 @@ class _Arrow(ColumnBackend[Any]):
                 result = condition if isinstance(result, bool) else join(result, condition)
         return result
 
+    @override
     def none(self, conditions: Sequence[Any]) -> Any:
         condition = self.some(conditions)
         return not condition if isinstance(condition, bool) else pc.invert(self.array(condition))
 
+    @override
     def first_match(self, branches: Sequence[tuple[Any, bool]]) -> Any:
         result: Any = False
         still_open: Any = True
@@ -336,6 +342,7 @@ class _Arrow(ColumnBackend[Any]):
                 still_open = self.every([still_open, self.none([condition])])
         return result
 
+    @override
     def property_condition(self, question: Question, condition: Condition) -> Any:
         match question:
             case Missing():

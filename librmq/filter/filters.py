@@ -26,6 +26,7 @@ from librmq.filter.interpreter import Explanation, Lint, explain, lint
 from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.java.lang import TRIMMED, string_hash
+from librmq.override import override
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
@@ -122,9 +123,11 @@ class SqlFilter:
             ignored = expression[ignored_from : ignored_from + 40]
             warnings.warn(f"the filter ignores {ignored!r}, as the broker does", FilterWarning, stacklevel=2)
 
+    @override
     def __repr__(self) -> str:
         return f"SqlFilter({self.expression!r}, dialect={self.dialect!r}, strict={self.strict})"
 
+    @override
     def __reduce__(self) -> tuple[object, ...]:
         """Send the filter to another process as its text."""
         return partial(SqlFilter, self.expression, dialect=self.dialect, strict=self.strict), ()

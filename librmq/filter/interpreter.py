@@ -38,6 +38,7 @@ from librmq.filter.parser import (
     postorder,
 )
 from librmq.java.lang import java_int, java_long, parse_double
+from librmq.override import override
 
 Seen: TypeAlias = Callable[[Node, "Value | FilterEvaluationError"], None]
 """Called with each evaluated node, and its value or the error that ended it."""
@@ -268,6 +269,7 @@ class Explanation:
     tree: tuple[str, ...]
     """A line for each term: its text, its verdict and its values, or that it was not evaluated."""
 
+    @override
     def __str__(self) -> str:
         head = f"{'match' if self.matches else 'no match'}: the filter is {self.verdict}"
         return "\n".join((head, f"decided by: {self.decided_by}", f"because {self.why}", "", *self.tree))
@@ -399,6 +401,7 @@ class Lint:
     advice: str
     """What to write instead."""
 
+    @override
     def __str__(self) -> str:
         return f"at {self.position}: {self.advice} [{self.rule}]"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.errors import FilterError, MissingExtraError
+from librmq.override import override
 
 try:
     from pyspark.sql import Column
@@ -143,18 +144,23 @@ class _Spark(ColumnBackend[_Expression]):
                 terms.append(_never_null(condition))
         return self.every([*self._checks, *terms])
 
+    @override
     def literal(self, value: bool) -> _Expression:
         return _expression(lambda: F.lit(value))
 
+    @override
     def every(self, conditions: Sequence[_Expression]) -> _Expression:
         return _balanced(lambda a, b: a & b, list(conditions))
 
+    @override
     def some(self, conditions: Sequence[_Expression]) -> _Expression:
         return _balanced(lambda a, b: a | b, list(conditions)) if conditions else self.literal(False)
 
+    @override
     def none(self, conditions: Sequence[_Expression]) -> _Expression:
         return _expression(lambda some: ~some, _never_null(self.some(conditions)))
 
+    @override
     def first_match(self, branches: Sequence[tuple[_Expression, bool]]) -> _Expression:
         def make(*conditions: Column) -> Column:
             case: Any = F
@@ -165,6 +171,7 @@ class _Spark(ColumnBackend[_Expression]):
 
         return _expression(make, *(condition for condition, _ in branches))
 
+    @override
     def property_condition(self, question: Question, condition: Condition) -> _Expression:
         is_true = condition == "is_true"
         match question:

@@ -32,6 +32,7 @@ from librmq.idempotence._drivers import (
     run_on,
     status_of,
 )
+from librmq.override import override
 
 _BEGIN: Final = {"sqlite": "BEGIN IMMEDIATE", "mysql": "START TRANSACTION"}
 _IN_TRANSACTION: Final = {
@@ -358,11 +359,13 @@ class _DriverLink(Link):
         self.dialect = self._driver.dialect
         self._cursor: Any = None
 
+    @override
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
         if self._cursor is None:
             self._cursor = self._driver.cursor(self.connection)
         return run_on(self._cursor, self._style, sql, parameters)
 
+    @override
     def change(self, sql: str, parameters: Mapping[str, Any]) -> int:
         cursor = self._cursor
         if cursor is None:
@@ -374,26 +377,31 @@ class _DriverLink(Link):
         changed: int = cursor.rowcount
         return changed
 
+    @override
     def fetch(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         # Some drivers make the description of a result, which `run_on` looks at, only when they are asked for it.
         self.change(sql, parameters)
         rows: Sequence[Sequence[Any]] = self._cursor.fetchall()
         return rows
 
+    @override
     def begin_first(self) -> None:
         status, connection = self._driver.status, self.connection
         if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
             self.check_can_begin()  # This asks further, and refuses.
         self._refuse_pipeline()
 
+    @override
     def check_can_begin(self) -> None:
         super().check_can_begin()
         self._refuse_pipeline()
 
+    @override
     def join(self) -> None:
         self._refuse_pipeline()
         super().join()
 
+    @override
     def _has_just_begun(self) -> bool:
         return self._driver.status is None and self.dialect == "postgresql"
 
@@ -403,24 +411,29 @@ class _DriverLink(Link):
         if reason is not None:
             raise ConfigError(reason)
 
+    @override
     def _commit(self) -> None:
         if self._driver.commits_by_sql:
             self._run("COMMIT", {})
         else:
             self.connection.commit()
 
+    @override
     def settle(self) -> None:
         if self._driver.settle is not None:
             self._driver.settle(self.connection)
 
+    @override
     def reported_name(self) -> str | None:
         report = self._driver.reported_name
         return None if report is None else report(self.connection)
 
+    @override
     def _driver_connection(self) -> Any:
         return self.connection
 
     @contextmanager
+    @override
     def alone(self) -> Iterator[Link]:
         # By SQL, because psycopg refuses calls that end a transaction within `connection.transaction()`.
         with suppress(Exception):
@@ -432,9 +445,11 @@ class _DriverLink(Link):
             with suppress(Exception):  # The driver may remember that it has begun a transaction.
                 self._rollback()
 
+    @override
     def status(self) -> TransactionStatus | None:
         return None if self._driver.status is None else self._driver.status(self.connection)
 
+    @override
     def _status_before(self) -> TransactionStatus:
         if self._driver.status is not None:
             return self._driver.status(self.connection)
@@ -457,20 +472,24 @@ class _DriverLink(Link):
             f"{', '.join(sorted(name for name in DRIVERS if not DRIVERS[name].is_async))}, of SQLAlchemy, or of Django"
         )
 
+    @override
     def check_is_known(self) -> None:
         if not self.dialect:
             raise self._unknown("its dialect of SQL")
 
+    @override
     def check_no_autocommit(self) -> None:
         if not self.dialect and self._driver.has_autocommit(self.connection) is None:
             raise self._unknown("that it commits each statement")
         super().check_no_autocommit()
 
+    @override
     def _always_open(self) -> str:
         if self.dialect == "sqlite" and getattr(self.connection, "autocommit", None) is False:
             return "; a connection with autocommit=False always has one: connect without that argument"
         return ""
 
+    @override
     def _has_autocommit(self) -> bool:
         return bool(self._driver.has_autocommit(self.connection)) and self.status() is not _OPEN
 
@@ -489,10 +508,12 @@ class _AlchemyLink(Link):
         name: str = self._bind.dialect.name
         self.dialect = "mysql" if name == "mariadb" else name
 
+    @override
     def begin(self) -> None:
         super().begin()
         self._begin_at_once()
 
+    @override
     def begin_first(self) -> None:
         super().begin_first()
         self._begin_at_once()
@@ -507,12 +528,14 @@ class _AlchemyLink(Link):
     def _pooled(self) -> Any:
         return self._core().connection
 
+    @override
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
         result = self.connection.execute(_text(sql), parameters)
         if result.returns_rows:
             return StatementResult(result.fetchall(), 0, 0)
         return StatementResult((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
 
+    @override
     def _rollback(self) -> None:
         has_begun = self._is_session or self.connection.in_transaction()
         self.connection.rollback()
@@ -524,35 +547,43 @@ class _AlchemyLink(Link):
             pooled.rollback()
 
     @contextmanager
+    @override
     def alone(self) -> Iterator[Link]:
         # Within `with session.begin()` SQLAlchemy runs nothing more once the block has ended the transaction.
         with self._bind.engine.begin() as connection:
             yield Link(connection)
 
+    @override
     def status(self) -> TransactionStatus | None:
         if not self.connection.in_transaction():
             return _IDLE
         return status_of(self._driver_connection())
 
+    @override
     def _status_before(self) -> TransactionStatus:
         # A session within the transaction of the connection that it was given would commit nothing.
         is_within = self._is_session and hasattr(self._bind, "in_transaction") and self._bind.in_transaction()
         return _OPEN if is_within or self.connection.in_transaction() else _IDLE
 
+    @override
     def _is_open_after_commit(self) -> bool:
         return bool(self.connection.in_transaction())
 
+    @override
     def _set_savepoint(self) -> Any:
         if self.dialect == "sqlite" and self.status() is _IDLE:
             self._run("BEGIN", {})  # else the driver's transaction would begin, and end, with the savepoint
         return self.connection.begin_nested()
 
+    @override
     def _release(self, scope: Any) -> None:
         scope.commit()
 
+    @override
     def _roll_back_to(self, scope: Any) -> None:
         scope.rollback()
 
+    @override
     def _has_autocommit(self) -> bool:
         core = self._core()
         driver_connection = core.connection.driver_connection
@@ -565,6 +596,7 @@ class _AlchemyLink(Link):
             core.begin()  # An application can begin transactions by a statement, in SQLAlchemy's event `begin`.
         return self.status() is not _OPEN
 
+    @override
     def _driver_connection(self) -> Any:
         return self._pooled().driver_connection
 
@@ -590,9 +622,11 @@ class _DjangoLink(Link):
         self.dialect = self.connection.vendor
         self._atomic: Any = None
 
+    @override
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
         return run(self.connection, "format", sql, parameters)
 
+    @override
     def begin(self) -> None:
         """Enter an atomic block: a transaction, or a savepoint of the block around it."""
         from django.db.transaction import atomic
@@ -601,6 +635,7 @@ class _DjangoLink(Link):
         self._atomic = atomic(using=self.connection.alias)
         self._atomic.__enter__()
 
+    @override
     def begin_first(self) -> None:
         connection = self.connection
         if not connection.in_atomic_block:
@@ -611,11 +646,13 @@ class _DjangoLink(Link):
             self.check_can_begin()
         self.begin()
 
+    @override
     def join(self) -> None:
         if self._status_before() is not _OPEN:
             raise ConfigError("join: expected a block of transaction.atomic() around this one, found none")
         self.begin()
 
+    @override
     def _commit(self) -> None:
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
@@ -628,6 +665,7 @@ class _DjangoLink(Link):
         if self._is_manual() or (atomic is None and not self.connection.in_atomic_block):
             self.connection.commit()  # Otherwise it commits with the block around it, or has with its own.
 
+    @override
     def _rollback(self) -> None:
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
@@ -637,9 +675,11 @@ class _DjangoLink(Link):
         if self.connection.in_atomic_block and self.connection.needs_rollback:
             self.is_joined = False  # The savepoint is gone.
 
+    @override
     def alone(self) -> AbstractContextManager[Link]:
         return Link(self._driver_connection()).alone()
 
+    @override
     def is_aborted(self) -> bool:
         return bool(self.connection.needs_rollback) or super().is_aborted()
 
@@ -647,9 +687,11 @@ class _DjangoLink(Link):
         """Return whether the application commits by itself, as with the setting ``AUTOCOMMIT: False``."""
         return not self.connection.in_atomic_block and not self.connection.get_autocommit()
 
+    @override
     def _is_open_after_commit(self) -> bool:
         return not self.connection.in_atomic_block and status_of(self._driver_connection()) is _OPEN
 
+    @override
     def status(self) -> TransactionStatus | None:
         if self.connection.needs_rollback:
             return TransactionStatus.ABORTED
@@ -657,15 +699,18 @@ class _DjangoLink(Link):
             return _IDLE
         return status_of(self._driver_connection())
 
+    @override
     def _status_before(self) -> TransactionStatus:
         if self.connection.in_atomic_block:
             return _OPEN
         return Link(self._driver_connection())._status_before() if self._is_manual() else _IDLE
 
+    @override
     def check_can_begin(self) -> None:
         if self.connection.in_atomic_block or self._is_manual():
             super().check_can_begin()
 
+    @override
     def check_no_autocommit(self) -> None:
         if self._has_autocommit():
             raise ConfigError(
@@ -673,9 +718,11 @@ class _DjangoLink(Link):
                 "transaction.atomic()"
             )
 
+    @override
     def _has_autocommit(self) -> bool:
         return not self.connection.in_atomic_block and bool(self.connection.get_autocommit())
 
+    @override
     def _driver_connection(self) -> Any:
         self.connection.ensure_connection()
         return self.connection.connection

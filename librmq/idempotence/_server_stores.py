@@ -29,6 +29,7 @@ from librmq.idempotence._autocommit import Autocommit
 from librmq.idempotence._drivers import StatementResult, is_integrity_error, is_refusal
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord, DedupStatements, TableStore
+from librmq.override import override
 from librmq.runtime.locks import Lock
 
 if TYPE_CHECKING:  # for types alone, because importing them needs an extra
@@ -156,10 +157,12 @@ class SqlDedupStore(TableStore):
             raise DedupStoreError(f"{self.table}: {error}") from error
         return self
 
+    @override
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         claim = self._claim_step_by_step if self._is_portable else super().claim
         return claim(key, owner, now_ms, expires_at_ms)
 
+    @override
     def purge(self, now_ms: int, limit: int) -> int:
         if self._is_portable:
             return self._execute(self._portable_purge(now_ms, limit), {}).changed
@@ -176,6 +179,7 @@ class SqlDedupStore(TableStore):
         statement = delete(rows).where(has_expired, rows.c.dedup_key.in_(keys))
         return str(statement.compile(dialect=self.engine.dialect, compile_kwargs={"literal_binds": True}))
 
+    @override
     def close(self) -> None:
         """Give the connections back to the engine, and close the engine if the store created it."""
         self._autocommit.close()
@@ -208,6 +212,7 @@ class SqlDedupStore(TableStore):
         # None: released or expired since. Another process had it until now, so the message is delivered again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
+    @override
     def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         try:
             return self._autocommit.execute(statement, parameters)

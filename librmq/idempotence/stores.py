@@ -33,6 +33,7 @@ from librmq.idempotence._sqltables import (
     upgrade_tables,
 )
 from librmq.listener import Delivered
+from librmq.override import override
 from librmq.runtime import Background, critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
@@ -207,6 +208,7 @@ class MemoryDedupStore:
         """Return the number of records, expired ones included."""
         return len(self._records)
 
+    @override
     def __repr__(self) -> str:
         with self._lock:
             consumed = sum(record.consumed for record in self._records.values())
@@ -292,6 +294,7 @@ class TableStore(Closing, ABC):
         """Run one statement in a transaction of its own."""
 
     @abstractmethod
+    @override
     def close(self) -> None:
         """Close the connections."""
 
@@ -365,6 +368,7 @@ class SqliteDedupStore(TableStore):
             raise self._failure(error) from error
         self._connection = connection
 
+    @override
     def close(self) -> None:
         """Close the file. Closing again, or in a forked child, does nothing."""
         if self._process != os.getpid():
@@ -374,6 +378,7 @@ class SqliteDedupStore(TableStore):
             if connection is not None:
                 connection.close()
 
+    @override
     def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         # Before the lock: in a forked child a thread of the parent may hold it for good.
         if self._process != os.getpid():

@@ -35,6 +35,7 @@ from librmq.message.record import (
     header_struct,
     host_ends,
 )
+from librmq.override import override
 from librmq.printable import shown_body
 from librmq.runtime.compiled_core import CORE, StoredState
 
@@ -292,15 +293,19 @@ class StoredMessage(StoredState):
         """The unique id if there is one, else the offset id."""
         return self.unique_key or self.offset_id
 
+    @override
     def __eq__(self, other: object) -> bool:
         return self.raw == other.raw if isinstance(other, StoredMessage) else NotImplemented
 
+    @override
     def __hash__(self) -> int:
         return hash(self.raw)
 
+    @override
     def __reduce__(self) -> tuple[type[StoredMessage], tuple[bytes]]:
         return StoredMessage, (self.raw,)
 
+    @override
     def __repr__(self) -> str:
         try:
             return (
@@ -322,6 +327,7 @@ class StoredRecords(Sequence[StoredMessage]):
         self.data: bytes = data
         self._count = count
 
+    @override
     def __len__(self) -> int:
         return self._count
 
@@ -329,9 +335,11 @@ class StoredRecords(Sequence[StoredMessage]):
     def __getitem__(self, at: int) -> StoredMessage: ...
     @overload
     def __getitem__(self, at: slice) -> list[StoredMessage]: ...
+    @override
     def __getitem__(self, at: int | slice) -> StoredMessage | list[StoredMessage]:
         return list(self)[at]
 
+    @override
     def __iter__(self) -> Iterator[StoredMessage]:
         begin = 0
         for _ in range(self._count):

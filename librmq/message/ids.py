@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 
 from librmq.errors import MalformedError, MessageIllegalError
 from librmq.message.topics import receive_retry_topic
+from librmq.override import override
 from librmq.runtime.locks import Inherited
 
 IN_ORDER: Final = 999
@@ -269,6 +270,7 @@ class Receipt(NamedTuple):
     queue_offset: int
     physical_offset: int = 0
 
+    @override
     def __str__(self) -> str:
         return " ".join(map(str, self))
 

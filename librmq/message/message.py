@@ -16,6 +16,7 @@ from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message._stored_message import StoredMessage as StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, priority_of, split_keys
+from librmq.override import override
 from librmq.printable import shown_body
 
 
@@ -35,6 +36,7 @@ class MessageQueue(NamedTuple):
         code = 31 * code + string_hash(self.topic)
         return ((code & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
+    @override
     def __str__(self) -> str:
         """Return RocketMQ's text, which consistent hashing depends on."""
         return f"MessageQueue [topic={self.topic}, brokerName={self.broker_name}, queueId={self.queue_id}]"
@@ -43,15 +45,19 @@ class MessageQueue(NamedTuple):
         """Return the key by which queues compare; with it, sorting many queues is faster."""
         return utf16_order(self.topic), utf16_order(self.broker_name), self.queue_id
 
+    @override
     def __lt__(self, other: object) -> bool:
         return self.sort_key() < other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
+    @override
     def __le__(self, other: object) -> bool:
         return self.sort_key() <= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
+    @override
     def __gt__(self, other: object) -> bool:
         return self.sort_key() > other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
+    @override
     def __ge__(self, other: object) -> bool:
         return self.sort_key() >= other.sort_key() if isinstance(other, MessageQueue) else NotImplemented
 
@@ -246,11 +252,13 @@ class Message:
         """Whether the acknowledgement waits until the message is as durable as the broker's settings promise."""
         return self.properties.get(PropertyName.WAIT, "true").lower() == "true"
 
+    @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in Message.__slots__)
 
+    @override
     def __repr__(self) -> str:
         fields = {
             "properties": self.properties,

@@ -10,6 +10,7 @@ from librmq.errors import ConfigError
 from librmq.message import Message
 from librmq.message.ids import Host
 from librmq.message.topics import TopicType
+from librmq.override import override
 from librmq.protocol._client_requests import SendMessage, SendResponse
 from librmq.protocol._request import RequestHandler, value
 from librmq.runtime import Runner
@@ -198,57 +199,70 @@ class RouteWrapper(Route):
         self.runner: Runner = route.runner
         """The runner of all users of the route."""
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does."""
         return self._route.topic_route(topic)
 
+    @override
     def known_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return what is known of a topic's route without waiting, so also under the runner's lock."""
         return self._route.known_route(topic)
 
+    @override
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return all brokers that have ``topic``, by name, including those that are down."""
         return self._route.registered_route(topic)
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""
         return self._route.broker_names()
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker of that name; `NoRouteError` if there is none."""
         return self._route.endpoint(broker_name)
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` under the runner's lock at each change of the route; call the result to stop."""
         return self._route.watch(changed)
 
     @property
+    @override
     def is_remote(self) -> bool:
         """Whether `topic_route` can wait for an answer."""
         return self._route.is_remote
 
+    @override
     def address(self, broker_name: str) -> Host | None:
         """Return where clients reach a broker over the network; None for one on this machine."""
         return self._route.address(broker_name)
 
     @property
+    @override
     def site(self) -> str | None:
         """The site of the clients on this route; None without sites."""
         return self._route.site
 
     @property
+    @override
     def own_host(self) -> str | None:
         """This machine's address towards the brokers; None for the loopback address."""
         return self._route.own_host
 
+    @override
     def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
         """Return the host and name of the next client, if the route gives its clients the same in each run."""
         return self._route.identity(instance_name)
 
+    @override
     def noted_client(self, client: object) -> None:
         """Note a client that was made on this route."""
         self._route.noted_client(client)
 
+    @override
     def noted_consumer(self, consumer: object) -> None:
         """Note a consumer that was made on this route."""
         self._route.noted_consumer(consumer)

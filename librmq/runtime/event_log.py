@@ -25,6 +25,7 @@ from traceback import TracebackException
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from librmq.errors import RmqError
+from librmq.override import override
 from librmq.printable import printable, printable_lines
 
 _PREFIX: Final = "rmq_"
@@ -156,6 +157,7 @@ class _HoldingBack(logging.Handler):
         super().__init__()
         self._lines = lines
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
         error, record.exc_info = record.exc_info, None
         record.msg, record.args = record.getMessage(), None  # the arguments can change

@@ -59,6 +59,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakSet
 
+from librmq.override import override
+
 T = TypeVar("T")
 
 if TYPE_CHECKING or sys.version_info < (3, 14):
@@ -109,10 +111,12 @@ class Event(threading.Event):
         self._flag = False
         self._gates: dict[Lock, None] = {}
 
+    @override
     def is_set(self) -> bool:
         """Return whether it is set."""
         return self._flag  # not as the superclass says, in whose place gevent puts a class of its own
 
+    @override
     def set(self) -> None:
         """Let all threads pass."""
         self._flag = True
@@ -120,10 +124,12 @@ class Event(threading.Event):
             with suppress(RuntimeError):  # it is open
                 gate.release()
 
+    @override
     def clear(self) -> None:
         """Let threads wait again."""
         self._flag = False
 
+    @override
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set or the seconds have passed; return whether it is or was set."""
         if self._flag:

@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from librmq.clock import Clock, ManualClock, moves_by_itself
 from librmq.errors import EndlessLoopError, NotIdleError, RunnerError
+from librmq.override import override
 from librmq.runtime.locks import RLock
 
 _T = TypeVar("_T")
@@ -80,6 +81,7 @@ class Step:
             if due is not None:
                 runner.wake(self, due)
 
+    @override
     def __repr__(self) -> str:
         return f"Step({self.label!r}, at={self.at})"
 
@@ -122,6 +124,7 @@ class Work:
         runner.ready.remove(self)
         runner.perform(self)
 
+    @override
     def __repr__(self) -> str:
         return f"Work({self.label!r})"
 
@@ -382,6 +385,7 @@ class ManualRunner(Runner):
         self._tasks: dict[asyncio.Task[None], Coroutine[Any, Any, object]] = {}
         self._async_runner: asyncio.Runner | None = None
 
+    @override
     def __repr__(self) -> str:
         return f"<ManualRunner at {self.now_ms()} ms>"
 
@@ -414,6 +418,7 @@ class ManualRunner(Runner):
         """Return whether no more turns may be taken, as after a failure in a test."""
         return False
 
+    @override
     def pass_time(self, seconds: float) -> None:
         """Move the clock, and take all turns that become due."""
         self.advance(round(1000 * seconds))
@@ -538,6 +543,7 @@ class ManualRunner(Runner):
                 heapq.heappop(self._heap)
             step.go(self)
 
+    @override
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         try:
             loop = asyncio.get_running_loop()

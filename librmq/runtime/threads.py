@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError
+from librmq.override import override
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock, RLock
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_task_cancelled
@@ -83,6 +84,7 @@ class ThreadRunner(Runner):
         self._is_start_refused = False
         _runners.add(self)
 
+    @override
     def __repr__(self) -> str:
         state = "closed" if self._stopping else "open"
         return f"<ThreadRunner, {state}, threads: {self._workers} of {self._max_threads}>"
@@ -98,6 +100,7 @@ class ThreadRunner(Runner):
             raise
         self._is_start_refused = False
 
+    @override
     def _signal(self, at: int) -> None:
         if self._holder_searches or self._stopping:
             return
@@ -354,12 +357,14 @@ class ThreadRunner(Runner):
             self._searching += 1
         return None
 
+    @override
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         try:
             super()._finish(work, result, error)
         except Exception:
             _log.exception(_NOT_APPLIED, work=work.label)
 
+    @override
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         running = self._run(work, coroutine)
         try:
@@ -372,6 +377,7 @@ class ThreadRunner(Runner):
             coroutine.close()
             raise
 
+    @override
     def _goes_up(self, work: Work, error: BaseException) -> bool:
         # asyncio ends the event loop, and so all its other listeners, by a SystemExit or KeyboardInterrupt of a task.
         # But in the main thread the latter may be the user's Ctrl-C, which is to end the application's loop.
@@ -381,6 +387,7 @@ class ThreadRunner(Runner):
             self._finish(work, None, failure_of(work, error))
         return goes_up
 
+    @override
     async def offload(self, call: Callable[[], _T]) -> _T:
         """Run a function that can wait for a disk, without blocking the event loop of the caller."""
         return await asyncio.to_thread(call)

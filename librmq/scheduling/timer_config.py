@@ -12,6 +12,7 @@ from librmq.files import Files
 from librmq.message import StoredMessage
 from librmq.message.delays import TimerRefusedError, delete_key, deliver_time_ms
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.store.format.timerfiles import TimerLog, TimerWheel
 
 _BLANK_SLOTS: Final = 60
@@ -43,6 +44,7 @@ class TimerConfig(Config):
     most_at_once: Annotated[int, Between(1, _INT32 - 1)] = 10_000
     """Most messages that one call delivers or puts into the wheel; the next call is due immediately."""
 
+    @override
     def _check_together(self) -> None:
         if self.window_ms >= _INT32:
             raise self.refusal("timer_roll_window_slot", "slots of less than 24 days in total, a unit's limit")

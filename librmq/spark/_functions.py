@@ -39,6 +39,7 @@ from librmq.filter.parser import Dialect
 from librmq.filter.spark_backend import property_text
 from librmq.idempotence import dedup_key as key_of_record
 from librmq.message import MessageQueue
+from librmq.override import override
 from librmq.spark._conditions import raises_conditions, with_condition
 from librmq.spark._encode import tags_codes
 
@@ -133,6 +134,7 @@ def _thrown(error: RmqError) -> Exception:
         def __init__(self) -> None:
             Exception.__init__(self, str(error))
 
+        @override
         def __str__(self) -> str:
             return str(error)  # py4j logs it before it reads the exception
 

@@ -37,6 +37,7 @@ from librmq.columns.planner import queue_parts
 from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
+from librmq.override import override
 from librmq.spark._conditions import shows_conditions
 from librmq.spark._options import StreamLimits
 
@@ -131,6 +132,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._waiting_since: float | None = None
         """When a trigger first had fewer messages than wanted."""
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_stores": {}, "_mirrors": {}, "_target": None}
 

@@ -29,6 +29,7 @@ from librmq.message import record as record_format
 from librmq.message.batch import is_batch
 from librmq.message.properties import PropertyName, split_keys
 from librmq.message.topics import validate_queue
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
@@ -65,9 +66,11 @@ class LiveSequence(MappedFileQueue):
 
     __slots__ = ()
 
+    @override
     def _listed(self) -> list[FolderEntry]:
         return _without_unfinished(super()._listed(), self.file_size)
 
+    @override
     def _list(self) -> list[int]:
         for attempt in itertools.count():
             try:
@@ -77,6 +80,7 @@ class LiveSequence(MappedFileQueue):
                     raise
         raise AssertionError
 
+    @override
     def file_at(self, position: int) -> File | None:
         """Return the file with a position; list the folder again where the writer may have added it."""
         start = self.start_of(position)
@@ -134,6 +138,7 @@ class LiveQueue(ConsumeQueue):
             self.max_offset += len(entries)
 
     @property
+    @override
     def stored_end(self) -> int:
         """The queue offset from which on entries are in memory."""
         return self._unwritten[0]
@@ -161,6 +166,7 @@ class LiveQueue(ConsumeQueue):
         self._files.refresh()
         self.advance(log_begin)
 
+    @override
     def _raw(self, position: int, end: int) -> bytes:
         first, unwritten = self._unwritten
         end = min(end, position - position % self.file_size + self.file_size)
@@ -202,6 +208,7 @@ class LiveQueues(QueueTable):
         queue.advance(self._log.begin)
         return queue
 
+    @override
     def find(self, name: QueueName) -> ConsumeQueue | None:
         """Return a queue, opened on first use; None if there is none."""
         queue = self._open.get(name)
@@ -212,12 +219,14 @@ class LiveQueues(QueueTable):
                     queue = self._open[name] = self.open_queue(*name)
         return queue
 
+    @override
     def __getitem__(self, name: QueueName) -> ConsumeQueue:
         queue = self.find(name)
         if queue is None:
             raise KeyError(name)
         return queue
 
+    @override
     def __contains__(self, name: object) -> bool:
         if name in self._open or name in self._unwritten:
             return True
@@ -228,11 +237,13 @@ class LiveQueues(QueueTable):
                     return is_folder(self._files, directory.queue_folder(self._path, topic, queue_id))
         return False
 
+    @override
     def __iter__(self) -> Iterator[QueueName]:
         with self._guard:
             names = {*self._open, *self._unwritten}
         return iter(sorted(names.union(directory.list_queues(self._path, self._files))))
 
+    @override
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
@@ -283,11 +294,13 @@ class LiveIndexFile(IndexFile):
 
     __slots__ = ()
 
+    @override
     def _load_header(self) -> None:
         super()._load_header()
         self._announced = self.max_entries
 
     @property
+    @override
     def header(self) -> IndexHeader:
         """Read the header; repeat that while a broker is writing it."""
         for _ in range(ATTEMPTS):  # a broker writes its fields one by one
@@ -304,9 +317,11 @@ class LiveIndex(KeyIndex):
         self.unwritten: deque[_Keys] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
+    @override
     def _list_entries(self) -> list[FolderEntry]:
         return _without_unfinished(super()._list_entries(), file_length(self.max_slots, self.max_entries))
 
+    @override
     def _open_file(self, path: str) -> IndexFile:
         for file in self._list:
             if file.path == path:
@@ -325,11 +340,13 @@ class LiveIndex(KeyIndex):
                 if attempt >= ATTEMPTS:
                     raise
 
+    @override
     def _show_before(self, log_end: int) -> None:
         """Leave out records from there on, those too that no file has yet."""
         super()._show_before(log_end)
         self.unwritten = deque(record for record in self.unwritten if record.physical_offset < log_end)
 
+    @override
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:
@@ -429,6 +446,7 @@ class LiveParts(FollowedParts):
         if self._last is None and walk.last_record is not None:
             self._last = walk.last_record, log.data_at(walk.last_record, GLANCE)
 
+    @override
     def follow_log(self) -> bool:
         """Take in changes up to the last listing, and return whether there are any."""
         log = self._log

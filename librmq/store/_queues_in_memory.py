@@ -33,6 +33,7 @@ from librmq.message import record as record_format
 from librmq.message.batch import inner_messages
 from librmq.message.properties import PropertyName, find_keys_and_tags
 from librmq.message.topics import validate_queue
+from librmq.override import override
 from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts
 from librmq.store.engine.derivation import (
     MULTI_DISPATCH,
@@ -74,11 +75,13 @@ class DerivedQueue(ConsumeQueue):
         self._held: tuple[int, bytes] | None = None
 
     @property
+    @override
     def stored_begin(self) -> int:
         """The first queue offset."""
         return self._first
 
     @property
+    @override
     def stored_end(self) -> int:
         """The first queue offset: no file has an entry."""
         return self._first
@@ -161,15 +164,18 @@ class DerivedQueue(ConsumeQueue):
             self.max_physic_offset = physical_offset + size
             self.max_offset = self._first + len(self._entries) // ENTRY_SIZE
 
+    @override
     def advance(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or after the beginning of the log."""
         served = first_from(self._chunks(self.min_offset, self.max_offset), min_physical_offset)
         self.min_offset = self.max_offset if served is None else served
 
+    @override
     def _last_place(self) -> int:
         raw = self._raw((self.max_offset - 1) * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         return sum(ENTRY.unpack(raw)[:2]) if raw else -1
 
+    @override
     def _raw(self, position: int, end: int) -> bytes:
         first = self._first * ENTRY_SIZE
         end = min(end, position - position % self.file_size + self.file_size)
@@ -244,6 +250,7 @@ class DerivedParts(FollowedParts):
         log.last_write = None if self._last is None else self._last[0]
         log.found_end = LogEnd(log.end, damage, log.last_write)
 
+    @override
     def follow_log(self) -> bool:
         log, end = self._log, self._log.end
         following = self._derive(log.follow())
@@ -256,6 +263,7 @@ class DerivedParts(FollowedParts):
             queue.advance(log.begin)
         return True
 
+    @override
     def complete(self) -> None:
         if not self._has_keys:
             self._has_keys = True

@@ -38,6 +38,7 @@ from librmq.files import Damage, Files, OverlayFiles, file_size
 from librmq.files.interface import read_replaced
 from librmq.files.rolling import file_name
 from librmq.message import DelayLevels
+from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock
 from librmq.store._condition import Condition, Wholeness, condition_of
@@ -332,21 +333,25 @@ class ReadOnlyView(StoreHandle):
             if self.version == version:
                 return result
 
+    @override
     def up_to_date(self) -> Parts:
         self.refresh()
         return self.parts
 
+    @override
     def with_index(self) -> tuple[Parts, Sequence[Pending]]:
         self.check_open()
         self.complete()
         return self.up_to_date(), ()
 
     @property
+    @override
     def times(self) -> StoreTimes:
         if self._noted_order is None:
             self._noted_order = noted_order(self.path, self.files, self.log) or TimeOrder(0, 0)
         return StoreTimes(self.log, self._noted_order)
 
+    @override
     def abandon(self, why: str) -> None:
         # Take no guard, because a signal handler that closes the view can have interrupted a refresh, which holds it.
         with critical:

@@ -21,6 +21,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, ReplicaError
 from librmq.files import Damage, DiskFiles, Files, TemporaryFolder
 from librmq.message import DelayLevels, Message, StoredMessage
+from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
@@ -713,6 +714,7 @@ class MessageStore(Closing):
         self._handle.check_open()
         return verify_parts(self.path, self.config, self.files)
 
+    @override
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and release it. A second call does nothing.
 
@@ -757,12 +759,14 @@ class MessageStore(Closing):
     def _refuse_append(self, *_: object, **__: object) -> NoReturn:
         raise self._handle.unusable()
 
+    @override
     def __reduce__(self) -> str:
         raise TypeError(
             f"{self!r} and objects that hold it can't be pickled, because one process owns a store; open it there, "
             f"with read_only=True while another process writes"
         )
 
+    @override
     def __repr__(self) -> str:
         state = self._handle.closed or ("is open for reading" if self.read_only else "is open for writing")
         return f"<MessageStore {self.path!r}: {state}>"

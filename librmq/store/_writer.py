@@ -16,6 +16,7 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
 from librmq.files import Damage, FileLock, Files, TemporaryFolder
 from librmq.files.interface import flush_all, make_folders
+from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
@@ -146,6 +147,7 @@ class Writer(StoreHandle):
             raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
         return kind, mark
 
+    @override
     def configure(self, config: StoreConfig) -> None:
         super().configure(config)
         self.appender.configure(config, self.levels)
@@ -160,6 +162,7 @@ class Writer(StoreHandle):
         self.recovered: list[Damage] = self.recovered + parts.cuts
         self._why_whole = parts.why_whole
 
+    @override
     def use_parts(self, parts: Parts) -> None:
         super().use_parts(parts)
         appender, end = self.appender, parts.log.end
@@ -214,6 +217,7 @@ class Writer(StoreHandle):
         if self._file_lock is not None:
             self._file_lock.check()
 
+    @override
     def accept_calls(self) -> None:
         super().accept_calls()
         self.appender.accepts = self.replica_of is None
@@ -228,17 +232,20 @@ class Writer(StoreHandle):
             self.appender.write_entries_that_fit()
         return self.queues
 
+    @override
     def up_to_date(self) -> Parts:
         self.check_open()
         self.appender.drain_what_fits()
         return self.appender.open_parts()
 
+    @override
     def with_index(self) -> tuple[Parts, Sequence[Pending]]:
         self.check_open()
         unindexed = self.appender.drain_what_fits()
         return self.appender.open_parts(), unindexed
 
     @property
+    @override
     def times(self) -> StoreTimes:
         return StoreTimes(self.log, self.appender.dispatcher.order)
 
@@ -442,6 +449,7 @@ class Writer(StoreHandle):
 
     # --------------------------------------------------------------------------------------------------------- closing
 
+    @override
     def close(self) -> None:
         with critical:
             if not self._stop_calls("is closed"):
@@ -460,6 +468,7 @@ class Writer(StoreHandle):
             finally:
                 self._release_store()
 
+    @override
     def abandon(self, why: str) -> None:
         with critical:
             if not self._stop_calls(why):
@@ -473,6 +482,7 @@ class Writer(StoreHandle):
             finally:
                 self._release_store()
 
+    @override
     def after_fork(self) -> None:
         super().after_fork()
         self.thread.after_fork()
@@ -515,6 +525,7 @@ class Writer(StoreHandle):
 
     # -------------------------------------------------------------------------------------------------------- refusals
 
+    @override
     def check_open(self) -> None:
         if self.closed is not None:
             self.lock.check_reentry()
@@ -530,6 +541,7 @@ class Writer(StoreHandle):
                 return self.retention.refusal()
         return self.unusable()
 
+    @override
     def unusable(self) -> Exception:
         if self.closed is None and self.replica_of is not None:
             return ReadOnlyError(_no_writes(self.path, self.replica_of))

@@ -21,6 +21,7 @@ from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.runtime import ManualRunner, Step, Work
 from librmq.runtime.runner import Turn
 from librmq.testing._process import A_PROCESS, LIBRARY, KitParts, Process, ProcessDied, ProcessStateError
@@ -105,10 +106,12 @@ class KitRunner(ManualRunner):
             failure, self.failure = self.failure, None
             raise failure
 
+    @override
     def is_over(self) -> bool:
         """Return whether a failure has ended the run."""
         return self.failure is not None
 
+    @override
     def perform(self, work: Work) -> None:
         """Run user code, unless its process is dead."""
         if is_dead(work):
@@ -131,6 +134,7 @@ class KitRunner(ManualRunner):
         finally:
             current_work.reset(token)
 
+    @override
     async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -145,6 +149,7 @@ class KitRunner(ManualRunner):
             if asyncio.current_task() in self._tasks:
                 self.crash_the_dying()
 
+    @override
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         wait_ms = 0
         if work.about:
@@ -311,6 +316,7 @@ class Elapsed(Awaitable["Elapsed"]):
     place: str = ""
     """The line of the test that has to await it; empty if nothing is left to await."""
 
+    @override
     def __await__(self) -> Generator[Any, None, Elapsed]:
         if self._resume is None:
             return self

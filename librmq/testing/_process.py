@@ -23,6 +23,7 @@ from librmq.consumer.config import ConsumerKeywords
 from librmq.files import Files
 from librmq.message.topics import TopicPrefix
 from librmq.metrics import Metrics
+from librmq.override import override
 from librmq.protocol import (
     Endpoint,
     EndTransaction,
@@ -69,6 +70,7 @@ class ProcessDied(BaseException):
     It is not an `Exception`, so no handler treats it as an error. ``finally`` blocks still run.
     """
 
+    @override
     def __str__(self) -> str:
         return f"{self.args[0]}: the process has died in this test: its producers and consumers can't be used any more"
 
@@ -171,6 +173,7 @@ class Process(LinkEnd, Route):
         self._route = self._masters = _Masters(kit, self)
         self._replicas: tuple[Replica, ...] = ()
 
+    @override
     def __repr__(self) -> str:
         return f"Process({self.label!r}{', dead' if self.dead else ''})"
 
@@ -212,10 +215,12 @@ class Process(LinkEnd, Route):
     # ---- Route
 
     @property
+    @override
     def runner(self) -> Runner:
         """The runner of all processes."""
         return self._kit.runner
 
+    @override
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
         """Return host and name for the next client of the process; they are the same in each run.
 
@@ -225,27 +230,33 @@ class Process(LinkEnd, Route):
         host = self._host if instance_name is None else self._first_host
         return host, self.label if self._named == 1 else f"{self.label}.{self._named}"
 
+    @override
     def noted_client(self, client: Any) -> None:  # noqa: ANN401 (any client)
         """Note a client that was made in the process, and dies with it, although no broker has heard of it."""
         self._made_clients.append(client)
 
+    @override
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
         consumer.recorder = self._kit.recorder.for_consumer(self.label, consumer)
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic."""
         return self._reads().topic_route(topic)
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that the process can reach, sorted."""
         return self._reads().broker_names()
 
+    @override
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic in all brokers, also in those that are down."""
         return self._kit.network.table.registered_route(topic)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the process's connection to a broker, or to the broker and its replica."""
         return self._reads().endpoint(broker_name)
@@ -260,6 +271,7 @@ class Process(LinkEnd, Route):
             self._route = ReplicaRoute(self._masters, *replicas) if replicas else self._masters
         return self._route
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed`` whenever topics change while the process lives; return a function that ends this."""
 
@@ -298,15 +310,19 @@ class _Masters(Route):
         self._connections: dict[str, _Connection] = {}
 
     @property
+    @override
     def runner(self) -> Runner:
         return self._kit.runner
 
+    @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         return self._kit.network.table.topic_route(topic)
 
+    @override
     def broker_names(self) -> tuple[str, ...]:
         return self._kit.network.names_for(self._process)
 
+    @override
     def endpoint(self, broker_name: str) -> Endpoint:
         connection = self._connections.get(broker_name)
         if connection is None:
@@ -314,6 +330,7 @@ class _Masters(Route):
             connection = self._connections[broker_name] = _Connection(self._kit, self._process, broker_name)
         return connection
 
+    @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         return self._kit.network.table.watch(changed)
 
@@ -325,6 +342,7 @@ class _Connection(Endpoint):
         self._name = broker_name
         self._pulls: dict[tuple[str, str, str, int], bool] = {}  # pulls on their way, and whether they have arrived
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Record a request, and pass it to the broker."""
         process, kit = self._process, self._kit

@@ -10,6 +10,7 @@ from librmq.broker import Broker
 from librmq.cluster import Replica, ReplicaConfig
 from librmq.errors import BrokerUnreachableError, ReplicaError
 from librmq.message import StoredMessage
+from librmq.override import override
 from librmq.protocol import Endpoint, LogBytes, Request, site_of
 from librmq.testing._evidence import Evidence
 from librmq.testing._kit_runner import KitRunner
@@ -27,6 +28,7 @@ class _MasterLink(Endpoint):
         self._kit = kit
         self._ends = master_name, name
 
+    @override
     def call(self, request: Request[R], /) -> R:
         network, (master_name, name) = self._kit.network, self._ends
         broker = network.named(master_name)

@@ -23,6 +23,7 @@ from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, group_of_retries, is_own_group, is_user_topic
+from librmq.override import override
 from librmq.protocol import (
     Acknowledge,
     ChangeInvisible,
@@ -90,6 +91,7 @@ class WireClient(Endpoint):
             self._made = self._process_of(self._name)
         return self._made
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
         if isinstance(request, Heartbeat):
@@ -412,6 +414,7 @@ class ServedKit(Closing):
         self.server = Ports(*self._arguments, self.server)
         self._is_down = False
 
+    @override
     def close(self) -> None:
         """End the clients' calls, and answer no more."""
         self.server.close()
@@ -528,6 +531,7 @@ class _PullingClient(Endpoint):
         self._pulls = pulls
         self._checked_clients: dict[RequestHandler, _CheckedClient] = {}
 
+    @override
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
         if isinstance(request, Heartbeat):

@@ -27,6 +27,7 @@ from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
 from librmq.message import record
 from librmq.message.ids import format_host, parse_host
+from librmq.override import override
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.directory import has_abort
@@ -468,6 +469,7 @@ class Control:
 
             do_POST = do_GET  # noqa: N815 (a name of the base class)
 
+            @override
             def log_message(self, format: str, *arguments: object) -> None:
                 _log.debug("control: %(what)s", what=format % arguments)
 

@@ -27,6 +27,7 @@ from librmq.message.delays import parse_level, queue_id_of_level
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import checked_encoding, encode_properties, tags_code
 from librmq.message.topics import SystemTopic, validate_topic
+from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import AppendState
@@ -146,6 +147,7 @@ class Appender(AppendState):
         if self._watchers:
             housekeeping.watch_from(0)
 
+    @override
     def __reduce__(self) -> str:
         raise TypeError("a store and its methods can't be pickled, because one process owns a store; open it there")
 

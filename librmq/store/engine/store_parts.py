@@ -19,6 +19,7 @@ from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.message import DelayLevels, StoredMessage
+from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock, RLock
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
@@ -105,15 +106,18 @@ class ShortQueue(ConsumeQueue):
         return queue
 
     @property
+    @override
     def _files(self) -> MappedFileQueue:  # type: ignore[override]
         queue = self._opened = self._opened or self._open()
         return files_of(queue)
 
     @property
+    @override
     def stored_begin(self) -> int:
         """The first queue offset in the file."""
         return self._first
 
+    @override
     def _raw(self, position: int, end: int) -> bytes:
         if self._closed:
             self._check_open()
@@ -125,15 +129,18 @@ class ShortQueue(ConsumeQueue):
         """The entries from `stored_begin` on."""
         return self._entries
 
+    @override
     def data_behind_end(self) -> int:
         """Return the number of bytes from the end to the last nonzero byte."""
         return 0 if self._is_whole else super().data_behind_end()
 
+    @override
     def unmap_all(self) -> None:
         """Release the file, if it is mapped."""
         if self._opened is not None:
             self._opened.unmap_all()
 
+    @override
     def close(self) -> None:
         """Close the queue."""
         self._closed = True
@@ -181,9 +188,11 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self.read_short: Callable[[QueueName, QueueState], ConsumeQueue | None] = lambda *_: None
         """For a view: returns a queue that is quicker to read than to open; None if it is none."""
 
+    @override
     def __repr__(self) -> str:
         return f"<QueueTable of {len(self)} queues>"
 
+    @override
     def __getitem__(self, name: QueueName) -> ConsumeQueue:
         queue = self._open.get(name)
         if queue is not None:
@@ -248,19 +257,24 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             _check(name)
         return queue
 
+    @override
     def __setitem__(self, name: QueueName, queue: ConsumeQueue) -> None:
         self._open[name] = queue
 
+    @override
     def __delitem__(self, name: QueueName) -> None:
         del self._open[name]
         self._closed_states.pop(name, None)
 
+    @override
     def __iter__(self) -> Iterator[QueueName]:
         return iter([*self._open, *(name for name in self._closed_states if name not in self._open)])
 
+    @override
     def __len__(self) -> int:
         return len(self._open.keys() | self._closed_states.keys())
 
+    @override
     def __contains__(self, name: object) -> bool:
         return name in self._open or name in self._closed_states
 

@@ -14,6 +14,7 @@ from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, Stor
 from librmq.files import DiskFiles, Files, FolderEntry
 from librmq.files.interface import make_folders
 from librmq.java.lang import index_key_hash
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
@@ -382,6 +383,7 @@ class KeyIndex(Closing):
                     self._folder_dirty = True
                 raise
 
+    @override
     def close(self) -> None:
         """Flush and release the files."""
         if not self._closed:

@@ -41,6 +41,7 @@ from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicType, has_no_row, is_own_group
+from librmq.override import override
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
@@ -726,12 +727,14 @@ class DelayedSave:
 class _LightOffsets(ConfigTable):
     """The progress of a broker with light queues; that of light groups is in a table of its own, without queue ids."""
 
+    @override
     def _encoded(self, rows: Rows) -> bytes:
         is_light = {key: (topic_and_group(key) or ("", ""))[1].startswith(TopicPrefix.LIGHT) for key in rows}
         light = {name: row[0] for name, row in rows.items() if is_light[name] and 0 in row}
         others = {name: row for name, row in rows.items() if not is_light[name]}
         return java_json.dumps({**self._document, self._name: others, _LIGHT_TABLE: light}).encode()
 
+    @override
     def _complete(self, document: object) -> dict[str, Any]:
         complete = super()._complete(document)
         rows = complete[self._name]

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
@@ -412,6 +413,7 @@ class IndexFile(Closing):
         files = files or DiskFiles()
         return cls(files.open(os.fspath(path), writable=writable), slots, entries, files, on_map)
 
+    @override
     def __repr__(self) -> str:
         return f"<IndexFile {self.path}>"
 
@@ -658,6 +660,7 @@ class IndexFile(Closing):
                 self._dirty = True
                 raise
 
+    @override
     def close(self) -> None:
         """Flush and release the file."""
         if not self._closed:

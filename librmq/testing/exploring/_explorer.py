@@ -44,6 +44,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from librmq.client import Client
 from librmq.clock import ManualClock
 from librmq.errors import NotIdleError
+from librmq.override import override
 from librmq.runtime import Runner, Step, Work
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Turn
@@ -224,6 +225,7 @@ class Decision(NamedTuple):
     place: Place
     chosen: str
 
+    @override
     def __str__(self) -> str:
         nth = "" if self.place.number == 1 else f", time {self.place.number}"
         return f"[{self.place.kind}] {self.chosen!r} instead of {self.place.usual!r}{nth}"
@@ -260,6 +262,7 @@ class _Paused(Work):
         super().__init__(f"continue {work.label}", work.call, work.done, work.owner)
         self.piece = piece
 
+    @override
     def go(self, runner: Runner) -> None:
         assert isinstance(runner, Explorer)
         runner.paused.remove(self)
@@ -317,16 +320,19 @@ class Explorer(KitRunner):
             self.kit.note("explored", f"{label.removeprefix(FAULT)}, instead of: {labels[0]}")
         return index
 
+    @override
     def settles(self) -> bool:
         """Return whether the cluster needs time to recover from a fault."""
         return self._faults > 0
 
+    @override
     def choose(self, kind: str, options: Sequence[_T]) -> _T:
         """Return one of the options that a real cluster has."""
         name = "answer" if kind.startswith("answer") else "choose"
         labels = [str(option) if str(option).startswith(FAULT) else f"{kind}: {option}" for option in options]
         return options[self.decide(name, labels)]
 
+    @override
     def _take_turns(self, until_ms: int) -> None:
         before = self._taking
         if not before and not self._test_stands_at:
@@ -337,6 +343,7 @@ class Explorer(KitRunner):
         finally:
             self._taking = before
 
+    @override
     def pick(self, options: Iterator[Turn]) -> Turn | None:
         """Return the turn to take; None ends the run."""
         usual_turn = next(options, None)
@@ -435,6 +442,7 @@ class Explorer(KitRunner):
 
     # ---- user code that can pause
 
+    @override
     def perform(self, work: Work) -> None:
         """Run user code until it ends or pauses; code that can pause gets its own thread."""
         # Beside paused work, or the test in the middle, it may have to wait for these, which only a thread can.
@@ -451,6 +459,7 @@ class Explorer(KitRunner):
         self._pieces[piece] = work
         self._let_run(piece)
 
+    @override
     def _call(self, work: Work) -> object:
         if not self.switches_at_lines or not work.about:
             return work.call()
@@ -538,6 +547,7 @@ class Explorer(KitRunner):
             if raised is not None:
                 raise raised
 
+    @override
     def point(self, label: str) -> None:
         """Let other turns run, or the process die."""
         piece = self._baton.current()
@@ -568,11 +578,13 @@ class Explorer(KitRunner):
             if is_dead(work):
                 raise ProcessDied(work.label)
 
+    @override
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         if not is_dead(work):
             self.point("its end")
         super()._finish(work, result, error)
 
+    @override
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         piece = self._baton.current()
         if piece is None:
@@ -582,6 +594,7 @@ class Explorer(KitRunner):
                 piece.loop = loop.get_loop()
                 loop.run(self._run(work, coroutine))
 
+    @override
     def unwind(self, process: Process) -> None:
         """End the paused code of a dead process: it raises `ProcessDied` at its place."""
         super().unwind(process)
@@ -590,6 +603,7 @@ class Explorer(KitRunner):
             self.paused.remove(paused)
             self._let_run(paused.piece)
 
+    @override
     def shutdown(self, timeout: float | timedelta = 0) -> bool:
         """End all paused code."""
         self._baton.wait(self._left, LEAVE_S)

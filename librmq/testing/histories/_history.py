@@ -11,6 +11,7 @@ from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
 from librmq.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
+from librmq.override import override
 from librmq.printable import printable
 from librmq.runtime import Work
 from librmq.store import MessageStore
@@ -31,6 +32,7 @@ class HistoryLine(NamedTuple):
     what: str
     """What it did."""
 
+    @override
     def __str__(self) -> str:
         return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {printable(self.what)}"
 
@@ -231,6 +233,7 @@ class History:
     def __len__(self) -> int:
         return len(self._notes)
 
+    @override
     def __str__(self) -> str:
         lines = list(map(str, self))
         if (left_out := len(lines) - _FIRST_LINES - _LAST_LINES) > 1:
