@@ -103,9 +103,10 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "type:str phase:str min_phy_offset:int max_phy_offset:int flushed_where:int checkpoint_physic_ts:int "
         "checkpoint_logics_ts:int checkpoint_index_ts:int queues:[obj] topic_queue_table:obj cut:[obj]",
     ),
-    "verify": ("type:str sound:bool damage:[obj]",),
+    "verify": ("type:str sound:bool damage:[obj] recoverable:[obj]",),
     "can-start": (
-        "type:str version:str broker:str librmq:str closed_cleanly:bool recovery_file:str? recovery_bytes:int? "
+        "type:str version:str broker:str librmq:str closed_cleanly:bool condition:str? recovery_file:str? "
+        "recovery_bytes:int? "
         "read_bytes_per_s:int? read_s:num? log_end:int? cut_bytes:int? recover_cuts:int?",
         "librmq.diagnosis._start_verdict.StartReason type:str",
     ),

@@ -381,16 +381,11 @@ def snapshot_row(copy: Snapshot) -> Row:
 
 def verify_row(store: str, verdict: Verdict) -> Row:
     """Return the row of a verdict about a store."""
-    return {
-        "type": "verify",
-        "sound": verdict.sound,
-        "damage": [
-            {
-                "file": os.path.relpath(damage.file, store),
-                "offset": damage.offset,
-                "kind": damage.kind,
-                "what": damage.what,
-            }
-            for damage in verdict.damage
-        ],
+    parts = (("damage", verdict.damage), ("recoverable", verdict.recoverable))
+    return {"type": "verify", "sound": verdict.sound} | {
+        name: [
+            {"file": os.path.relpath(item.file, store), "offset": item.offset, "kind": item.kind, "what": item.what}
+            for item in items
+        ]
+        for name, items in parts
     }

@@ -181,9 +181,9 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     ],
     "file, narrow": ["file", ("unread by", _unread_by), "why"],
     "start": [
-        "version", "broker", "librmq", "closed_cleanly", "recovery_file", ("to read", _size("recovery_bytes")),
-        ("read in a second", _size("read_bytes_per_s")), ("time to read", _duration("read_s")), "log_end",
-        ("cut by the broker", _size("cut_bytes")), "recover_cuts",
+        "version", "broker", "librmq", "closed_cleanly", "condition", "recovery_file",
+        ("to read", _size("recovery_bytes")), ("read in a second", _size("read_bytes_per_s")),
+        ("time to read", _duration("read_s")), "log_end", ("cut by the broker", _size("cut_bytes")), "recover_cuts",
     ],
     "reason": ["opener", "verdict", "file", "what", "next"],
 }  # fmt: skip
@@ -249,12 +249,14 @@ class Table:
 
     def _add_list(self, kind: str, row: Row) -> None:
         name, kind_of_rows = _LISTS[kind]
-        scalars = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
+        others = "cut", "recoverable"
+        scalars = {key: value for key, value in row.items() if key not in (name, *others, "topic_queue_table")}
         self._add_row(kind if kind in _COLUMNS else "rest", scalars)
         for item in row.get(name, ()):
             self._add_row(kind_of_rows, item)
-        for item in row.get("cut", ()):
-            self._add_row("cut", item)
+        for kind_of_others in others:
+            for item in row.get(kind_of_others, ()):
+                self._add_row(kind_of_others, item)
 
     def _add_row(self, kind: str, row: Row) -> None:
         if kind != self._kind or len(self._rows) >= _ROWS:

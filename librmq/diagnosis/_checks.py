@@ -48,7 +48,7 @@ from librmq.store.format.directory import has_abort
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
-    from librmq.files import Damage
+    from librmq.files import Damage, Files
 
 
 # ---- damage: what verify finds, or without it the queues whose files are missing
@@ -79,30 +79,37 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         yield from unverified_damage(view)
         yield not_verified(f"store {path}", AT_ONCE)
         return
-    places = verified_damage(view)
+    places, recoverable = verified_places(path, view.store.files)
     if places:
         finding = damage_finding(f"store {path}", places, path)
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
+    if recoverable:
+        yield recoverable_finding(f"store {path}", recoverable, path)
 
 
-def verified_damage(view: StoreView) -> list[Damage]:
-    """Return what `verify` finds, except the missing beginning of the log, which is a finding of its own.
+def verified_places(path: str, files: Files | None = None) -> tuple[list[Damage], list[Damage]]:
+    """Return what `verify` finds damaged and recoverable, without the missing beginning of the log.
 
-    In a killed store that lacks nothing, what a recovery cuts does not count as damage: bytes behind the log's end, and
-    entries.
+    That is a finding of its own.
     """
     from librmq.store import verify
 
-    store = view.store
-    is_cut = has_abort(store.files, store.path) and store.condition.kind in (Wholeness.SOUND, Wholeness.AS_RECOVERED)
-    folder = os.path.join(store.path, directory.COMMITLOG)
-    return [
-        place
-        for place in verify(store.path, files=store.files).damage
-        if place.kind != directory.MISSING_LOG
-        and not (is_cut and place.kind == "ahead")
-        and not (is_cut and os.path.dirname(place.file) == folder and place.offset >= store.log.end)
-    ]
+    verdict = verify(path, files=files)
+    damage = [place for place in verdict.damage if place.kind != directory.MISSING_LOG]
+    return damage, list(verdict.recoverable)
+
+
+def recoverable_finding(subject: str, places: Sequence[Damage | DamagedPlace], path: str = "") -> Finding:
+    """Return the finding about places as a kill left them; ``path`` is that of `damage_finding`."""
+    file = os.path.relpath(places[0].file, path) if path else places[0].file
+    first = f"{file} at {places[0].offset}: {places[0].what}"
+    return Finding(
+        "recoverable", "info", subject,
+        f"The store is recoverable: {counted(len(places), 'place')} as a kill, or a copy of a running store, leaves "
+        f"{'it' if len(places) == 1 else 'them'}; the first: {first}.",
+        {"places": len(places), "kinds": sorted({place.kind for place in places}), "first": first},
+        "Nothing: the next opening repairs the store without a loss. librmq recover STORE --dry-run shows how.",
+    )  # fmt: skip
 
 
 def not_verified(subject: str, limit: int) -> Finding:
@@ -197,6 +204,13 @@ def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:
 
 def unverified_damage(view: StoreView) -> Iterator[Finding]:
     """Yield the findings about damage that shows without a comparison of queues and index with each record."""
+    condition = view.store.condition
+    repaired, index = view.store.recovered, os.path.join(view.store.path, directory.INDEX)
+    # Index files that no checkpoint covers are made again to be sure, even if nothing is wrong with them.
+    if any(item.kind == "ahead" and os.path.dirname(item.file) == index for item in repaired):
+        repaired = [item for item in repaired if index not in (item.file, os.path.dirname(item.file))]
+    if condition.kind is Wholeness.RECOVERABLE and view.store.past_ms is None and repaired:
+        yield recoverable_finding(f"store {view.store.path}", repaired, view.store.path)
     cut = view.store.cut_short or view.store.check_covered()
     has_files = view.store.queues.has_files
     missing = list(_missing_queue_findings(view)) if has_files else []
@@ -230,6 +244,17 @@ def missing_key_findings(view: StoreView) -> Iterator[Finding]:
 
     store = view.store
     gap = missing_keys(store.index, store.log, store.levels) if store.queues.has_files else None
+    folder = os.path.join(store.path, directory.INDEX)
+    # The view of a closed store has completed the index in memory. A broker does not, as it starts.
+    made = [] if has_abort(store.files, store.path) else store.recovered
+    lacking = next((item for item in made if item.kind == "missing" and os.path.dirname(item.file) == folder), None)
+    if gap is None and lacking is not None:
+        yield Finding(
+            "missing-keys", "warning", f"store {store.path}",
+            f"{os.path.relpath(lacking.file, store.path)} {lacking.what}: a broker finds no message by them.",
+            {"begin": None, "end": store.log.end},
+            "The log has the messages: librmq recover STORE makes the index again.",
+        )  # fmt: skip
     if gap is not None:
         begin, end = gap
         yield Finding(

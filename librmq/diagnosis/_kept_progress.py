@@ -130,7 +130,7 @@ def kept_progress_findings(view: StoreView, limits: Thresholds) -> Iterator[Find
     if not view.is_live:
         yield from _step_findings(view, limits)
         yield from _unlisted_group_findings(view, limits)
-    yield from _beyond_end_findings(view)
+    yield from beyond_end_findings(view)
     yield from _overdue_levels(view)
     yield from _timer_findings(view)
 
@@ -194,7 +194,7 @@ def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Fi
         )  # fmt: skip
 
 
-def _beyond_end_findings(view: StoreView) -> Iterator[Finding]:
+def beyond_end_findings(view: StoreView) -> Iterator[Finding]:
     """Yield the delay levels, and the timer, whose progress is beyond the end of their queue."""
     # If the log is cut short, its damage is the finding.
     if view.store.past_ms is not None or view.store.condition.lost:

@@ -6,8 +6,8 @@
     closed       what is behind the last entry of all queues     the entries before that place stay lost
     killed       what its recovery reads of the log              the entries before that place stay lost
 
-What a queue should have is what a reader makes again from the log (`librmq.store._condition`). Entries stay in place:
-a broker gives the first message behind the lost ones its old queue offset, or begins again at 0. Mirrors
+What a queue should have is what a reader makes again from the log (`librmq.store.recovery._condition`). Entries stay in
+place: a broker gives the first message behind the lost ones its old queue offset, or begins again at 0. Mirrors
 ``ReputMessageService.setReputFromOffset`` and ``ConsumeQueue.recover``; 5.3.3's ``ConsumeQueue.correctMinOffset`` for
 a last file without entries.
 """

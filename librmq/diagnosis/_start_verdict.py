@@ -31,7 +31,10 @@ from librmq.broker import Broker
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import ENTRY_SIZE, StoreConfig
+from librmq.diagnosis._checks import missing_key_findings
+from librmq.diagnosis._kept_progress import beyond_end_findings
 from librmq.diagnosis._start_queues import QueuesAtStart
+from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
 from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles, file_size
 from librmq.formatting import duration
@@ -41,7 +44,7 @@ from librmq.message import DelayLevels, record
 from librmq.message.topics import SystemTopic
 from librmq.runtime import ManualRunner
 from librmq.runtime.event_log import counted, held_back
-from librmq.store import BrokerTables, Checkpoint, MessageStore
+from librmq.store import BrokerTables, Checkpoint, MessageStore, verify
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import repair_advice
 from librmq.store.format.directory import StoreKind, has_abort
@@ -96,6 +99,8 @@ class StartVerdict(NamedTuple):
     """What librmq would do."""
     closed_cleanly: bool
     """Whether there is no abort marker."""
+    condition: Literal["sound", "recoverable", "damaged"] | None
+    """What ``librmq verify`` finds; None if an opener refuses the store, or the log is above 64 MiB."""
     recovery_file: str | None
     """The file of the log from which a broker's recovery reads; None without a log, or if RocksDB decides it."""
     recovery_bytes: int | None
@@ -115,7 +120,8 @@ class StartVerdict(NamedTuple):
 
     def sentence(self, path: str) -> str:
         """Return the verdict on the store in ``path`` for people."""
-        text = f"{path}: RocketMQ {self.version} {_DOES[self.broker]}; librmq {_DOES[self.librmq]}"
+        condition = "" if self.condition in (None, "sound") else f"{self.condition}; "
+        text = f"{path}: {condition}RocketMQ {self.version} {_DOES[self.broker]}; librmq {_DOES[self.librmq]}"
         if self.recovery_file is None or self.recovery_bytes is None or self.broker == "refuses":
             return text
         text += f"; the broker reads {size_text(self.recovery_bytes)} from {self.recovery_file} on"
@@ -170,6 +176,9 @@ class _Judge:
         self._queue_files = QueuesAtStart(path, config, files)
         self._reasons: list[StartReason] = []
         self._lost_records: CorruptionError | None = None
+        log = self._files.list(os.path.join(path, directory.COMMITLOG))
+        self._is_small = sum(entry.size for entry in log) <= _MOST_TRIED
+        """Whether the whole store is checked, and openings are tried in memory."""
 
     def verdict(self, clock: Clock) -> StartVerdict:
         self._lock()
@@ -183,6 +192,8 @@ class _Judge:
         if not self._kind.derives_queues:
             self._missing(read)
         librmq, cuts = self._by_librmq(clock)
+        condition = self._diagnosed()
+        librmq = max(librmq, *(r.verdict for r in self._reasons if r.opener == "librmq"), "starts", key=_ORDER.index)
         verdicts = [reason.verdict for reason in self._reasons if reason.opener == "broker"]
         broker: Start = max(verdicts, key=_ORDER.index, default="starts")
         if broker == "starts" and not self._was_closed:
@@ -192,6 +203,7 @@ class _Judge:
             broker=broker,
             librmq=librmq,
             closed_cleanly=self._was_closed,
+            condition=condition,
             recovery_file=read.file,
             recovery_bytes=read.bytes,
             read_bytes_per_s=read.rate,
@@ -500,6 +512,40 @@ class _Judge:
             else:
                 self._add("repairs", folder, f"{what}, and made again")
 
+    # ---- what verify and diagnose know
+
+    def _diagnosed(self) -> Literal["sound", "recoverable", "damaged"] | None:
+        """Add what `verify` and `diagnose` find, and nothing above has named; return the verdict of `verify`."""
+        if any(reason.verdict == "refuses" for reason in self._reasons):
+            return None  # the openers look no further
+        condition: Literal["sound", "recoverable", "damaged"] | None = None
+        if self._is_small:
+            verdict = verify(self._path, self._config, self._files)
+            condition = "damaged" if verdict.damage else "recoverable" if verdict.recoverable else "sound"
+            parts = [self._name(damage.file).partition(os.sep)[0] for damage in verdict.damage]
+            if directory.COMMITLOG not in parts:  # what a start makes of that, and of the tables, is judged above
+                for part, damage in zip(parts, verdict.damage, strict=True):
+                    is_of_queue = part == directory.CONSUMEQUEUE and damage.kind != "missing"  # `_missing` says more
+                    if part == directory.INDEX or is_of_queue:
+                        self._add_known(damage.file, f"at {damage.offset}: {damage.what}")
+        with suppress(RmqError), StoreView.open(self._path, files=self._files) as view:
+            for finding in () if condition else missing_key_findings(view):
+                self._add_known(os.path.join(self._path, directory.INDEX), finding.what)
+            for finding in beyond_end_findings(view):
+                name = "timercheck" if finding.subject == "timer" else "delayOffset.json"
+                place = os.path.join(self._path, directory.CONFIG, name)
+                for opener in ("broker", "librmq"):
+                    self._add("loses", place, finding.what, finding.next_step, opener=opener)
+        return condition
+
+    def _add_known(self, place: str, what: str) -> None:
+        """Add what a broker starts with and does not repair, unless a reason is about its file or folder."""
+        name = self._name(place)
+        if not any(reason.file in (name, os.path.dirname(name)) or name == os.path.dirname(reason.file)
+                   for reason in self._reasons if reason.verdict != "repairs"):  # fmt: skip
+            self._add("loses", place, f"{what}: the broker starts, and does not repair that",
+                      f"{_COPY}; `librmq recover {self._path} --dry-run` shows what a recovery repairs")  # fmt: skip
+
     # ---- librmq
 
     def _by_librmq(self, clock: Clock) -> tuple[Start, int | None]:
@@ -508,10 +554,9 @@ class _Judge:
         paths = directory.log_paths(self._path, self._files)
         if self._kind.derives_queues or database is not None or paths:
             return "reads", None
-        length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
         opened: Start
         try:
-            cuts = self._judged_by_walk() if length > _MOST_TRIED else self._opened_in_memory(clock)
+            cuts = self._opened_in_memory(clock) if self._is_small else self._judged_by_walk()
             opened = "repairs" if cuts or not self._was_closed else "starts"
         except RmqError as error:
             self._refused_by_librmq(error)
@@ -520,7 +565,7 @@ class _Judge:
             self._add("repairs", cut.file, f"at {cut.offset}: {cut.what}", opener="librmq")
         if opened == "starts":
             return opened, 0
-        if length > _MOST_TRIED:
+        if not self._is_small:
             return opened, None
         with suppress(CorruptionError):
             return opened, len(self._recovered_in_memory(clock))

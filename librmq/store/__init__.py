@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.store._condition import Condition as Condition
-    from librmq.store._condition import Wholeness as Wholeness
     from librmq.store._snapshots import Snapshot as Snapshot
     from librmq.store._snapshots import restore as restore
     from librmq.store._snapshots import snapshot as snapshot
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     from librmq.store.format.broker_tables import BrokerTables as BrokerTables
     from librmq.store.format.directory import recognise as recognise
     from librmq.store.format.indexfile import IndexFile as IndexFile
+    from librmq.store.recovery._condition import Condition as Condition
+    from librmq.store.recovery._condition import Wholeness as Wholeness
     from librmq.store.recovery._verify import Verdict as Verdict
     from librmq.store.recovery._verify import verify as verify
     from librmq.store.recovery.salvage import Gap as Gap
@@ -43,7 +43,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.store._condition": ("Condition", "Wholeness"),
+            "librmq.store.recovery._condition": ("Condition", "Wholeness"),
             "librmq.store.engine._append_fields": ("AppendFields", "AppendResult"),
             "librmq.store.engine._durability": ("Acknowledgement",),
             "librmq.store.engine._message_filters": ("BySql", "ByTags"),

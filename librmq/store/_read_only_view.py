@@ -41,7 +41,6 @@ from librmq.message import DelayLevels
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock
-from librmq.store._condition import Condition, Wholeness, condition_of
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
@@ -58,6 +57,7 @@ from librmq.store.engine.store_parts import (
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
+from librmq.store.recovery._condition import Condition, Wholeness, condition_of
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import load
 
@@ -282,7 +282,7 @@ class ReadOnlyView(StoreHandle):
     def condition(self) -> Condition:
         """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
         if self.moment is not None:
-            return Condition(Wholeness.AS_RECOVERED)
+            return Condition(Wholeness.RECOVERABLE)
         if not self._has_all_files:
             self._has_all_files = True
             self._open_queue_without_files()

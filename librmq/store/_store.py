@@ -25,7 +25,6 @@ from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
-from librmq.store._condition import Condition, Wholeness
 from librmq.store._handle import StoreHandle
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store._writer import Writer
@@ -47,6 +46,7 @@ from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
+from librmq.store.recovery._condition import Condition, Wholeness
 from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.retention import Readers, clean_unused_topics
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, RmqError, StoreConfig
+from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, Producer, RmqError, StoreConfig
 from tests.budget import many
 from tests.cli.stand import Shell, errors_of, files_of
 from tests.cli.test_damage_by_command import DAMAGES, by_broker, sound
@@ -359,3 +359,40 @@ def test_queues_of_batches_are_in_files(shell: Shell) -> None:
     row, reasons = can_start(shell, shell.folder / "bcq")
     assert row["recovery_file"] is not None
     assert not any("RocksDB" in reason["what"] for reason in reasons.values())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_keys_that_no_file_of_the_index_has_are_lost(shell: Shell, large: bool) -> None:
+    """A broker notes no state at its close, and indexes nothing again at its start."""
+    path = shell.folder / "keys"
+    config = StoreConfig.tiny(commitlog_file_size=(65 << 20) if large else 1 << 16, max_index_num=16)
+    clock = ManualClock(START_MS)
+    with MessageStore.open(path, config, clock=clock) as store:
+        for number in range(60):
+            store.append(Message("T", b"x", keys=f"k{number}"))
+            clock.advance(seconds=1)
+    shutil.rmtree(path / "librmq")
+    assert can_start(shell, path, 0)[0]["broker"] == "starts"
+    max((path / "index").iterdir()).unlink()
+    row, reasons = can_start(shell, path, 1)
+    assert (row["broker"], row["condition"]) == ("loses", None if large else "damaged")
+    (reason,) = reasons.values()
+    assert reason["file"].startswith("index")
+    assert "recover" in reason["next"]
+    assert "missing-keys" in [row["finding"] for row in shell("diagnose", path, "--no-verify").rows]
+
+
+def test_a_timer_whose_progress_is_beyond_its_end_loses_messages(shell: Shell) -> None:
+    path = shell.folder / "timers"
+    with Broker.open(path, runner=ManualRunner(ManualClock(START_MS)), store_config=StoreConfig.tiny()) as broker:
+        broker.create_topic("orders", 1)
+        for _ in range(4):
+            Producer(broker, "p").send("orders", b"x", delay=7301)
+        broker.runner.pass_time(60)
+    assert can_start(shell, path, 0)[0]["librmq"] == "starts"
+    with (path / "config" / "timercheck").open("r+b") as file:
+        file.seek(16)
+        file.write(struct.pack(">q", 500))
+    row, reasons = can_start(shell, path, 1)
+    assert (row["broker"], row["librmq"]) == ("loses", "loses")
+    assert "496 messages that wait may be lost" in reasons["config/timercheck"]["what"]

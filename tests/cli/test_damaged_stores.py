@@ -464,7 +464,7 @@ def test_queues_ahead_of_what_nothing_covers_are_cut(shell: Shell, slow_orders: 
     assert [shell(command, slow_orders).status for command in ("count", "show", "dump")] == [0, 0, 0]
     assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
     with MessageStore.open(slow_orders, read_only=True) as store:
-        assert store.condition.kind is Wholeness.AS_RECOVERED
+        assert store.condition.kind is Wholeness.RECOVERABLE
 
 
 @pytest.fixture(scope="module")
@@ -486,7 +486,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_store_lacks_what_a_mark_covers(shell: Shell, marked: Path, which: int) -> None:
     path = shutil.copytree(marked, shell.folder / "marked")
     with MessageStore.open(path, read_only=True) as store:
-        assert store.condition.kind is Wholeness.AS_RECOVERED
+        assert store.condition.kind is Wholeness.RECOVERABLE
         last = store.log.sequence.path_at(store.log.end)
     (path / "commitlog" / ("0" * 20) if which == 0 else Path(last)).unlink()
     (path / "checkpoint").unlink()

@@ -249,7 +249,7 @@ def test_reading_changes_nothing(folder: Path, store_copy: StoreCopy, commands: 
 @stores
 def test_verify(folder: Path, settled: Path, commands: Commands) -> None:
     status, out, _ = commands.run("verify", settled)
-    assert (out, status) == (['{"type":"verify","sound":true,"damage":[]}'], 0)
+    assert (out, status) == (['{"type":"verify","sound":true,"damage":[],"recoverable":[]}'], 0)
 
 
 @stores

@@ -26,6 +26,7 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files import DiskFiles, Files, is_folder
 from librmq.message.topics import SystemTopic
+from librmq.runtime.event_log import counted
 from librmq.store import recognise
 from librmq.store.format.directory import (
     CONFIG,
@@ -56,6 +57,12 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     output.close()
     for note in verdict.notes:
         complain(f"note: {note}")
+    if verdict.recoverable:
+        places = counted(len(verdict.recoverable), "place")
+        complain(
+            f"note: the store is recoverable: {places} as a kill, or a copy of a running store, leaves them, which the "
+            "next opening repairs without a loss"
+        )
     for damage in verdict.damage:
         if damage.kind == "config":
             complain(f"next: {repair_advice(damage.file, files)}")

@@ -17,6 +17,7 @@ from librmq.diagnosis.survey.model import (
     GroupTopicLag,
     Report,
     StoredTopic,
+    StoreSummary,
 )
 from librmq.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.message import DEFAULT_LEVELS, retry_level
@@ -545,9 +546,13 @@ def _damage(report: Report, several: bool) -> Section:
     return Section("damage", "Damage", about, table(names, table_rows, stores=several))
 
 
+def _verdict(store: StoreSummary) -> str:
+    return "recoverable" if store.is_sound and store.recoverable else _VERDICTS[store.is_sound]
+
+
 def _stores(report: Report) -> Section:
     table_rows = (
-        ("", store.store, store.path, store.owner or "not in use", _VERDICTS[store.is_sound],
+        ("", store.store, store.path, store.owner or "not in use", _verdict(store),
          number(store.records) + " without the unreadable" * store.skipped,
          size(store.bytes), moment(store.first_ms), moment(store.last_ms), moment(store.now_ms))
         for store in report.stores

@@ -43,6 +43,8 @@ class StoreSummary(NamedTuple):
     """Store times of the first and last records."""
     skipped: bool = False
     """Whether a part of the log can't be read; the messages there are in none of the numbers."""
+    recoverable: int = 0
+    """Places that ``verify`` finds recoverable: a kill or a copy left them, and the next opening repairs them."""
 
 
 class DamagedPlace(NamedTuple):

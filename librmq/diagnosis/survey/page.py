@@ -107,6 +107,8 @@ def _verdict(report: Report, comparison: Comparison | None) -> str:
         verdict = "Nothing needs attention."
         if unknown:
             verdict += " Whether the files are sound is unknown."
+        elif any(row.recoverable for row in report.stores):
+            verdict += " What a kill or a copy has left is recoverable: the next opening repairs it without a loss."
     else:
         counts_text = [counted(counts[name], name) for name in ("error", "warning") if counts[name]]
         worst = report.findings[0]
@@ -173,13 +175,15 @@ def _facts(report: Report) -> list[Fact]:
     span = "" if first is None or last is None else f"over {duration((last - first) / 1000)}"
     unsound = [row for row in report.stores if row.is_sound is False]
     unknown = [row for row in report.stores if row.is_sound is None]
-    verdict = "damaged" if unsound else "not checked" if unknown else "sound"
-    places = counted(len(report.damage), "place") if unsound else ""
+    recoverable = sum(row.recoverable for row in report.stores)
+    verdict = "damaged" if unsound else "not checked" if unknown else "recoverable" if recoverable else "sound"
+    count = len(report.damage) if unsound else recoverable if verdict == "recoverable" else 0
+    places = counted(count, "place") if count else ""
     return [
         Fact("records", number(sum(row.records for row in report.stores)), span),
         Fact("stored", size(sum(row.bytes for row in report.stores)), topics),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),
         Fact("dead letters", number(dead), sent_again(resent), "bad" if dead else ""),
         Fact("pending", number(waiting), "halves, delays, retries"),
-        Fact("verify", verdict, places, "bad" if unsound else "" if unknown else "good"),
+        Fact("verify", verdict, places, "bad" if unsound else "good" if verdict == "sound" else ""),
     ]

@@ -22,9 +22,10 @@ from librmq.diagnosis._checks import (
     missing_key_findings,
     not_verified,
     other_findings,
+    recoverable_finding,
     registered_filters,
     unverified_damage,
-    verified_damage,
+    verified_places,
 )
 from librmq.diagnosis._findings import Finding, Thresholds, finding_order
 from librmq.diagnosis._lag_report import Lag, lag
@@ -54,13 +55,13 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
+from librmq.files import Damage, Files
 from librmq.message import record
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
-from librmq.store import verify
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.directory import COMMITLOG, MISSING_LOG
+from librmq.store.format.directory import COMMITLOG
 
 # ------------------------------------------------------------------------------------------------------------ log files
 
@@ -154,19 +155,20 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
     return min(max(min(times), scope.begin_ms or 0), last), last
 
 
-def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[DamagedPlace, ...]:
-    """Return what ``verify`` finds, with files relative to the store."""
-    places = verify(path).damage if view is None else verified_damage(view)
-    return tuple(
-        DamagedPlace(name, os.path.relpath(place.file, path), place.offset, place.kind, place.what)
-        for place in places
-        if place.kind != MISSING_LOG  # a finding of its own
-    )
+def _verify(path: str, name: str, files: Files | None = None) -> tuple[tuple[DamagedPlace, ...], list[DamagedPlace]]:
+    """Return what ``verify`` finds damaged and recoverable, with files relative to the store."""
+
+    def reported(places: Sequence[Damage]) -> Iterator[DamagedPlace]:
+        for place in places:
+            yield DamagedPlace(name, os.path.relpath(place.file, path), place.offset, place.kind, place.what)
+
+    damage, recoverable = verified_places(path, files)
+    return tuple(reported(damage)), list(reported(recoverable))
 
 
 def broken_store(path: str, name: str, error: CorruptionError) -> ReportPart:
     """Return what is known about a store that cannot be opened."""
-    damage = _verify(path, name)
+    damage, _ = _verify(path, name)
     summary = StoreSummary(name, path, None, None, False, str(error), 0, 0, None, None, skipped=True)
     return ReportPart(summary=summary, damage=damage, findings=_damage_findings(name, damage, str(error)))
 
@@ -230,7 +232,7 @@ def survey_store(
 def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: Thresholds, check: bool) -> ReportPart:
     """Return the part of a report that needs no pass over all messages."""
     path = view.store.path
-    damage = _verify(path, name, view) if check else ()
+    damage, recoverable = _verify(path, name, view.store.files) if check else ((), [])
     group_lag = lag(view)
     keys = () if view.is_live else missing_key_findings(view)
     findings = [
@@ -238,7 +240,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
         for finding in chain(keys, other_findings(view, limits, group_lag))
         if scope.has_subject(finding.subject)
     ]
-    unchecked: list[ReportedFinding] = []
+    unchecked = [_reported(name, recoverable_finding(f"store {name}", recoverable))] if recoverable else []
     if not check:
         missing = [_reported(name, finding)._replace(subject=f"store {name}") for finding in unverified_damage(view)]
         unchecked = [*missing, _reported(name, not_verified(f"store {name}", VERIFIED))]
@@ -246,6 +248,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
             skipped=bool(view.store.condition.damage) or any(_is_inside(view.store.log, place) for place in damage),
+            recoverable=len(recoverable),
         ),
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *findings, *unchecked),

@@ -56,7 +56,14 @@ from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueT
 from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.documents import CLOSED_FILE, OWN_FOLDER, parse_document, read_document, write_document
+from librmq.store.format.documents import (
+    CLOSED_FILE,
+    OWN_FOLDER,
+    is_of_another_folder,
+    parse_document,
+    read_document,
+    write_document,
+)
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
 
 _log = EventLog("librmq.store")
@@ -194,14 +201,27 @@ def _broker_has_started(path: str, files: Files) -> bool:
     return status is None or not status.is_untouched
 
 
-def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
-    """Return as damage that the log ends before the last flush or the last close noted; None if it does not."""
+class NotedEnd(NamedTuple):
+    """Where the log ended, as a note says."""
+
+    log_end: int
+    what: str
+    by_flush: bool
+
+
+def noted_ends(path: str, files: Files) -> list[NotedEnd]:
+    """Return where the log ended at the last flush and at the last close that were noted."""
     closed, mark = read_closed_state(path, files), read_mark(path, files)
-    for when, state in (("flush", mark and mark.state), ("close", closed)):
-        if state is not None and state.log_end > log.end:
-            what = f"the last {when} noted that it reached {state.log_end}, beyond the log's end"
-            return Damage(log.sequence.path_at(log.end), log.end, "ahead", what)
-    return None
+    ends = [] if mark is None else [NotedEnd(mark.state.log_end, "the last flush", True)]
+    return ends if closed is None else [*ends, NotedEnd(closed.log_end, "the last close", False)]
+
+
+def was_copied(path: str, files: Files) -> bool:
+    """Return whether the store is a copy that no process has opened for writing since, as far as notes tell."""
+    machine = None
+    with suppress(MarkError, StoreIOError):
+        _, machine = _stored_mark(path, files)
+    return is_of_another_folder(path, files, machine)
 
 
 def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:

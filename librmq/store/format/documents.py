@@ -45,7 +45,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
 from typing import Any, ClassVar, Final, NamedTuple, Self
@@ -78,6 +78,15 @@ def _folder_identity(path: str, files: Files) -> str | None:
     """Return a text that a copy of a folder does not have, also after a restart; None where the system has none."""
     identity = identity_of(files, path)
     return None if identity is None else folder_part(identity)
+
+
+def is_of_another_folder(path: str, files: Files, machine: str | None) -> bool:
+    """Return whether the store in ``path`` is a copy, because its retention, or ``machine``, names another folder."""
+    identity, noted = _folder_identity(path, files), None if machine is None else folder_part(machine)
+    with suppress(CorruptionError):
+        fields = read_document(os.path.join(path, RETENTION_FILE), files, {"folder": (str, NoneType)})
+        noted = noted or (fields or {}).get("folder")
+    return identity is not None and noted is not None and noted != identity
 
 
 def folder_part(identity: str) -> str:

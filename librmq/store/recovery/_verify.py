@@ -20,17 +20,18 @@ from itertools import groupby, islice
 from operator import gt
 from typing import Final, TypeVar
 
+from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError, MissingExtraError, RecordError
+from librmq.errors import CorruptionError, MissingExtraError, RecordError, RmqError
 from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles, file_size
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.topics import SystemTopic
-from librmq.runtime.event_log import counted
+from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import missing_first_files, read_closed_state
@@ -51,8 +52,11 @@ from librmq.store.format.timerfiles import (
     timer_entries,
     unit_damage,
 )
+from librmq.store.recovery._condition import condition_of, cut_before_records
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
+from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.missing_files import lacking_queues
+from librmq.store.recovery.open import clear_leftovers, load
 
 _T = TypeVar("_T")
 
@@ -69,13 +73,15 @@ class Verdict:
     """What a verification has found."""
 
     damage: tuple[Damage, ...]
-    """Defects; any of them makes the store unsound."""
+    """What is lost, or is wrong so that no opening repairs it; any of it makes the store unsound."""
+    recoverable: tuple[Damage, ...]
+    """What a kill, or a copy of a running store, has left, and the next opening repairs without a loss."""
     notes: tuple[str, ...]
-    """Remarks for people."""
+    """Remarks for people about what is odd, and no defect."""
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is damaged."""
+        """Whether nothing is damaged; the store can be recoverable."""
         return not self.damage
 
 
@@ -119,6 +125,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
         notes.append("there is an abort marker: the store was not closed")
+    recoverable: list[Damage] = []
+    if damage and writer is None and not closed:
+        damage, recoverable, note = _judged(path, config, files, damage, has_queues=not kind.derives_queues)
+        notes += filter(None, [note])
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
     for error in (*damaged_documents(path, files), GroupPage.damage(files, path)):
@@ -133,7 +143,61 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
             if damage:  # a second look rules out bytes of a running write
                 again = set(_StoreCheck(path, config, files, **{**options, "closed": False}).damage())
                 damage = [item for item in damage if item in again]
-    return Verdict(tuple(damage), tuple(notes))
+    return Verdict(tuple(damage), tuple(recoverable), tuple(notes))
+
+
+def _judged(
+    path: str, config: StoreConfig, files: Files, damage: list[Damage], *, has_queues: bool
+) -> tuple[list[Damage], list[Damage], str]:
+    """Divide the damage of a store that was not closed into what stays and what the next opening repairs, with a note.
+
+    The opening is tried in memory, and what it leaves is checked. If it refuses the store, or if something is lost,
+    everything stays.
+    """
+    overlay, without_empty = OverlayFiles(files), OverlayFiles(files)
+    try:
+        clear_leftovers(path, without_empty, queues=False)
+        log = PartFiles(path, config, without_empty).open_log()
+    except CorruptionError:
+        return damage, [], ""
+    with log:
+        if not has_queues:  # librmq only reads the store, and a broker ends its log like librmq
+            if cut_before_records(log, ()) is not None:
+                return damage, [], ""
+            recoverable = [
+                item for item in damage
+                if os.path.dirname(item.file) == log.sequence.folder and item.offset >= log.end
+            ]  # fmt: skip
+            return [item for item in damage if item not in recoverable], recoverable, ""
+        levels = DelayLevels.parse(config.message_delay_level)
+        try:
+            with held_back():
+                parts = load(path, config, levels, overlay, SystemClock(), mode=RecoveryMode.LAST_EXIT)
+        except RmqError:
+            return damage, [], ""
+        log.end, log.last_write = parts.log.end, parts.log.last_write
+        checkpoint = _checkpoint_of(path, files)
+        before = replace(parts, log=log, checkpoint=parts.checkpoint if checkpoint is None else checkpoint, repairs=[])
+        condition = condition_of(path, before, config, files, is_written=False)
+        parts.close()
+    if condition.lost:
+        known = {(item.file, item.offset) for item in damage}
+        return (
+            [*damage, *(item for item in condition.lost if (item.file, item.offset) not in known)],
+            [],
+            condition.note,
+        )
+    left = _StoreCheck(path, config, overlay, closed=False, written=False, log_only=False).damage()
+    files_left = {item.file for item in left}
+    stays = [item for item in damage if item.file in files_left]
+    stays += [item for item in left if item.file not in {item.file for item in stays}]
+    return stays, [item for item in damage if item.file not in files_left], condition.note
+
+
+def _checkpoint_of(path: str, files: Files) -> Checkpoint | None:
+    with suppress(CorruptionError):
+        return Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
+    return None
 
 
 def _read_tables(folder: str, files: Files) -> tuple[BrokerTables, list[Damage]]:

@@ -1,9 +1,10 @@
-"""The condition of a store that is only read: sound, as a recovery leaves it, or short of what it had.
+"""The condition of a store that is only read: sound, recoverable, or short of what it had.
 
 ::
 
     sound         closed, and nothing that its files promise is missing
-    as recovered  a kill left it; a recovery cuts only what neither the checkpoint nor the mark of a flush covers
+    recoverable   a kill, or a copy of a running store, left it; the next opening cuts only what neither the
+                  checkpoint nor the mark of a flush covers
     short         records are missing, sound ones follow the log's end, or a file that the log can make again is
                   damaged: `Condition.damage` says what
 
@@ -28,7 +29,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files import Damage, Files
-from librmq.store.engine.saved_state import lost_end, missing_first_files
+from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.directory import has_abort
 from librmq.store.recovery.salvage import find_record
@@ -39,8 +40,9 @@ class Wholeness(enum.Enum):
 
     SOUND = "sound"
     """Nothing is missing."""
-    AS_RECOVERED = "as a recovery leaves it"
-    """A kill left it. What a recovery would cut was never promised to be on the device."""
+    RECOVERABLE = "recoverable"
+    """A kill, or a copy of a running store, left it, and the next opening repairs it. What that cuts was never promised
+    to be on the device."""
     SHORT = "short"
     """Files or records are missing that were promised, or queues, index or checkpoint are damaged."""
 
@@ -78,26 +80,27 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
 
     Of a store that is being written, or whose queues are in no files, only what follows the log's end counts.
     """
-    cut = _cut_before_records(parts)
+    log = parts.log
+    cut = cut_before_records(log, parts.cuts)
     if is_written:
         return Condition(Wholeness.SOUND if cut is None else Wholeness.SHORT, cut)
     was_closed = not has_abort(files, path)
     if cut is None:
-        has_log = bool(parts.log.sequence.starts)  # a kill leaves the files of a log whose entries are there
+        has_log = bool(log.sequence.starts)  # a kill leaves the files of a log whose entries are there
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
-    cut = cut or _cut_before_covered(path, parts, files)
-    begin, note = missing_first_files(path, parts.log, files, config, was_closed=was_closed)
+    cut, note = (cut, "") if cut is not None else _cut_before_covered(path, parts, files, was_closed=was_closed)
+    begin, begin_note = missing_first_files(path, log, files, config, was_closed=was_closed)
+    note = "; ".join(filter(None, (note, begin_note)))
     if cut is not None or begin is not None or parts.repairs:
         return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
-    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED, None, None, note, parts.repairs)
+    return Condition(Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE, None, None, note, parts.repairs)
 
 
-def _cut_before_records(parts: Parts) -> Damage | None:
-    """Return the damage that sound records follow.
+def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
+    """Return the damage at the log's end that sound records follow; ``cuts`` are those of a recovery in memory.
 
     A record that a writer is just writing, or has left unfinished, does not count as damage.
     """
-    log, cuts = parts.log, parts.cuts
     at = log.end
     cut = next((earlier for earlier in reversed(cuts) if earlier.kind == "record" and earlier.offset == at), None)
     if cut is None:  # no recovery in memory has looked behind the end
@@ -123,16 +126,29 @@ def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Dama
     return None if end <= parts.log.end else _lost_end(parts.log, f"queues have entries up to {end}")
 
 
-def _cut_before_covered(path: str, parts: Parts, files: Files) -> Damage | None:
-    """Return as damage that the log ends before a record that was flushed."""
-    log, checkpoint = parts.log, parts.checkpoint
-    if (lost := lost_end(path, log, files)) is not None:
-        return lost
+def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bool) -> tuple[Damage | None, str]:
+    """Return as damage that the log ends before a record that was flushed, or a note where a copy explains that.
+
+    A copy that was made while the store was written can have older bytes of the log than of its other files.
+    """
+    log, checkpoint, what, is_of_copy = parts.log, parts.checkpoint, "", False
+    for end in noted_ends(path, files):
+        if end.log_end > log.end:
+            what = f"{end.what} noted that it reached {end.log_end}"
+            is_of_copy = end.by_flush and end.log_end <= log.sequence.end
+            break
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
-    if covered_ms <= 0 or _has_record_of(log, covered_ms):
-        return None
-    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return _lost_end(log, f"the checkpoint covers records up to {covered} UTC")
+    if not what and covered_ms > 0 and not _has_record_of(log, covered_ms):
+        covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+        what, is_of_copy = f"the checkpoint covers records up to {covered} UTC", True
+    if not what:
+        return None, ""
+    if is_of_copy and not was_closed and was_copied(path, files):
+        return (
+            None,
+            f"{what}, beyond the log's end: this copy was made while a process wrote, or has lost its end since",
+        )
+    return _lost_end(log, what), ""
 
 
 def _lost_end(log: CommitLog, what: str) -> Damage:
