@@ -164,7 +164,10 @@ class Link:
             self.rollback()
             if not is_integrity_error(error):
                 raise
-            self.begin()
+            if self.is_joined:
+                self._scope = self._set_savepoint()
+            else:
+                self.begin()
             if not exists():
                 self.rollback()
                 raise
@@ -650,6 +653,10 @@ class _DjangoLink(Link):
     def join(self) -> None:
         if self._status_before() is not _OPEN:
             raise ConfigError("join: expected a block of transaction.atomic() around this one, found none")
+        self.begin()
+
+    @override
+    def _set_savepoint(self) -> None:
         self.begin()
 
     @override

@@ -339,8 +339,8 @@ class Transactional:
                 link.join()
             else:
                 link.begin_first()
-            self._record = _Record(link, self._table, self._key, self._until_ms)
             try:
+                self._record = _Record(link, self._table, self._key, self._until_ms)
                 self._is_first = self._record.write()
             except BaseException:
                 with suppress(Exception):  # The first error is the one to see.

@@ -131,7 +131,9 @@ class Outbox:
                 sender.wake()
 
     async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
-        """Do as `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""
+        """Do as `add`, in a SQLAlchemy ``AsyncSession``, ``async_scoped_session`` or ``AsyncConnection``."""
+        if hasattr(connection, "registry"):
+            connection = connection.registry()
         await connection.run_sync(lambda inner: self.add(inner, message, order_key=order_key))
 
 

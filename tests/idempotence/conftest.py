@@ -203,12 +203,16 @@ class Database:
     def connect_by(self, driver: str, rows: str = "") -> Any:
         """Return a connection of a driver, whose cursors give ``rows`` "dicts" or of another kind."""
         port: Any = self.engine.url.port
-        if driver == "psycopg2":
+        if driver.startswith("psycopg2"):
             import psycopg2
             import psycopg2.extras
 
             factory = {"dicts": psycopg2.extras.RealDictCursor, "named": psycopg2.extras.NamedTupleCursor}.get(rows)
-            return psycopg2.connect(host="127.0.0.1", port=port, user="rmq", dbname="postgres", cursor_factory=factory)
+            own: Any = psycopg2.extensions.connection
+            if driver == "psycopg2-unreported":  # of a server or pooler that reports no settings
+                own = type("Unreported", (own,), {"get_parameter_status": lambda self, name: None})
+            address = {"host": "127.0.0.1", "port": port, "user": "rmq", "dbname": "postgres"}
+            return psycopg2.connect(**address, cursor_factory=factory, connection_factory=own)
         if driver == "pg8000":
             return importlib.import_module("pg8000").connect("rmq", host="127.0.0.1", port=port, database="postgres")
         if driver in ("MySQLdb", "mysql.connector", "mariadb", "cymysql"):

@@ -274,6 +274,8 @@ _ALL: Final[dict[str, tuple[str, Open]]] = {
     "postgresql-psycopg-joined": ("psycopg", _of_driver("psycopg", joins=True)),
     "postgresql-psycopg-transaction": ("psycopg", _psycopg_transaction),
     "postgresql-psycopg2": ("psycopg2", _of_driver("psycopg2")),
+    "postgresql-unreported": ("psycopg2", _of_driver("psycopg2-unreported")),
+    "postgresql-unreported-joined": ("psycopg2", _of_driver("psycopg2-unreported", joins=True)),
     "postgresql-pg8000": ("pg8000", _of_driver("pg8000")),
     "postgresql-pg8000-joined": ("pg8000", _of_driver("pg8000", joins=True)),
     "postgresql-psycopg-session": ("psycopg", _of_alchemy("psycopg", "session")),

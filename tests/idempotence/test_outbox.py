@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
@@ -162,7 +162,8 @@ def test_a_unique_id_is_kept(embedded: Post) -> None:
     assert embedded.producer.sent[0].properties["UNIQ_KEY"] == "MINE"
 
 
-def test_adding_to_an_async_session(embedded: Post) -> None:
+@pytest.mark.parametrize("is_scoped", [False, True])
+def test_adding_to_an_async_session(embedded: Post, is_scoped: bool) -> None:
     """With an order key too, the second message of a key waits for the first."""
     refused = {"kept"}
     embedded.producer.then = lambda message: (
@@ -171,11 +172,13 @@ def test_adding_to_an_async_session(embedded: Post) -> None:
 
     async def add() -> None:
         engine = create_async_engine(embedded.engine.url.set(drivername="sqlite+aiosqlite"), poolclass=NullPool)
-        async with AsyncSession(engine) as session:
-            await embedded.outbox.add_async(session, Message("orders", b"kept"), order_key="a")
-            await embedded.outbox.add_async(session, Message("orders", b"second"), order_key="a")
+        registry = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+        async with registry() if is_scoped else AsyncSession(engine) as session:
+            given = registry if is_scoped else session
+            await embedded.outbox.add_async(given, Message("orders", b"kept"), order_key="a")
+            await embedded.outbox.add_async(given, Message("orders", b"second"), order_key="a")
             await session.commit()
-            await embedded.outbox.add_async(session, Message("orders", b"undone"))
+            await embedded.outbox.add_async(given, Message("orders", b"undone"))
         await engine.dispose()
 
     asyncio.run(add())

@@ -250,8 +250,11 @@ def test_the_caller_ends_the_transaction_that_a_block_joins(
             consume(opened, fails=True)
         assert [consume(opened) for _ in range(2)] == [True, False]
     assert (place.effects(name), place.effects(f"{name}-before")) == (1, 1)
-    with SESSIONS[session](place) as opened, opened.around():
+    with SESSIONS[session](place) as opened, suppress(ZeroDivisionError), opened.around():
+        opened.run(f"INSERT INTO effects (name) VALUES ('{name}-undone')")
         assert not consume(opened)
+        raise ZeroDivisionError
+    assert place.effects(f"{name}-undone") == 0
 
 
 @pytest.mark.parametrize("session", JOINED)
