@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +39,6 @@ class Opened:
     """Return the connection of the driver, or what SQLAlchemy makes of an asynchronous one."""
     around: Callable[[], AbstractContextManager[Any]] | None = None
     """Begin a transaction of the caller's, in which the block joins."""
-    await_in: Callable[[Callable[[Opened], object], bool, Any], bool] | None = field(default=None)
 
     def deliver(self, message: Any, work: Callable[[Opened], object]) -> bool:
         """Consume a message in a transaction; return whether it was the first time."""
