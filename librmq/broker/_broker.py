@@ -343,6 +343,8 @@ class Broker(StoreRoute, Endpoint):
             return self._sending.confirmed(message, stored_queue_id, result)
         except StoreError as error:
             raise self._life.refusal(error) from error
+        finally:
+            self.runner.call_waiting()
 
     @override
     def call(self, request: Request[R], /) -> R:
@@ -362,6 +364,8 @@ class Broker(StoreRoute, Endpoint):
             answer: R = handler(request)
         except StoreError as error:
             raise self._life.refusal(error) from error
+        finally:
+            self.runner.call_waiting()
         return answer
 
     def await_device(self, request: Request[R], answer: R) -> R:
@@ -569,9 +573,12 @@ class Broker(StoreRoute, Endpoint):
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Run a block under the runner's lock, on an open broker; errors of the store become errors for clients."""
-        with self._life.errors(), self.runner.lock:
-            self._life.check_open()
-            yield
+        try:
+            with self._life.errors(), self.runner.lock:
+                self._life.check_open()
+                yield
+        finally:
+            self.runner.call_waiting()
 
     @property
     def dead(self) -> bool:

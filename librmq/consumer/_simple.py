@@ -65,6 +65,7 @@ from librmq.protocol import (
 from librmq.runtime import Runner, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
+from librmq.runtime.outside import call_outside
 
 R = TypeVar("R")
 _Source: TypeAlias = tuple[Subscription, str]
@@ -400,7 +401,7 @@ class SimpleConsumer(Member):
         def arrived() -> None:
             if waits in self._waits:
                 self._waits.discard(waits)
-                notify()
+                call_outside(notify)
 
         waits = self._notices[topic] = _Wait(arrived)
         waits.acknowledged = tuple([message.receipt for message in done])

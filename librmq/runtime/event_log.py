@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from numbers import Integral, Real
 from textwrap import indent
 from traceback import TracebackException
@@ -27,6 +28,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 from librmq.errors import RmqError
 from librmq.override import override
 from librmq.printable import printable, printable_lines
+from librmq.runtime.outside import call_outside
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -90,17 +92,15 @@ class EventLog:
         extra = {_PREFIX + name: value for name, value in shown.items() if not name.startswith("_")}
         arguments = (shown,) if shown else ()
         error = sys.exc_info()[1] if exc_info is True else exc_info
-        if not isinstance(error, BaseException):
-            self._logger.log(level, text, *arguments, extra=extra, stacklevel=_DEEP)
-            return
-        # A formatter writes `exc_text` where a record has it, and else the raw text of the error's message.
+        described = (type(error), error, error.__traceback__) if isinstance(error, BaseException) else None
         file, line, function, _ = self._logger.findCaller(stacklevel=_DEEP)
-        described = type(error), error, error.__traceback__
         record = self._logger.makeRecord(
             self._logger.name, level, file, line, text, arguments, described, function, extra
         )
-        record.exc_text = _shown(TracebackException(*described, compact=True))
-        self._logger.handle(record)
+        # A formatter writes `exc_text` where a record has it, and else the raw text of the error's message.
+        if described is not None:
+            record.exc_text = _shown(TracebackException(*described, compact=True))
+        call_outside(partial(self._logger.handle, record))
 
 
 def _shown(error: TracebackException) -> str:

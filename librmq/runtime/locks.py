@@ -159,6 +159,15 @@ def if_free(lock: Lock) -> Iterator[bool]:
     return iter(partial(lock.acquire, False), False)
 
 
+def is_held_here(lock: RLock) -> bool:
+    """Return whether this thread holds a lock."""
+    try:
+        threading.Condition(lock).notify(0)
+    except RuntimeError:
+        return False
+    return True
+
+
 # ---- critical blocks
 
 _Handler = Callable[[int, FrameType | None], Any]

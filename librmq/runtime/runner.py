@@ -264,6 +264,9 @@ class Runner:
     def _signal(self, at: int) -> None:
         """Note that a step is due at ``at``."""
 
+    def call_waiting(self) -> None:
+        """Make the application's calls that have waited for the release of the lock."""
+
     def next_due_ms(self) -> int | None:
         """Return when the next step is due, None if nothing is scheduled."""
         with self.lock:

@@ -16,7 +16,8 @@ from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError
 from librmq.override import override
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Inherited, Lock, RLock
+from librmq.runtime.locks import Inherited, Lock, RLock, is_held_here
+from librmq.runtime.outside import Outside
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_task_cancelled
 
 _log = EventLog("librmq.runner")
@@ -26,6 +27,8 @@ _SLICE_MS: Final = 5
 """Longest time in which a thread takes steps before it offers the lock to others."""
 _YIELD_S: Final = 0.0005
 _START_AGAIN_MS: Final = 1000
+_CALLERS_MS: Final = 20
+"""Time in which a caller has released the lock, and makes itself the calls of the application that waited for that."""
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
 """Listeners count as fast when one worker begins `_MANY` of them in this time."""
@@ -82,6 +85,9 @@ class ThreadRunner(Runner):
         self._is_clock_there = False
         self._is_clock_missed = False  # no thread can be started
         self._is_start_refused = False
+        self._telling = Step("calls the application", self._tell_later)
+        self._is_telling = False
+        self.outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
         _runners.add(self)
 
     @override
@@ -100,6 +106,31 @@ class ThreadRunner(Runner):
             raise
         self._is_start_refused = False
 
+    # ---- the application's code outside of the lock
+
+    @override
+    def call_waiting(self) -> None:
+        """Make the application's calls that have waited for the release of the lock."""
+        if self.outside:
+            self.outside.run()
+
+    def _run_outside(self) -> None:
+        """Let a worker make the calls that wait: now for a thread of this runner, and later for a caller."""
+        if self._holder_searches:
+            self._tell_later(0)
+        elif not self._stopping:
+            self.wake(self._telling, self.now_ms() + _CALLERS_MS)
+
+    def _tell_later(self, now_ms: int) -> int | None:
+        if self.outside and not self._is_telling:
+            self._is_telling = True
+            self.submit(Work(self._telling.label, self.outside.run, self._told))
+        return None
+
+    def _told(self, result: object, error: Exception | None) -> None:
+        self._is_telling = False
+        self._tell_later(0)
+
     @override
     def _signal(self, at: int) -> None:
         if self._holder_searches or self._stopping:
@@ -112,15 +143,15 @@ class ThreadRunner(Runner):
                 self._wake_worker()
         except RuntimeError as error:
             # No thread can start. The caller's write stands, so the caller gets no error.
+            was_refused, self._is_start_refused = self._is_start_refused, not self._clock_runs  # the line wakes a step
             if self._clock_runs:
                 _release_turn(self._clock_turn)  # the clock thread runs the steps, and tries to start a worker again
-            elif not self._is_start_refused:
+            elif not was_refused:
                 _log.error(
                     "no thread can be started (%(error)s), so nothing is delivered and no timed work is done until a "
                     "later call can start one; raise the limit of threads",
                     error=error,
                 )
-            self._is_start_refused = not self._clock_runs
 
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
@@ -450,6 +481,7 @@ class ThreadRunner(Runner):
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - self.clock.monotonic()))
+        self.outside.run()
         with self.lock:
             running = sorted(work.label for work in self.running)
         if running:

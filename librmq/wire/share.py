@@ -70,7 +70,7 @@ from librmq.protocol import (
 from librmq.runtime import StateLog, ThreadRunner, critical
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event, Inherited, Lock
+from librmq.runtime.locks import Event, Inherited, Lock, is_held_here
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.store.peer_appends import PeerAppender
@@ -78,7 +78,6 @@ from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
 from librmq.wire.remote._connection import as_caller
-from librmq.wire.remote._connections import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 
 R = TypeVar("R")

@@ -569,6 +569,7 @@ def test_existing_threads_suffice_without_more(
             runner.submit(Work("waits for a worker", lambda: None, outcomes))
         busy.may.set()
         outcomes.wait(2)
+    runner.shutdown()
     assert "can't start new thread" in caplog.text
 
 
@@ -580,6 +581,7 @@ def test_a_first_thread_that_cannot_start_is_retried(
         for delay_ms in (-1, 0, 1):
             runner.wake(Step("refused", lambda now_ms: stepped.release()), runner.now_ms() + delay_ms)
         runner.submit(Work("refused", lambda: None, outcomes))
+    runner.call_waiting()  # as a caller does that has released the lock
     assert caplog.text.count("no thread can be started (can't start new thread)") == 1
     with runner.lock:
         runner.wake(Step("soon", lambda now_ms: stepped.release()), runner.now_ms() + 1)

@@ -238,6 +238,7 @@ def test_a_polling_consumer_stores_what_it_reaches_again(reset: Reset, caplog: p
         assert reset.progress() == 0
         consumer.commit()
         assert reset.progress() == 0, "the broker ignores it"
+        reset.route.runner.call_waiting()
         assert "progress of group g in orders/0 is not stored, because the group was reset" in caplog.text
         reset.end_hold()
         assert len(polled(consumer)) == 10

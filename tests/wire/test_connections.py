@@ -18,11 +18,11 @@ from librmq import BrokerUnreachableError
 from librmq.clock import ManualClock
 from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullStatus
-from librmq.runtime.locks import RLock
+from librmq.runtime.locks import RLock, is_held_here
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import _connection as connection
 from librmq.wire.remote._connection import Connection, Ended, EndedTogether, Requested, Transport
-from librmq.wire.remote._connections import Connections, is_held_here
+from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import LongPulls
 from librmq.wire.remote._dialing import dial_by_tcp
 from librmq.wire.remote._remote_broker import RemoteBroker

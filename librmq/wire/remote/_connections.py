@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, RequestNotSentError
-from librmq.runtime.locks import Inherited, Lock, RLock
+from librmq.runtime.locks import Inherited, Lock
 from librmq.wire.remote._connection import Requested, Transport
 from librmq.wire.remoting._frames import Frame
 
@@ -49,15 +49,6 @@ class _Line:
         self.opened_at = 0.0
         self.is_dropped = False
         self.pause: _Pause | None = None
-
-
-def is_held_here(lock: RLock) -> bool:
-    """Return whether this thread holds a lock."""
-    try:
-        threading.Condition(lock).notify(0)
-    except RuntimeError:
-        return False
-    return True
 
 
 class Connections:

@@ -1,0 +1,65 @@
+"""Calls of the application's code that wait until its thread has released the locks of runners.
+
+A logging handler, a subclass of `Metrics` or a notification can call librmq, and takes locks of its own. Another thread
+can hold such a lock while it calls librmq, and wait for the lock of a runner. So none of these is called within that.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from librmq.runtime.locks import Lock, if_free
+
+
+class Outside:
+    """The calls that wait for the release of one lock, in the order in which they came. Thread-safe."""
+
+    def __init__(self, is_held: Callable[[], bool], run_later: Callable[[], object]) -> None:
+        """``is_held()`` returns whether this thread has the lock; ``run_later()``, under it, has `run` called soon."""
+        self._is_held, self._run_later = is_held, run_later
+        self._calls: deque[Callable[[], object]] = deque()
+        self._running = Lock()
+        _all.append(weakref.ref(self, _all.remove))
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def takes(self, call: Callable[[], object]) -> bool:
+        """Keep a call if this thread has the lock; return whether it does."""
+        if not self._is_held():
+            return False
+        self._calls.append(call)
+        self._run_later()
+        return True
+
+    def run(self) -> None:
+        """Make the calls that wait, unless this thread has the lock, or a thread makes them already."""
+        if self._is_held():
+            return
+        for _ in if_free(self._running):
+            try:
+                while self._calls:
+                    try:
+                        self._calls.popleft()()
+                    except Exception:
+                        _log.exception("the application's code has failed")
+            finally:
+                self._running.release()
+            break
+
+
+_log: Final = logging.getLogger("librmq.runner")
+_all: Final[list[weakref.ref[Outside]]] = []
+
+
+def call_outside(call: Callable[[], object]) -> None:
+    """Call the application's code: now, or as soon as this thread has released the locks of runners."""
+    for reference in list(_all):
+        outside = reference()
+        if outside is not None and outside.takes(call):
+            return
+    call()
