@@ -65,7 +65,7 @@ def console(
         allow_changes: Whether dead letters can be sent again, messages cancelled, groups reset.
         bodies: Whether bodies of messages are shown.
         authorize: Called with the ASGI scope of each request; returns, or awaits, the caller's name, which the log of
-            changes has. None refuses the request.
+            changes has. None, an empty name and False refuse the request.
         hosts: The names, each with its port or without, by which browsers may ask. They do not say who may.
         folder: The folder of the store behind a ``route`` to another process of this machine: stories of messages,
             findings, what waits and past moments are read there.

@@ -90,7 +90,7 @@ class Guard:
         if not refusal and self._authorize is not None:
             answer = self._authorize(scope)
             caller = await answer if isawaitable(answer) else answer
-            refusal = "" if caller is not None else "the application does not let you see this page"
+            refusal = "" if caller else "the application does not let you see this page"
         if not refusal and scope["method"] not in ("GET", "HEAD"):
             refusal = (
                 "" if headers.get(b"sec-fetch-site") == b"same-origin" else "a change comes from its own page only"
@@ -98,7 +98,7 @@ class Guard:
         if refusal:
             await _answer(403, f"librmq: {refusal}.\n".encode(), (), send_guarded)
             return
-        caller = caller or "unnamed"
+        assert caller
         await self._application(
             {**scope, "librmq.caller": caller, "librmq.token": self.token(caller)}, receive, send_guarded
         )

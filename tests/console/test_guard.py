@@ -76,6 +76,11 @@ def test_the_application_decides_who_sees(broker: Broker) -> None:
     assert asked.get("/", headers={"X-User": "ann"}).status_code == 200
 
 
+@pytest.mark.parametrize("answer", [None, "", False])
+def test_a_caller_without_a_name_is_refused(broker: Broker, answer: Any) -> None:
+    assert Asked(guarded_console(broker, authorize=lambda _: answer)).get("/").status_code == 403
+
+
 def test_the_secret_of_the_link_is_asked_for(broker: Broker) -> None:
     asked = Asked(guarded_console(broker, secret="abc"))
     for path in ("/", "/?secret=abd", "/?secret="):
