@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import csv
 import io
 import json
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,12 @@ _ROWS: Final = 1024
 """Rows that become lines together, so that what each step makes of them takes little memory."""
 
 
+_LARGE: Final = 16 << 20
+"""Bytes of a batch from which JSON is written piece by piece, because each step by columns copies all of it."""
+_PIECE: Final = 3 << 18
+"""Bytes that are written together then; Base64 needs a multiple of three."""
+
+
 def write_text(path: str, steps: Batches, schema: pa.Schema, form: str) -> int:
     """Write a file of CSV or JSON lines; return 1, the number of files."""
     names = list(schema.names)
@@ -44,6 +51,9 @@ def write_text(path: str, steps: Batches, schema: pa.Schema, form: str) -> int:
         for batches in steps:
             for batch in batches:
                 rows = _with_times_as_texts(batch.select(names))
+                if form != "csv" and rows.nbytes > _LARGE:
+                    _write_large(file, rows)
+                    continue
                 for begin in range(0, len(rows), _ROWS):
                     part = rows.take(numbers(np.arange(begin, min(begin + _ROWS, len(rows)))))
                     ends, data = offsets_and_bytes(lines_of(part))
@@ -60,6 +70,7 @@ _PLAIN: Final = bytes(range(0x20, 0x7F)).translate(None, b'",\\')
 """What needs neither quotes nor a look in CSV, except at the beginning of a cell."""
 _FIRST: Final = np.frombuffer(b"'=+-@", np.uint8)
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_utf8_decoder: Final = codecs.getincrementaldecoder("utf-8")
 _joined: Final = pc.binary_join_element_wise
 
 
@@ -84,6 +95,45 @@ def _json_lines(batch: pa.RecordBatch) -> pa.StringArray:
         before = f"{end},"
     # One call joins all: each one copies its result once more.
     return _joined(*parts, before[:-1] + "}\n", "")
+
+
+def _write_large(file: BinaryIO, batch: pa.RecordBatch) -> None:
+    """Write rows as `_json_lines` makes them, a piece of a body after the other."""
+    for row in range(len(batch)):
+        before = "{"
+        for name, values in zip(batch.schema.names, batch.columns, strict=True):
+            value = values[row]
+            if not _is_bytes(name) or not value.is_valid:
+                file.write(f"{before}{_encode(_plain({name: value.as_py()}))[1:-1]}".encode())
+            else:
+                data = memoryview(value.as_buffer())
+                is_text = _is_utf8(data)
+                file.write(f'{before}"{name if is_text else f"{name}_b64"}":"'.encode())
+                for piece in _texts_of(data) if is_text else _base64_of(data):
+                    file.write(piece)
+                file.write(b'"')
+            before = ","
+        file.write(b"}\n")
+
+
+def _is_utf8(data: memoryview) -> bool:
+    decode = _utf8_decoder().decode
+    try:
+        for at in range(0, len(data), _PIECE):
+            decode(data[at : at + _PIECE], at + _PIECE >= len(data))
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _texts_of(data: memoryview) -> Iterator[bytes]:
+    decode = _utf8_decoder().decode
+    for at in range(0, len(data), _PIECE):
+        yield _encode(decode(data[at : at + _PIECE], at + _PIECE >= len(data)))[1:-1].encode()
+
+
+def _base64_of(data: memoryview) -> Iterator[bytes]:
+    return (base64.b64encode(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE))
 
 
 def _json_texts(values: pa.Array, between: str = ",", after_name: str = ":") -> tuple[str, pa.StringArray, str]:
