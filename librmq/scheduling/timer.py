@@ -44,7 +44,7 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, WaitingMessage, timer_entries, unit_damage
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_entries, unit_damage
 
 _log = EventLog("librmq.timer")
 
@@ -189,11 +189,7 @@ class Timers:
         except CorruptionError:
             return None  # putting messages into slots meets the damage, and says it
         begin, read_ms = self._store.log.begin, progress.read_ms
-        return unit_damage(slots.log, position, read_ms, entries, begin, self._waiting_message, of_each=slots.disagreed)
-
-    def _waiting_message(self, physical_offset: int, size: int) -> WaitingMessage | None:
-        message = self._message(physical_offset, size)
-        return None if message is None else WaitingMessage.of(message)
+        return unit_damage(slots.log, position, read_ms, entries, begin, self._message, of_each=slots.disagreed)
 
     # ------------------------------------------------------------------------------------------------------ putting
 

@@ -34,7 +34,6 @@ from librmq.store.format.timerfiles import (
     TimerLog,
     TimerWheel,
     Unit,
-    WaitingMessage,
     timer_entries,
     unit_damage,
 )
@@ -392,9 +391,9 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
             yield _due_ms(message), message
 
 
-def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> WaitingMessage | None:
+def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> StoredMessage | None:
     raw = store.log.read(physical_offset, size)
-    return None if raw is None else WaitingMessage.of(StoredMessage(raw))
+    return None if raw is None else StoredMessage(raw)
 
 
 def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:

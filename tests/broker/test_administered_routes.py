@@ -424,13 +424,12 @@ def test_unnoted_copies_of_letters_in_any_queue_are_recognised() -> None:
 
 def test_letters_before_one_that_is_refused_are_noted() -> None:
     files = MemoryFiles()
-    with librmq.Broker.open("/s", files=files, store_config=librmq.StoreConfig.tiny()) as broker:
+    config = librmq.StoreConfig.tiny(commitlog_file_size=8192, max_message_size=8192)
+    with librmq.Broker.open("/s", files=files, store_config=config) as broker:
         broker.create_topic("%DLQ%billing", 1)
         for number in range(4):
-            body = bytes(9000 if number == 2 else 1)
+            body = bytes(8192 - 130 if number == 2 else 1)  # it fills a file, and its copy has more properties
             broker.store.append(librmq.Message("%DLQ%billing", body, unique_key=f"U{number}"))
-    smaller = librmq.StoreConfig(max_message_size=5000)
-    with librmq.Broker.open("/s", files=files, store_config=smaller, change_settings=True) as broker:
         with pytest.raises(MessageIllegalError):
             broker.resend_dead_letters("billing")
         assert [message.unique_key for message in broker.messages("%RETRY%billing")] == ["U0", "U1"]

@@ -509,8 +509,7 @@ class Control:
             self._busy.discard(thread)
 
     def _answer(self, handler: BaseHTTPRequestHandler, thread: threading.Thread) -> None:
-        from librmq.testing import UnknownGroupError
-        from librmq.testing.served import NotSettledError
+        from librmq.testing import NotSettledError, UnknownGroupError
 
         try:
             call, fields = self._request(handler)

@@ -461,7 +461,7 @@ class TimerLog:
         self._files.flush()
 
 
-class WaitingMessage(NamedTuple):
+class _Waiting(NamedTuple):
     """What a message in the timer's topic says of its unit."""
 
     due_ms: int
@@ -469,11 +469,12 @@ class WaitingMessage(NamedTuple):
     deletes: bool
     """Whether it deletes another."""
 
-    @classmethod
-    def of(cls, message: StoredMessage) -> Self | None:
-        """Return what a message says; None if it names no time."""
-        due_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, ""))
-        return None if due_ms is None else cls(due_ms, PropertyName.TIMER_DELETE_KEY in message.properties)
+
+def _waiting(message: StoredMessage | None) -> _Waiting | None:
+    """Return what a message says; None if it names no time."""
+    properties = {} if message is None else message.properties
+    due_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, ""))
+    return None if due_ms is None else _Waiting(due_ms, PropertyName.TIMER_DELETE_KEY in properties)
 
 
 def timer_entries(queue: ConsumeQueue, end: int, log_begin: int) -> npt.NDArray[Any]:
@@ -494,7 +495,7 @@ def unit_damage(
     read_ms: int,
     entries: npt.NDArray[Any],
     log_begin: int,
-    message_of: Callable[[int, int], WaitingMessage | None],
+    message_of: Callable[[int, int], StoredMessage | None],
     *,
     of_each: bool = True,
     may_lack: bool = False,
@@ -502,7 +503,7 @@ def unit_damage(
     """Compare the units below a position of the timer log with the messages in the timer's topic; None if all agree.
 
     ``entries`` are those of the messages that have been put into slots and that the store's log, which begins at
-    ``log_begin``, still has; ``message_of(place, size)`` returns what one says. Each unit belongs to a message, units
+    ``log_begin``, still has; ``message_of(place, size)`` returns one. Each unit belongs to a message, units
     of a slot are chained, and unless some ``may_lack``, each message that is due from ``read_ms`` on has a unit. What a
     unit says is compared ``of_each``; else messages are read only where they have no unit.
     """
@@ -539,12 +540,13 @@ def unit_damage(
     precision_ms = int(np.gcd.reduce(times)) or 1
     have_units = np.isin(places, rows["physical_offset"])
     for place, size in [] if may_lack else entries[["physical_offset", "size"]][~have_units]:
-        message = message_of(int(place), int(size))
+        message = _waiting(message_of(int(place), int(size)))
         if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
             return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
     for at, time_ms, row in zip(ats.tolist(), times.tolist(), rows, strict=True) if of_each else ():
         unit = Unit._make(row.item())
-        message = message_of(unit.physical_offset, unit.message_size) if unit.physical_offset >= log_begin else None
+        is_there = unit.physical_offset >= log_begin
+        message = _waiting(message_of(unit.physical_offset, unit.message_size)) if is_there else None
         if message is None or max(message.due_ms, time_ms) < read_ms:
             continue
         early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)

@@ -48,7 +48,6 @@ from librmq.store.format.timerfiles import (
     TimerCheckpoint,
     TimerLog,
     TimerWheel,
-    WaitingMessage,
     timer_entries,
     unit_damage,
 )
@@ -414,9 +413,9 @@ def _timer_damage(
     if checkpoint is None or queue is None or not size:
         return None
 
-    def message_of(physical_offset: int, size: int) -> WaitingMessage | None:
+    def message_of(physical_offset: int, size: int) -> StoredMessage | None:
         raw = log.read(physical_offset, size)
-        return None if raw is None else WaitingMessage.of(StoredMessage(raw))
+        return None if raw is None else StoredMessage(raw)
 
     units, end = (
         TimerLog(path, size, files=files, writable=False),
