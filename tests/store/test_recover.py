@@ -882,6 +882,24 @@ def test_prepared_log_files_behind_a_missing_one_are_removed() -> None:
         opened(in_memory({**found, **written}))
 
 
+def test_a_lost_log_file_that_was_flushed_is_no_leftover_of_a_crash(tmp_path: Path) -> None:
+    """Behind it is a file that was prepared, as behind the last one of a running store."""
+    config = StoreConfig(commitlog_file_size=8 << 20)
+    store = MessageStore.open(tmp_path / "store", config)
+    for _ in range(5):
+        store.append(Message("orders", bytes(3 << 20)))
+    store.flush()  # more than 8 MiB, so it notes where the log ends
+    store.abandon()
+    log = tmp_path / "store" / "commitlog"
+    (log / f"{16 << 20:020d}").unlink()
+    prepared = log / f"{24 << 20:020d}"
+    prepared.write_bytes(bytes(8 << 20))
+    for _ in range(2):  # the first refusal takes no note away
+        with pytest.raises(CorruptionError, match=f"{16 << 20:020d}"):
+            MessageStore.open(tmp_path / "store", config)
+    assert prepared.exists()
+
+
 def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
     """Power fails while retention deletes the files of a queue without remaining messages; its offsets stay."""
     files = MemoryFiles()

@@ -43,6 +43,7 @@ from librmq.store.engine.saved_state import (
     Mark,
     MarkError,
     StoreState,
+    noted_ends,
     read_closed_state,
     take_mark,
     withdraw_closed_state,
@@ -128,6 +129,23 @@ def _unused_at_end(folder: str, files: Files) -> list[str]:
     return unused + [path for path, _ in reversed(sequence[behind:])]
 
 
+def _check_noted_files(path: str, files: Files) -> None:
+    """Refuse a log that lacks a file into which it reached as a note says; call it before the notes are changed.
+
+    Raises:
+        CorruptionError: No crash has left that gap; what is behind it may be prepared files alone.
+    """
+    noted = max(noted_ends(path, files), key=lambda noted: noted.log_end, default=None)
+    sequence = _numbered(os.path.join(path, directory.COMMITLOG), files)
+    for (before, size), (behind, _) in itertools.pairwise(sequence):
+        end = int(os.path.basename(before)) + size
+        if noted is not None and end < min(noted.log_end, int(os.path.basename(behind))):
+            what = (
+                f"expected {file_name(end)} before it, because {noted.what} noted that the log reached {noted.log_end}"
+            )
+            raise CorruptionError(behind, 0, "name", f"{what}: copy the missing file")
+
+
 def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     """Return the files of a sequence that a crash left beside a missing file or one of length zero.
 
@@ -176,6 +194,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
     why_whole, cuts = "", list[Damage]()
     if mode not in (None, RecoveryMode.PREVIEW):
         is_wanted = mode is RecoveryMode.LAST_EXIT and has_abort(files, path)
+        _check_noted_files(path, files)
         try:
             mark = take_mark(path, files)
             if mark is not None and is_wanted:
