@@ -281,6 +281,7 @@ def mark_of_another_store(store: Killed) -> Contents:
 def marked(**fields: object) -> Callable[[Killed], Contents]:
     def change(store: Killed) -> Contents:
         mark = json.loads(store.contents[MARK] or b"")
+        del mark["crc32"]  # as an earlier version has written it
         return store.contents | {MARK: json.dumps(mark | fields).encode()}
 
     return change
