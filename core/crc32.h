@@ -63,48 +63,62 @@ __attribute__((target("vpclmulqdq,avx2"))) static size_t rmq_fold_wide(void *sta
     return at;
 }
 
-/* Of at least 64 bytes; the rest of less than 16 is left to the tables. */
+/* Of shuffles by which bytes move up or down in a vector: at 16 + n by n down, at n by 16 - n up; zeros follow. */
+static const uint8_t rmq_shifts[48] = {
+    128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 0,   1,   2,   3,   4,   5,   6,   7,
+    8,   9,   10,  11,  12,  13,  14,  15,  128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128};
+
+/* Of at least 16 bytes. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32_t code, const uint8_t *data, size_t size,
                                                                            int wide) {
     const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
     const __m128i by_48 = _mm_set_epi64x(0x0174359406, 0x003db1ecdc), by_32 = _mm_set_epi64x(0x015a546366, 0x00f1da05aa);
     const __m128i last = _mm_set_epi64x(0, 0x0163cd6124), barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
     const __m128i low = _mm_set_epi32(0, -1, 0, -1);
-    __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)code)), b = LOAD(data + 16), c = LOAD(data + 32),
-            d = LOAD(data + 48);
-    if (wide && size >= 512) {
-        __m128i state[8];
-        memcpy(state, data, 128);
-        state[0] = a;
-        size_t taken = rmq_fold_wide(state, data, size) - 64;
-        a = FOLD(state[0], by_64, state[4]);
-        b = FOLD(state[1], by_64, state[5]);
-        c = FOLD(state[2], by_64, state[6]);
-        d = FOLD(state[3], by_64, state[7]);
-        data += taken, size -= taken;
+    __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)code)), b, c, d;
+    if (size < 64) {
+        data += 16, size -= 16;
+    } else {
+        b = LOAD(data + 16), c = LOAD(data + 32), d = LOAD(data + 48);
+        if (wide && size >= 512) {
+            __m128i state[8];
+            memcpy(state, data, 128);
+            state[0] = a;
+            size_t taken = rmq_fold_wide(state, data, size) - 64;
+            a = FOLD(state[0], by_64, state[4]);
+            b = FOLD(state[1], by_64, state[5]);
+            c = FOLD(state[2], by_64, state[6]);
+            d = FOLD(state[3], by_64, state[7]);
+            data += taken, size -= taken;
+        }
+        for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
+            a = FOLD(a, by_64, LOAD(data));
+            b = FOLD(b, by_64, LOAD(data + 16));
+            c = FOLD(c, by_64, LOAD(data + 32));
+            d = FOLD(d, by_64, LOAD(data + 48));
+        }
+        a = FOLD(a, by_48, FOLD(b, by_32, FOLD(c, by_16, d)));  /* of which none waits for another */
     }
-    for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
-        a = FOLD(a, by_64, LOAD(data));
-        b = FOLD(b, by_64, LOAD(data + 16));
-        c = FOLD(c, by_64, LOAD(data + 32));
-        d = FOLD(d, by_64, LOAD(data + 48));
-    }
-    a = FOLD(a, by_48, FOLD(b, by_32, FOLD(c, by_16, d)));  /* of which none waits for another */
     for (; size >= 16; data += 16, size -= 16)
         a = FOLD(a, by_16, LOAD(data));
+    if (size) {  /* the first bytes of the state, as many as are left, go onto the 16 that end the data */
+        const __m128i up = LOAD(rmq_shifts + size);
+        b = _mm_blendv_epi8(LOAD(data + size - 16), _mm_shuffle_epi8(a, LOAD(rmq_shifts + 16 + size)), up);
+        a = FOLD(_mm_shuffle_epi8(a, up), by_16, b);
+    }
     a = _mm_xor_si128(_mm_clmulepi64_si128(a, by_16, 0x10), _mm_srli_si128(a, 8));
     b = _mm_srli_si128(a, 4);
     a = _mm_xor_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), last, 0x00), b);
     b = _mm_and_si128(_mm_clmulepi64_si128(_mm_and_si128(a, low), barrett, 0x10), low);
     a = _mm_xor_si128(a, _mm_clmulepi64_si128(b, barrett, 0x00));
-    return rmq_crc32_tables((uint32_t)_mm_extract_epi32(a, 1), data, size);
+    return (uint32_t)_mm_extract_epi32(a, 1);
 }
 #endif
 
 /* The checksum by folding if `folds`, wide if that is 2, which the processor must know. */
-static uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
+static inline uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
 #ifdef LIBRMQ_FOLDS
-    if (folds && size >= 64)
+    if (folds && size >= 16)
         return ~rmq_crc32_folded(~0u, data, size, folds > 1);
 #endif
     (void)folds;

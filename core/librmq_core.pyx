@@ -137,6 +137,28 @@ cdef extern from *:
             *at++ = (uint8_t)(value >> shift);
     #endif
     }
+    static inline uint64_t rmq_big64(const uint8_t *at) {
+    #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        uint64_t value;
+        memcpy(&value, at, 8);
+        return __builtin_bswap64(value);
+    #else
+        uint64_t value = 0;
+        for (int number = 0; number < 8; number++)
+            value = value << 8 | at[number];
+        return value;
+    #endif
+    }
+    static inline int rmq_is_same(const uint8_t *a, const uint8_t *b, size_t size) {  /* mostly of few bytes */
+        uint64_t pair[4];
+        if (size < 8 || size > 16)
+            return !memcmp(a, b, size);
+        memcpy(pair, a, 8);
+        memcpy(pair + 1, b, 8);
+        memcpy(pair + 2, a + size - 8, 8);  /* some of them again */
+        memcpy(pair + 3, b + size - 8, 8);
+        return !((pair[0] ^ pair[1]) | (pair[2] ^ pair[3]));
+    }
     static inline void rmq_put32(uint8_t *at, uint32_t value) {
     #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
         value = __builtin_bswap32(value);
@@ -153,6 +175,8 @@ cdef extern from *:
     void put32 "rmq_put32" (uint8_t *at, uint32_t value) noexcept nogil
     void put64 "rmq_put64" (uint8_t *at, uint64_t value) noexcept nogil
     void rmq_fetch(const uint8_t *at, int64_t size) noexcept nogil
+    uint64_t rmq_big64(const uint8_t *at) noexcept nogil
+    bint rmq_is_same(const uint8_t *a, const uint8_t *b, size_t size) noexcept nogil
     void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
     void rmq_forget_hash(object made)
     void rmq_put_item(object made, Py_ssize_t at, object value)
@@ -167,7 +191,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 17
+API = 18
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -1776,6 +1800,58 @@ def derive(
 
 # ----------------------------------------------------------------------------------------------------------------- pull
 
+cdef struct Queue:
+    uint8_t topic[128]  # with its length before it
+    uint64_t topic_size
+    uint32_t queue_id
+
+
+cdef int find_queue(object topic, object queue_id, Queue *queue) except -1:
+    """Take the name of a queue; one that no usual record has gets a length that none has."""
+    cdef int overflow
+    cdef Py_ssize_t size
+    cdef const char *text = PyUnicode_AsUTF8AndSize(topic, &size)
+    cdef long long number = PyLong_AsLongLongAndOverflow(queue_id, &overflow)
+    queue.topic_size, queue.queue_id, queue.topic[0] = 1, <uint32_t>number, 255
+    if size <= 127 and not overflow and <int32_t>number == number:
+        queue.topic_size, queue.topic[0] = size + 1, size
+        memcpy(queue.topic + 1, text, size)
+    return 0
+
+
+cdef inline bint is_of_queue(
+    const uint8_t *record, uint64_t size, int64_t place, int64_t queue_offset, const Queue *queue
+) noexcept:
+    """Return whether bytes are a usual record at this place of the log and of a queue, and its body is sound."""
+    cdef uint64_t body_at = HEADER, body_size, tail_at
+    if size < FIXED or (
+        (rmq_big64(record) ^ (size << 32 | MAGIC)) | (rmq_big64(record + 20) ^ <uint64_t>queue_offset)
+        | (rmq_big64(record + 28) ^ <uint64_t>place) | (big32(record + 12) ^ queue.queue_id)
+    ):
+        return False
+    if record[39] & HOSTS_V6:
+        body_at += 12 * ((record[39] >> 4 & 1) + (record[39] >> 5 & 1))
+        if body_at > size:
+            return False
+    body_size = big32(record + body_at - 4)
+    tail_at = body_at + body_size + queue.topic_size
+    return (
+        tail_at + 2 <= size and <uint64_t>(record[tail_at] << 8 | record[tail_at + 1]) == size - tail_at - 2 < 32768
+        and rmq_is_same(record + body_at + body_size, queue.topic, queue.topic_size)
+        and (
+            not body_size
+            or rmq_crc32(record + body_at, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
+        )
+    )
+
+
+def is_stored(bytes raw not None, int64_t place, int64_t queue_offset, queue_id, topic):
+    """Return whether ``raw`` is a usual record at this place of the log and of a queue, and its body is sound."""
+    cdef Queue queue
+    find_queue(topic, queue_id, &queue)
+    return is_of_queue(<const uint8_t *>PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), place, queue_offset, &queue)
+
+
 cdef object stored_class = None, body_limit = None
 
 
@@ -1881,11 +1957,13 @@ cdef Py_ssize_t copy_entries(object queue, object queue_offset, object max_messa
     return count
 
 
-def read(LogState log not None, queue, queue_offset, max_messages, transfer, low, high):
+def read(LogState log not None, queue, queue_offset, max_messages, transfer, low, high, tuple name not None):
     """Return the result of a read, or None if anything is unusual.
 
-    ``transfer`` has the limits of a read, ``low`` and ``high`` are the queue's first and next offset.
+    ``transfer`` has the limits of a read, ``low`` and ``high`` are the queue's first and next offset, ``name`` is its
+    topic and id.
     """
+    cdef Queue queue_name
     cdef uint8_t entry[ENTRY * MOST_ENTRIES]  # a copy, because other code can change the queue
     cdef Py_ssize_t count = copy_entries(queue, queue_offset, max_messages, high, entry)
     cdef int64_t file_size = log.file_size, memory = transfer.memory, begin, last, start, total
@@ -1898,7 +1976,10 @@ def read(LogState log not None, queue, queue_offset, max_messages, transfer, low
     if file is None or count == MOST_ENTRIES < most[0] or (log.end - begin > memory) != (log.end - last > memory):
         return None  # messages in memory have other limits
     count, start = min(count, <Py_ssize_t>most[0]), begin - begin % file_size
-    messages = cut_out(entry, &count, file.buffer, start, min(log.end, start + file_size), most[1], &total)
+    find_queue(name[0], name[1], &queue_name)
+    messages = cut_out(
+        entry, &count, file.buffer, start, min(log.end, start + file_size), most[1], &total, queue_offset, &queue_name
+    )
     if messages is None:
         return None
     last = big64(entry + 20 * (count - 1)) >> 16
@@ -1939,7 +2020,7 @@ cdef int64_t size_of(
 
 cdef list cut_out(
     const uint8_t *entry, Py_ssize_t *count, object buffer, int64_t start, int64_t end, int64_t max_bytes,
-    int64_t *total
+    int64_t *total, int64_t queue_offset, const Queue *queue
 ):
     """Return the messages of the first entries, None if one is unusual; see `size_of`."""
     cdef const uint8_t *next_entry
@@ -1964,14 +2045,17 @@ cdef list cut_out(
             if number + FETCHED < count[0]:
                 next_entry = entry + 20 * (number + FETCHED)
                 rmq_fetch(<const uint8_t *>view.buf + (big64(next_entry) - start), <int32_t>big32(next_entry + 8))
-            # The copy is checked, because another process can change the mapping.
-            raw = (<StoredState>message).raw
-            if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
-                big32(<const uint8_t *>PyBytes_AS_STRING(raw) + 4) != MAGIC
-            ):
-                return None
             Py_INCREF(message)
             PyList_SET_ITEM(found, number, message)
+        # The copies are checked, because another process can change the mapping; together, because a processor works on
+        # the checksums of several at once.
+        for number in range(count[0]):
+            raw = (<StoredState><object>PyList_GET_ITEM(found, number)).raw
+            place = big64(entry + 20 * number)
+            if not is_of_queue(
+                <const uint8_t *>PyBytes_AS_STRING(raw), PyBytes_GET_SIZE(raw), place, queue_offset + number, queue
+            ):
+                return None
     finally:
         PyBuffer_Release(&view)
         if collects:
@@ -1981,13 +2065,15 @@ cdef list cut_out(
 
 
 def pull(
-    bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes, bint joined=False
+    bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes, topic, queue_id,
+    int64_t queue_offset, bint joined=False
 ):
     """Return the messages of the first queue entries and their bytes, or None if anything is unusual.
 
-    ``buffer`` is the file of the log that begins at ``start``; its records end at ``end``. With ``joined``, return the
-    records one after the other, and their number.
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``end``. ``queue_offset`` is that of
+    the first entry. With ``joined``, return the records one after the other, and their number.
     """
+    cdef Queue queue
     cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
     cdef Py_ssize_t count = min(PyBytes_GET_SIZE(entries) // 20, max_count), number
     cdef int64_t place, size, total
@@ -1995,8 +2081,9 @@ def pull(
     cdef bytes raw
     cdef uint8_t *at
     global pulled
+    find_queue(topic, queue_id, &queue)
     if not joined:
-        found = cut_out(entry, &count, buffer, start, end, max_bytes, &total)
+        found = cut_out(entry, &count, buffer, start, end, max_bytes, &total, queue_offset, &queue)
         return None if found is None else (found, total)
     total = size_of(entry, &count, start, end, max_bytes)
     if total < 0 or not isinstance(buffer, _mmap):
@@ -2010,7 +2097,7 @@ def pull(
         for number in range(count):
             place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
             memcpy(at, <const uint8_t *>view.buf + (place - start), size)
-            if big32(at) != size or big32(at + 4) != MAGIC:
+            if not is_of_queue(at, size, place, queue_offset + number, &queue):  # the copy, as above
                 return None
             at += size
     finally:

@@ -83,19 +83,23 @@ class LogReader(LogState):
         return left if is_blank else 0
 
     def read(self, physical_offset: int, size: int | None = None) -> bytes | None:
-        """Return the raw record at ``physical_offset``, None if retention deleted it or it is not written yet.
+        """Return the raw record at ``physical_offset``, None below the log's first byte: retention has deleted it.
+
+        Without ``size``, which is that of the entry that leads there, None is also returned behind the log's end.
 
         Raises:
             CorruptionError: The bytes are not a record, or one of another ``size``.
         """
         at = physical_offset % self.file_size
         start = physical_offset - at
-        starts = self._sequence.starts
-        if not starts or physical_offset < starts[0] or physical_offset + _BLANK_SIZE > self.end:
-            return None
-        file = self._mapped.get(start) or self._sequence.file_at(start)
+        is_written = physical_offset + (_BLANK_SIZE if size is None else max(size, 0)) <= self.end
+        file = (self._mapped.get(start) or self._sequence.file_at(start)) if is_written else None
         if file is None:
-            return None  # deleted since the file was looked up
+            starts = self._sequence.starts  # asked last, because a file can have been deleted since it was looked up
+            if size is None or (starts and 0 <= physical_offset < starts[0]):
+                return None
+            path, what = self._sequence.path(max(start, 0)), f"a record of {size} bytes from {self.begin} to {self.end}"
+            raise CorruptionError(path, physical_offset, "record", f"expected {what}, where the log is")
         self._note_looks(physical_offset, physical_offset, 1)
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")

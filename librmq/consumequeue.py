@@ -342,6 +342,14 @@ class ConsumeQueue(Closing):
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + 1
 
+    def correct(self, queue_offset: int, entry: bytes) -> None:
+        """Write the right entry over a damaged one; entries that the queue does not have stay as they are."""
+        self._check_writable()
+        if self.stored_begin <= queue_offset < self.max_offset:
+            start = self._files.start_of(queue_offset * ENTRY_SIZE)
+            if start is not None:
+                self._files.write(start, queue_offset * ENTRY_SIZE - start, entry)
+
     def append_many(self, queue_offset: int, entries: bytes) -> None:
         """Append packed entries (`ENTRY`), the first at ``queue_offset``, to as many files as needed.
 

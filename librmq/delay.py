@@ -333,7 +333,7 @@ class DelaySchedule:
                     break
                 due += 1
             if due:
-                self._deliver(level, queue_offset, raw[: due * ENTRY.size])
+                self._deliver(level, queue, queue_offset, raw[: due * ENTRY.size])
             queue_offset += due
             if next_look is not None:
                 return next_look
@@ -379,12 +379,13 @@ class DelaySchedule:
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
-    def _deliver(self, level: _Level, queue_offset: int, entries: bytes) -> None:
+    def _deliver(self, level: _Level, queue: ConsumeQueue, queue_offset: int, entries: bytes) -> None:
         """Deliver the messages of packed entries from ``queue_offset`` on, and log each one that is dropped.
 
         Messages deleted with the log's beginning are skipped.
         """
-        messages, _ = records_of(self._store.log, entries) or (None, 0)
+        name = SystemTopic.SCHEDULE, level.queue_id
+        messages, _ = records_of(self._store.log, name, queue_offset, entries) or (None, 0)
         if messages is not None and self._deliver_usual(level, queue_offset, entries, messages):
             return
         end = queue_offset + len(entries) // ENTRY.size
@@ -393,7 +394,10 @@ class DelaySchedule:
         places: list[int] = []
         for place, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(entries), queue_offset):
             try:
-                message = self._read(physical_offset, size) if messages is None else messages[place - queue_offset]
+                if messages is None:
+                    message = self._read(queue, name, place, physical_offset, size)
+                else:
+                    message = messages[place - queue_offset]
                 if message is not None:
                     if self._is_cancelled is not None and self._is_cancelled(message, self._last_ms):
                         continue
@@ -491,14 +495,16 @@ class DelaySchedule:
                     self._delivered(message, copy.lane.topic, copy.lane.queue_id, result)
             done += len(results)
 
-    def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
+    def _read(
+        self, queue: ConsumeQueue, name: tuple[str, int], queue_offset: int, physical_offset: int, size: int
+    ) -> StoredMessage | None:
         """Read one record, where the entries could not be read together; return None if it is deleted.
 
         Raises:
             RecordError: The bytes are not a record.
         """
         try:
-            raw = self._store.log.read(physical_offset, size)
+            raw = self._store.checks.record(queue, name, queue_offset, physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
         return None if raw is None else StoredMessage.framed(raw)

@@ -501,7 +501,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         (expected,) = _INT.unpack_from(raw, position + BODY_CRC_AT)
         checksum = body_checksum(raw[body_at:body_end])
         if checksum != expected:
-            raise _bad_checksum(expected, checksum)
+            raise bad_checksum(expected, checksum)
     if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:
         level = find_property(bytes(raw[properties_at:end]), _DELAY_BYTES)
         if level is not None and java_int(java_decode(level)) is None:
@@ -525,7 +525,7 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     reconsume_times, prepared_transaction_offset, _ = _AFTER_HOSTS.unpack_from(raw, position + store_end)
     body = bytes(raw[body_at:body_end])
     if check_body and body and body_checksum(body) != body_crc:
-        raise _bad_checksum(body_crc, body_checksum(body))
+        raise bad_checksum(body_crc, body_checksum(body))
     return Record(
         topic=java_decode(bytes(raw[topic_at:topic_end])),
         queue_id=queue_id,
@@ -546,7 +546,8 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     )
 
 
-def _bad_checksum(expected: int, actual: int) -> BodyChecksumError:
+def bad_checksum(expected: int, actual: int) -> BodyChecksumError:
+    """Return the error of a body with another checksum."""
     return BodyChecksumError(f"body checksum: expected {expected & 0xFFFFFFFF:08x}, found {actual:08x}", BODY_CRC_AT)
 
 

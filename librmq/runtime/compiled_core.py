@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 17
+_API: Final = 18
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -39,6 +39,8 @@ class Core:
     """The result of a read of a queue (`librmq.store.engine.read`)."""
     with_codes: Callable[..., Any] | None = None
     """The entries with one of some tags codes (`librmq.store.engine.read`)."""
+    is_stored: Callable[..., bool] | None = None
+    """Whether a record is usual, sound, and at its place of its queue (`librmq.store.engine._entry_checks`)."""
     pull: Callable[..., Any] | None = None
     """The messages of queue entries (`librmq.store.engine.read`)."""
     key_hashes: Callable[..., Any] | None = None

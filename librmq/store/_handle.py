@@ -16,8 +16,8 @@ from librmq.message import DelayLevels
 from librmq.runtime.compiled_core import CORE, CORE_STATE, IS_CORE_EXPECTED
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
+from librmq.store.engine._entry_checks import EntryChecks, Transfer
 from librmq.store.engine.derivation import Pending
-from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format._checkpoint import Checkpoint
@@ -50,6 +50,7 @@ class StoreHandle(ABC):
     queues: QueueTable
     index: KeyIndex
     checkpoint: Checkpoint
+    checks: EntryChecks
     is_own = False
     """Whether librmq made the store, not a broker; only known while it is open for writing."""
 
@@ -71,6 +72,7 @@ class StoreHandle(ABC):
     def use_parts(self, parts: Parts) -> None:
         """Use these parts from now on."""
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
+        self.checks = EntryChecks(parts, self.transfer)
 
     def accept_calls(self) -> None:
         self.closed = None

@@ -45,7 +45,7 @@ from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
 from librmq.store.engine.derivation import BitmapOf, Pending
-from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.store_parts import (
     Parts,
     QueueName,
@@ -309,19 +309,16 @@ class ReadOnlyView(StoreHandle):
         queue_offset: int,
         max_messages: int,
         matching: MessageFilter | None,
-        transfer: Transfer,
     ) -> ReadResult:
         """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
         is_refreshed, attempt = False, -1
         while True:
             attempt += 1
-            version, parts = self.version, self.parts
+            version, checks = self.version, self.checks
             try:
-                queue = parts.queues.find(name)
+                queue = checks.queues.find(name)
                 has_batches = self.derives_queues and isinstance(queue, DerivedQueue) and queue.has_batches
-                result = read_queue(
-                    parts.log, queue, queue_offset, max_messages, matching, transfer, has_batches=has_batches
-                )
+                result = read_queue(checks, queue, name, queue_offset, max_messages, matching, has_batches=has_batches)
             except (StoreIOError, CorruptionError):  # the parts may be outdated
                 if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise

@@ -31,6 +31,7 @@ from librmq.store._writer import Writer
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendFields, AppendResult, BatchFields
 from librmq.store.engine._durability import Acknowledgement
+from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.read import (
     MessageFilter,
@@ -245,6 +246,11 @@ class MessageStore(Closing):
         return self._handle.checkpoint
 
     @property
+    def checks(self) -> EntryChecks:
+        """The checked way from an entry to its record, for parts of a broker; `refresh` can replace the object."""
+        return self._handle.checks
+
+    @property
     def past_ms(self) -> int | None:
         """The time of the moment at which the store is shown, for ``at=`` in `open`; None for the present.
 
@@ -400,10 +406,11 @@ class MessageStore(Closing):
         try:
             view = self._view
             if view is not None:
-                return view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
+                return view.read((topic, queue_id), queue_offset, max_messages, matching)
             self.appender.write_entries_that_fit()
-            queue = handle.queues.find((topic, queue_id))
-            return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer, joined=joined)
+            name, checks = (topic, queue_id), handle.checks
+            queue = handle.queues.find(name)
+            return read_queue(checks, queue, name, queue_offset, max_messages, matching, joined=joined)
         except (AttributeError, TypeError) as error:
             raise wrong_argument(queue_offset, max_messages, matching) or error from None
 

@@ -23,12 +23,13 @@ from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
+from librmq.store.engine._comparison import Comparison
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine._shared_appends import SharedAppends
 from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
-from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
+from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
@@ -80,6 +81,7 @@ class Writer(StoreHandle):
         self._in_background = in_background
         self._file_lock: FileLock | None = None
         self._disk_error = self._why_whole = ""
+        self._compared_from = 0
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -121,7 +123,9 @@ class Writer(StoreHandle):
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(
                     "%(recovery)s",
-                    recovery=describe_recovery(path, self.log.end, self.recovered, took_ms, self._why_whole),
+                    recovery=describe_recovery(
+                        path, self.log, self.recovered, took_ms, self._why_whole, self._compared_from
+                    ),
                     path=path,
                 )
         except BaseException:
@@ -160,7 +164,7 @@ class Writer(StoreHandle):
             self.use_parts(parts)
         self.durability.mark_flush()
         self.recovered: list[Damage] = self.recovered + parts.cuts
-        self._why_whole = parts.why_whole
+        self._why_whole, self._compared_from = parts.why_whole, parts.compared_from
 
     @override
     def use_parts(self, parts: Parts) -> None:
@@ -202,6 +206,8 @@ class Writer(StoreHandle):
             self.clock.now_ms(),
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
+        self._comparison = Comparison(parts, self.checks)
+        self.checks.noticed = self._compare_soon
         self._copier = LogCopier(parts)
 
     def share_appends(
@@ -253,11 +259,27 @@ class Writer(StoreHandle):
         """Look at the disk, and do the periodic work that is due; return the next due time."""
         self._check_disk(now_ms)
         due_ms = self.housekeeping.run_due(now_ms)  # a recovery replaces it
+        compared_ms = self._comparison.run_due(now_ms)
+        if compared_ms is not None:
+            due_ms = compared_ms if due_ms is None else min(due_ms, compared_ms)
+        self._write_corrected()
         rests = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
         if rests and self.retention.watches_disk:  # the next send looks at the disk before this does
             with self.appender.lock.mutex:
                 self.appender.look_for_room()
         return due_ms
+
+    def _compare_soon(self, name: QueueName) -> None:
+        """Compare the rest of a queue with the log, because one of its entries disagreed."""
+        self._comparison.add(name)
+        self.thread.wake()
+
+    def _write_corrected(self) -> None:
+        """Write the entries that reads have derived again."""
+        if self.checks.has_corrected:
+            self.appender.lock.check_reentry()
+            with critical, self.appender.lock.mutex:
+                self.checks.write_corrected()
 
     def _expire(self, now_ms: int) -> int | None:
         """Run the step of retention, which also checks whether the disk has room for messages."""
@@ -456,6 +478,7 @@ class Writer(StoreHandle):
                 self._release_store()  # a signal can have interrupted an opening or a recovery
                 return
             try:
+                self._write_corrected()
                 self.durability.flush()
                 for queue in self.queues.opened():
                     # Flush queues that no append wrote to as well: retention may have deleted their files.

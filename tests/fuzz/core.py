@@ -36,7 +36,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import texts_before_values
 from librmq.runtime.compiled_core import CORE, CORE_STATE, LogState
 from librmq.store import MessageStore
-from librmq.store.engine.read import Transfer
+from librmq.store.engine._entry_checks import Transfer
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
@@ -185,7 +185,9 @@ class Fuzzer:
             entries = b"".join(struct.pack(">qiq", start + at, length, 0) for at, length in self.places)
         end = start + chance.choice((size, size, 100, size + 100, 1 << 50))
         entries = damaged(chance, entries)
-        pulled = self.core.pull(entries, buffer, start, end, chance.randrange(50), 1 << 16, chance.random() < 0.5)
+        name = chance.choice(("T", "T", "T", "é", "t" * 128)), chance.choice((0, 0, 0, 1, -1, 1 << 70))
+        most, first = chance.randrange(50), chance.choice((0, 0, 1, 1 << 62))
+        pulled = self.core.pull(entries, buffer, start, end, most, 1 << 16, *name, first, chance.random() < 0.5)
         self.pulled = self.pulled[chance.randrange(64) :]  # messages that are dropped serve again
         if pulled is not None and not isinstance(pulled[0], bytes):
             self.pulled += pulled[0]
@@ -196,7 +198,7 @@ class Fuzzer:
         offset, most, high = (chance.choice((0, 0, 1, 50, 99, -1, 1 << 62, 1 << 70)) for _ in range(3))
         with suppress(OverflowError):
             log = Log(end, size, {start: File("", buffer, size, False)})
-            result = self.core.read(log, queue, offset, most, Transfer(StoreConfig()), 0, high)
+            result = self.core.read(log, queue, offset, most, Transfer(StoreConfig()), 0, high, name)
             self.pulled += [] if result is None else result.messages
 
     def wait(self) -> None:

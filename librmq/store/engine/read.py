@@ -8,20 +8,18 @@ places from the index, check them against the log, and mirror ``DefaultMessageSt
 from __future__ import annotations
 
 import enum
-import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig, wrong_kind
+from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
@@ -35,6 +33,7 @@ from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
+from librmq.store.engine._entry_checks import EntryChecks, is_usual, usual_tail
 from librmq.store.engine.derivation import Pending, key_hashes
 from librmq.store.engine.store_parts import Parts, QueueName
 
@@ -47,7 +46,10 @@ _pull: Final = CORE.pull
 _read: Final = CORE.read
 _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
-_UNKNOWN_MEMORY: Final = 8 << 30
+_OWN: Final = ("size", "magic", "queue_id", "queue_offset", "physical_offset", "body_length")
+_unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
+_MAGIC: Final = record_format.MESSAGE_MAGIC
+_BODY_AT: Final = record_format.BODY_AT
 
 
 class GetStatus(enum.Enum):
@@ -108,44 +110,18 @@ class MessageFilter(Protocol):
         """Return whether the message matches."""
 
 
-class Transfer:
-    """Limits of one read, which depend on whether its messages count as in memory. Immutable."""
-
-    __slots__ = ("memory", "most")
-
-    def __init__(self, config: StoreConfig) -> None:
-        self.most: tuple[tuple[int, int], tuple[int, int]] = (
-            (config.max_transfer_count_in_memory, config.max_transfer_bytes_in_memory),
-            (config.max_transfer_count_on_disk, config.max_transfer_bytes_on_disk),
-        )
-        """The most messages and bytes of a read of messages in memory, and of others."""
-        memory = _UNKNOWN_MEMORY
-        if hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.memory: int = memory * config.memory_ratio // 100
-        """A message counts as in memory if it begins at most this many bytes before the log's end."""
-
-    def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:
-        """Return the most messages and bytes of a read that reaches ``physical_offset``."""
-        return self.most[log_end - physical_offset > self.memory]
-
-    def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
-        """Return whether a message at ``physical_offset`` counts as on disk."""
-        return log_end - physical_offset > self.memory
-
-
 def read_queue(
-    log: CommitLog,
+    checks: EntryChecks,
     queue: ConsumeQueue | None,
+    name: QueueName,
     queue_offset: int,
     max_messages: int,
     matching: MessageFilter | None,
-    transfer: Transfer,
     *,
     joined: bool = False,
     has_batches: bool = False,
 ) -> ReadResult:
-    """Read up to ``max_messages`` messages from ``queue_offset`` on; see `MessageStore.read`. Thread-safe.
+    """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on; see `MessageStore.read`. Thread-safe.
 
     With ``has_batches`` a record can be several messages, each with an entry of its own.
     """
@@ -159,14 +135,17 @@ def read_queue(
     if queue_offset > high:
         return ReadResult(GetStatus.OFFSET_OVERFLOW_BADLY, [], high, low, high)
     if has_batches:
-        return _read_batches(log, queue, queue_offset, max_messages, matching, transfer, low, high)
+        return _read_batches(checks, queue, name, queue_offset, max_messages, matching, low, high)
     if matching is None:
         # The path of every pull, in which each call counts.
+        log, transfer = checks.log, checks.transfer
         usual: ReadResult | None = (
-            None if _read is None or joined else _read(log, queue, queue_offset, max_messages, transfer, low, high)
+            None
+            if _read is None or joined
+            else _read(log, queue, queue_offset, max_messages, transfer, low, high, name)
         )
         if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
-            usual = _read_all(log, raw, queue_offset, transfer, low, high, joined)
+            usual = _read_all(checks, name, raw, queue_offset, low, high, joined)
         if usual is not None:
             return usual
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
@@ -175,20 +154,19 @@ def read_queue(
         following = queue.next_file_offset(queue_offset)
         return ReadResult(GetStatus.OFFSET_FOUND_NULL, [], following, low, high)
     result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
-    places: Sequence[int]
-    sizes: Sequence[int]
+    entries: tuple[Sequence[int], Sequence[int]]
     candidates: Sequence[int]
     if matching is None:
-        places, sizes = places_and_sizes(raw)
-        candidates = range(len(places))
+        entries = places_and_sizes(raw)
+        candidates = range(len(entries[0]))
     else:
         candidates = matching_entries(queue, raw, matching)
         if not candidates:  # the lists would take most of the time
             result.next_offset += len(raw) // ENTRY_SIZE
             return result
-        entries = np.frombuffer(raw, entry_dtype())
-        places, sizes = entries["physical_offset"].tolist(), entries["size"].tolist()
-    _read_candidates(log, places, sizes, candidates, max_messages, matching, transfer, result)
+        array = np.frombuffer(raw, entry_dtype())
+        entries = array["physical_offset"].tolist(), array["size"].tolist()
+    _read_candidates(checks, queue, name, entries, candidates, max_messages, matching, result)
     return result
 
 
@@ -203,19 +181,20 @@ def wrong_argument(queue_offset: object, max_messages: object, matching: object)
 
 
 def _read_all(
-    log: CommitLog, raw_entries: bytes, queue_offset: int, transfer: Transfer, low: int, high: int, joined: bool
+    checks: EntryChecks, name: QueueName, raw_entries: bytes, queue_offset: int, low: int, high: int, joined: bool
 ) -> ReadResult | None:
     """Read without a filter on a fast path; None if anything is unusual, for which the caller takes the general path.
 
-    The fast path needs entries that all point into one file, at records of the usual magic.
+    The fast path needs entries that all point into one file, at records of the usual magic that name them.
     """
+    log, transfer = checks.log, checks.transfer
     log_end = log.end
     (begin,) = _PLACE.unpack_from(raw_entries)
     on_disk = log_end - begin > transfer.memory
     if on_disk and log_end - _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)[0] <= transfer.memory:
         return None  # messages in memory have other limits
     max_count, max_bytes = transfer.most[on_disk]
-    batch = records_of(log, raw_entries, max_count, max_bytes, joined)
+    batch = records_of(log, name, queue_offset, raw_entries, max_count, max_bytes, joined)
     if batch is None:
         return None
     messages, total = batch
@@ -223,11 +202,17 @@ def _read_all(
 
 
 def records_of(
-    log: CommitLog, raw_entries: bytes, max_count: int = sys.maxsize, max_bytes: int = sys.maxsize, joined: bool = False
+    log: CommitLog,
+    name: QueueName,
+    queue_offset: int,
+    raw_entries: bytes,
+    max_count: int = sys.maxsize,
+    max_bytes: int = sys.maxsize,
+    joined: bool = False,
 ) -> tuple[Sequence[StoredMessage], int] | None:
-    """Return the unchecked messages of the first packed entries and their bytes, at least one message.
+    """Return the messages of the first packed entries, from ``queue_offset`` on, and their bytes; at least one message.
 
-    Return None unless they are in one file of the log, in order, with the usual magic and the sizes in the entries.
+    Return None unless they are in one file of the log, in order, and each is `is_usual`.
     """
     (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
     file_size, sequence = log.file_size, log.sequence
@@ -238,17 +223,24 @@ def records_of(
     limit = min(log.end, start + file_size)
     log._note_looks(begin, last, len(raw_entries) // ENTRY_SIZE)
     if _pull is not None:
-        batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
+        batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, *name, queue_offset, joined)
         if batch is not None:
             if not joined:
                 return batch  # type: ignore[no-any-return]
             data, count = batch
             return StoredRecords(data, count), len(data)
-    return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes, name, queue_offset)
 
 
 def _cut_out(
-    raw_entries: bytes, buffer: Buffer, start: int, limit: int, max_count: int, max_bytes: int
+    raw_entries: bytes,
+    buffer: Buffer,
+    start: int,
+    limit: int,
+    max_count: int,
+    max_bytes: int,
+    name: QueueName,
+    queue_offset: int,
 ) -> tuple[list[StoredMessage], int] | None:
     """Return the messages of the first entries and their bytes, None if anything is unusual.
 
@@ -265,46 +257,57 @@ def _cut_out(
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
     messages = [*map(StoredMessage.__new__, repeat(StoredMessage, count))]
-    before, head = 0, _head(0)  # no record begins with this
+    (topic, queue_id), unpack, fixed = name, _unpack_own, record_format.FIXED_SIZE
+    before, tail, tail_size, is_compiled = -1, b"", 0, CORE.module is not None
     for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
-        if size != before:  # messages of a queue often have one size
-            before, head = size, _head(size)
         at = physical_offset - start
         message.raw = raw = buffer[at : at + size]
-        if raw[:8] != head:  # in less time than by a call
+        if size < fixed:
             return None
+        if is_compiled:  # of memory files
+            if not is_usual(raw, physical_offset, queue_offset, name):
+                return None
+            queue_offset += 1
+            continue
+        # This is `is_usual`, inlined, because it runs for each message.
+        own_size, magic, own_id, own_offset, own_place, body_size = unpack(raw)
+        if size - body_size != before:  # messages of a queue often have the same properties
+            before = size - body_size
+            tail = usual_tail(topic, before)
+            tail_size = len(tail)
+        tail_at = _BODY_AT + body_size
+        if (
+            own_place != physical_offset
+            or own_offset != queue_offset
+            or own_size != size
+            or own_id != queue_id
+            or magic != _MAGIC
+            or raw[tail_at : tail_at + tail_size] != tail
+        ):
+            return None
+        queue_offset += 1
     return messages, total
 
 
-@lru_cache(maxsize=4096)
-def _head(size: int) -> bytes:
-    """Return the first bytes of a record of ``size`` bytes; more bytes than that if no record is so small."""
-    return (
-        bytes(record_format.FIXED_SIZE)
-        if size < record_format.FIXED_SIZE
-        else struct.pack(">II", size, record_format.MESSAGE_MAGIC)
-    )
-
-
 def _read_candidates(
-    log: CommitLog,
-    places: Sequence[int],
-    sizes: Sequence[int],
+    checks: EntryChecks,
+    queue: ConsumeQueue,
+    name: QueueName,
+    entries: tuple[Sequence[int], Sequence[int]],
     candidates: Sequence[int],
     max_messages: int,
     matching: MessageFilter | None,
-    transfer: Transfer,
     result: ReadResult,
 ) -> None:
-    """Read with a filter, or over deleted messages."""
+    """Read with a filter, or over deleted messages; end before a damaged one, which the next read raises."""
     messages: list[StoredMessage] = []
     result.messages = messages
-    count = len(places)
-    skip_below = -1
+    (places, sizes), transfer = entries, checks.transfer
+    log_end, first, count = checks.log.end, result.next_offset, len(places)
     looked_at = 0
     for at in [*candidates, count]:
         if messages and looked_at < count:
-            max_count, max_bytes = transfer.limits(log.end, places[looked_at])
+            max_count, max_bytes = transfer.limits(log_end, places[looked_at])
             if len(messages) >= min(max_count, max_messages):
                 break
             # An entry that does not match still ends the read if its message would not fit.
@@ -315,17 +318,16 @@ def _read_candidates(
         looked_at = at
         if at == count:
             break
-        looked_at += 1
-        physical_offset, size = places[at], sizes[at]
-        if physical_offset < skip_below or size == HOLE_SIZE:
-            continue
-        if at + 1 < count and places[at + 1] == physical_offset:
-            continue  # also for a lost message, whose entry recovery points at the next one
-        raw = log.read(physical_offset, size)
-        if raw is None:
+        try:
+            raw = checks.record(queue, name, first + at, places[at], sizes[at])
+        except CorruptionError:
             if not messages:
+                raise
+            break
+        looked_at += 1
+        if raw is None:
+            if not messages and sizes[at] != HOLE_SIZE:
                 result.status = GetStatus.MESSAGE_WAS_REMOVING
-            skip_below = physical_offset - physical_offset % log.file_size + log.file_size
             continue
         message = StoredMessage(raw)
         if matching is not None and not matching.match_message(message):
@@ -333,19 +335,18 @@ def _read_candidates(
                 result.status = GetStatus.NO_MATCHED_MESSAGE
             continue
         messages.append(message)
-        result.total_size += size
+        result.total_size += len(raw)
         result.status = GetStatus.FOUND
-        skip_below = -1
     result.next_offset += looked_at
 
 
 def _read_batches(
-    log: CommitLog,
+    checks: EntryChecks,
     queue: ConsumeQueue,
+    name: QueueName,
     queue_offset: int,
     max_messages: int,
     matching: MessageFilter | None,
-    transfer: Transfer,
     low: int,
     high: int,
 ) -> ReadResult:
@@ -354,20 +355,24 @@ def _read_batches(
     raw = queue.read(queue_offset, max(max_messages, 1))
     count = len(raw) // ENTRY_SIZE
     candidates = set(range(count) if matching is None else matching_entries(queue, raw, matching))
-    messages, last = list[StoredMessage](), -1
+    log, transfer, messages, last = checks.log, checks.transfer, list[StoredMessage](), -1
     result.messages = messages
     for number, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(raw)):
         max_count, max_bytes = transfer.limits(log.end, physical_offset)
         if messages and (len(messages) >= max_count or result.total_size >= max_bytes):
             break
+        if number in candidates and physical_offset != last:
+            try:
+                record = checks.record(queue, name, queue_offset + number, physical_offset, size)
+                stored = [] if record is None else unwrapped(log, StoredMessage(record))
+            except CorruptionError:
+                if not messages:
+                    raise
+                break
+            last = physical_offset
         result.next_offset += 1
-        if number not in candidates or size == HOLE_SIZE:
+        if number not in candidates or not stored:
             continue
-        if physical_offset != last:
-            record = log.read(physical_offset, size)
-            if record is None:
-                continue
-            stored, last = unwrapped(log, StoredMessage(record)), physical_offset
         inner = queue_offset + number - stored[0].queue_offset if len(stored) > 1 else 0
         message = stored[inner] if 0 <= inner < len(stored) else stored[0]
         if matching is None or matching.match_message(message):

@@ -387,6 +387,8 @@ class Parts:
     walked_from: int | None = None
     """For a view of a crashed store that did not compare the index: where its walk over the log began, behind records
     that the checkpoint covers. None for parts that were opened as a whole."""
+    compared_from: int = 0
+    """Where a recovery began to compare the queues with the log."""
     why_whole: str = ""
     """Why a recovery did not begin at the mark of the last flush, if there was one."""
     repairs: list[Damage] = field(default_factory=list)

@@ -289,8 +289,8 @@ class _Opening:
             self.open_queue,
             self.cuts,
             self.walked_from,
-            self._why_whole,
-            self.repairs,
+            why_whole=self._why_whole,
+            repairs=self.repairs,
         )
         if mode is None:
             for queue in queues.opened():
@@ -449,6 +449,7 @@ class _Opening:
             begin = self.walked_from
         elif begin is None:
             begin = self._scan_from(log) if self._mark is None else self._mark.last_record
+        parts.compared_from = begin
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
         self._recovery = recovery
@@ -484,10 +485,12 @@ class _Opening:
                 write_closed_state(path, files, log, parts.queues, parts.index)
 
 
-def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int, why_whole: str = "") -> str:
-    """Return one line for the log: what a recovery after an unclean exit cut, and how long it took.
+def describe_recovery(
+    path: str, log: CommitLog, damages: Sequence[Damage], took_ms: int, why_whole: str, compared_from: int
+) -> str:
+    """Return one line for the log: what a recovery after an unclean exit cut and left out, and how long it took.
 
-    ``why_whole`` is that of the `Parts`.
+    ``why_whole`` and ``compared_from`` are those of the `Parts`.
     """
     cuts = [damage for damage in damages if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
@@ -498,9 +501,10 @@ def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_m
     again = f", {counted(others, 'part')} of queues and index rebuilt" if others else ""
     seconds = took_ms / 1000
     no_mark = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
+    older = f"; queue entries of records before {compared_from} are compared with the log in the background"
     return (
-        f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
-        f"{no_mark}"
+        f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log.end}, {what}{again}"
+        f"{no_mark}{older if compared_from > log.begin else ''}"
     )
 
 

@@ -1,0 +1,292 @@
+"""A read compares a record with where it was found, and derives an entry that disagrees from the log again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from librmq import Message, MessageStore, StoreConfig
+from librmq.clock import ManualClock
+from librmq.errors import CorruptionError, RmqError
+from librmq.message import StoredMessage, record
+from librmq.store import verify
+from tests.stores import START_MS, from_disk
+
+CONFIG = StoreConfig.tiny()
+COUNT = 60
+QUEUE = "consumequeue/orders/0/00000000000000000000"
+LOG = "commitlog/00000000000000000000"
+Sent = list[tuple[int, int, str, bytes]]
+"""Queue offset, physical offset, tag and body of each message of queue 0."""
+
+
+def fill(folder: Path, *, closed: bool = True) -> Path:
+    """Make a store whose log has two queues of one topic and another topic, in turns, all of records of one size."""
+    store = MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS))
+    for number in range(COUNT):
+        for topic, queue_id in (("orders", 0), ("orders", 1), ("others", 0)):
+            store.append(Message(topic, b"%s %d %03d" % (topic.encode(), queue_id, number), tags="paid"), queue_id)
+    store.flush()
+    store.close() if closed else store.abandon()
+    return folder
+
+
+@pytest.fixture(scope="module", params=["closed", "killed"])
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("sound") / "store", closed=request.param == "closed")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+def flip(folder: Path, file: str, bit: int) -> None:
+    with (folder / file).open("r+b") as opened:
+        opened.seek(bit // 8)
+        byte = opened.read(1)[0]
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@contextmanager
+def flipped(folder: Path, file: str, bit: int) -> Iterator[None]:
+    """Flip a bit of a file, and flip it back."""
+    flip(folder, file, bit)
+    yield
+    flip(folder, file, bit)
+
+
+def seen(message: StoredMessage) -> tuple[int, int, str, bytes]:
+    return message.queue_offset, message.physical_offset, message.tags or "", message.body
+
+
+def messages(folder: Path, *, read_only: bool = True) -> Sent:
+    with MessageStore.open(folder, read_only=read_only, clock=ManualClock(START_MS)) as store:
+        return [seen(message) for message in store.messages("orders", 0)]
+
+
+def by_filter(folder: Path) -> Sent:
+    """Read by a filter, whose way through the queue is another."""
+    found: Sent = []
+    with MessageStore.open(folder, read_only=True) as store:
+        matching, at, end = store.matching(sql="a IS NULL"), 0, store.queue_range("orders", 0)[1]
+        while at < end:
+            result = store.read("orders", 0, at, matching=matching)
+            found += map(seen, result.messages)
+            at = result.next_offset
+    return found
+
+
+def places(folder: Path) -> list[int]:
+    return [place for _, place, _, _ in messages(folder)]
+
+
+# ---- entries
+
+
+@pytest.mark.parametrize(("number", "step"), [(0, 7), (1, 7), (30, 1), (COUNT - 1, 7)])
+def test_an_entry_with_any_flipped_bit_of_its_place_leads_to_its_message(folder: Path, number: int, step: int) -> None:
+    sent = messages(folder)
+    assert len(sent) == COUNT
+    for bit in range(20 * 8 * number, (20 * number + 12) * 8, step):
+        with flipped(folder, QUEUE, bit):
+            assert messages(folder) == sent
+            assert by_filter(folder) == sent
+
+
+def test_a_read_only_store_tells_once_and_changes_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()  # a recovery in memory would correct it
+    flip(folder, QUEUE, 8 * (20 * 30 + 6))
+    before = from_disk(folder)
+    with MessageStore.open(folder, read_only=True) as store:
+        for _ in range(2):
+            assert len([*store.messages("orders", 0)]) == COUNT
+    assert caplog.text.count("librmq verify") == 1
+    assert "entry 30 of orders/0" in caplog.text
+    assert from_disk(folder) == before
+
+
+@pytest.mark.parametrize("begin", [0, 20])
+@pytest.mark.parametrize("count", [1, 5, COUNT])
+def test_entries_of_zeros_are_derived_together(folder: Path, begin: int, count: int) -> None:
+    """All of them behind the first: a queue ends at an entry of zeros only where the store says so."""
+    sent = messages(folder)
+    data = bytearray((folder / QUEUE).read_bytes())
+    end = min(begin + count, COUNT - 1)
+    data[20 * begin : 20 * end] = bytes(20 * (end - begin))
+    (folder / QUEUE).write_bytes(data)
+    assert messages(folder) == sent
+
+
+def test_two_swapped_entries_are_put_right(folder: Path) -> None:
+    sent = messages(folder)
+    data = bytearray((folder / QUEUE).read_bytes())
+    data[100:120], data[120:140] = data[120:140], data[100:120]
+    (folder / QUEUE).write_bytes(data)
+    assert messages(folder) == sent
+    assert by_filter(folder) == sent
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_an_entry_of_a_record_of_another_queue_leads_to_its_own(folder: Path, distance: int) -> None:
+    """Which has its size and its queue offset, and is of the same topic or of another."""
+    sent = messages(folder)
+    with MessageStore.open(folder, read_only=True) as store:
+        size = store.read("orders", 0, 7, 1).messages[0].size
+    data = bytearray((folder / QUEUE).read_bytes())
+    data[140:148] = (sent[7][1] + distance * size).to_bytes(8, "big")
+    (folder / QUEUE).write_bytes(data)
+    assert messages(folder) == sent
+
+
+def test_a_writer_corrects_the_entry_and_the_rest_of_its_queue(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()  # a recovery would correct them too
+    right = (folder / QUEUE).read_bytes()
+    for number in (3, 11, 40, 50):
+        flip(folder, QUEUE, 8 * (20 * number + 5))
+    clock = ManualClock(START_MS)
+    with MessageStore.open(folder, CONFIG, clock=clock) as store:
+        assert store.read("orders", 0, 3, 1).messages[0].queue_offset == 3
+        assert (folder / QUEUE).read_bytes() != right
+        due_ms: int | None = clock.now_ms()
+        while due_ms is not None and due_ms < START_MS + 60_000:
+            due_ms = store.run_due(due_ms)
+        assert (folder / QUEUE).read_bytes() == right
+    assert caplog.text.count("librmq verify") == 1
+    assert verify(folder).sound
+
+
+def test_a_corrected_entry_is_in_the_file_after_the_close(folder: Path) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
+    right = (folder / QUEUE).read_bytes()
+    flip(folder, QUEUE, 8 * (20 * 3 + 5))
+    with MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)) as store:
+        assert len(store.read("orders", 0, 0).messages) == 32
+    assert (folder / QUEUE).read_bytes() == right
+
+
+def test_after_a_kill_older_entries_are_compared_in_the_background(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recovery begins at the newest file of the log that a flush covers, and leaves out the queues before it."""
+    folder, clock, config = tmp_path / "store", ManualClock(START_MS), StoreConfig.tiny(commitlog_file_size=4096)
+    store = MessageStore.open(folder, config, clock=clock)
+    bodies = [b"%d" % number for number in range(2 * COUNT)]
+    for number, body in enumerate(bodies):
+        store.append(Message("orders", body), number % 2)
+        clock.advance(seconds=1)
+    store.flush()
+    store.abandon()
+    right = (folder / QUEUE).read_bytes()
+    for number in (0, 17, 30):
+        flip(folder, QUEUE, 8 * (20 * number + 6))
+    with MessageStore.open(folder, config, clock=clock) as store:
+        assert "are compared with the log in the background" in caplog.text
+        assert [message.body for message in store.messages("orders", 0)] == bodies[::2]
+        due_ms: int | None = clock.now_ms()
+        while due_ms is not None and due_ms < clock.now_ms() + 60_000:
+            due_ms = store.run_due(due_ms)
+        assert (folder / QUEUE).read_bytes() == right
+    assert verify(folder).sound
+
+
+# ---- records
+
+
+def field_bits(first: int, last: int) -> range:
+    return range(8 * first, 8 * (last + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("queue id", field_bits(record.QUEUE_ID_AT, record.QUEUE_ID_AT + 3)),
+        ("queue offset", field_bits(record.QUEUE_OFFSET_AT, record.QUEUE_OFFSET_AT + 7)),
+        ("physical offset", field_bits(record.PHYSICAL_OFFSET_AT, record.PHYSICAL_OFFSET_AT + 7)),
+    ],
+)
+@pytest.mark.parametrize(("number", "step"), [(0, 5), (30, 1), (COUNT - 1, 5)])
+def test_the_place_asked_for_counts_and_not_the_word_of_the_record(
+    folder: Path, name: str, bits: range, number: int, step: int
+) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()  # a recovery would correct it
+    sent = messages(folder)
+    for bit in bits[::step]:
+        with flipped(folder, LOG, 8 * sent[number][1] + bit):
+            assert messages(folder) == sent, (name, bit)
+            assert by_filter(folder) == sent, (name, bit)
+
+
+def test_a_flipped_bit_of_its_topic_leaves_a_message_in_its_queue(folder: Path) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
+    sent = messages(folder)
+    with MessageStore.open(folder, read_only=True) as store:
+        message = store.read("orders", 0, 30, 1).messages[0]
+    _, _, begin, end, _, _ = message.frame
+    for bit in range(8 * (message.physical_offset + begin), 8 * (message.physical_offset + end)):
+        with flipped(folder, LOG, bit):
+            assert messages(folder) == sent
+            with MessageStore.open(folder, read_only=True) as store:
+                assert {message.topic for message in store.messages("orders", 0)} == {"orders"}
+
+
+def read_all(folder: Path, *, filtered: bool = False) -> tuple[Sent, RmqError]:
+    """Read up to an error, and return what came before it."""
+    found: Sent = []
+    with MessageStore.open(folder, read_only=True) as store:
+        matching, at = store.matching(sql="a IS NULL") if filtered else None, 0
+        try:
+            while len(found) < COUNT:
+                result = store.read("orders", 0, at, matching=matching)
+                found += map(seen, result.messages)
+                at = result.next_offset
+        except RmqError as error:
+            return found, error
+    raise AssertionError("expected an error")
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_body_with_any_flipped_bit_is_an_error_behind_the_messages_before_it(folder: Path, filtered: bool) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
+    sent = messages(folder)
+    body_at = sent[30][1] + record.BODY_AT
+    for bit in [*range(8 * body_at, 8 * (body_at + len(sent[30][3])), 7), 8 * (sent[30][1] + record.BODY_CRC_AT)]:
+        with flipped(folder, LOG, bit):
+            found, error = read_all(folder, filtered=filtered)
+            assert found == sent[:30]
+            assert "body checksum" in str(error)
+            with MessageStore.open(folder, read_only=True) as store:  # the others are read
+                assert [seen(message) for message in store.messages("orders", 0, 31)] == sent[31:]
+
+
+@pytest.mark.parametrize("at", [0, 3, 5, record.BODY_AT - 1, record.BODY_AT - 4])
+def test_a_record_whose_frame_is_damaged_is_an_error_with_its_place(folder: Path, at: int) -> None:
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
+    sent = messages(folder)
+    for bit in range(8):
+        with flipped(folder, LOG, 8 * (sent[30][1] + at) + bit):
+            found, error = read_all(folder)
+            assert found == sent[:30]
+            assert isinstance(error, CorruptionError)
+            assert error.offset == sent[30][1]
+            assert error.file.endswith(LOG)
+            assert "librmq verify" in str(error)
+
+
+def test_a_message_that_the_log_does_not_have_is_an_error_at_its_entry(folder: Path) -> None:
+    """Two faults at once: the entry leads elsewhere, and its record names another topic."""
+    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
+    sent = messages(folder)
+    with MessageStore.open(folder, read_only=True) as store:
+        message = store.read("orders", 0, 30, 1).messages[0]
+    flip(folder, LOG, 8 * (message.physical_offset + message.frame[2]) + 1)
+    flip(folder, QUEUE, 8 * (20 * 30 + 7))
+    found, error = read_all(folder)
+    assert found == sent[:30]
+    assert isinstance(error, CorruptionError)
+    assert (error.kind, error.offset) == ("entry", 20 * 30)
