@@ -192,7 +192,11 @@ class LogReader(LogState):
         return (StoredMessage(raw) for _, _, raw in self.scan() if raw is not None)
 
     def search(self, text: bytes) -> Iterator[StoredMessage]:
-        """Yield the messages whose records contain ``text``, in log order, from the whole log."""
+        """Yield the messages whose records contain ``text``, in log order, from the whole log.
+
+        Raises:
+            CorruptionError: One is damaged, or the bytes before it are no record.
+        """
         for start in self._sequence.starts:
             if not self._file_contains(start, text):
                 continue
@@ -202,7 +206,7 @@ class LogReader(LogState):
                     self.release_read_pages(released, place)
                     released = place
                 if raw is not None and text in raw:
-                    yield StoredMessage(raw)
+                    yield self.message(place) or StoredMessage(raw)
 
     def _file_contains(self, start: int, text: bytes) -> bool:
         """Look for a text in pieces, which overlap, so that no more pages are held than those of one."""

@@ -84,6 +84,8 @@ class ConsumeQueue(Closing):
     """The end of the last entry's message in the log, -1 without entries."""
     ext: ConsumeQueueExt | None
     """The extension units, if the queue was opened with them."""
+    _has_batches: bool = False
+    """Whether entries next to each other can lead to one record, which has a message for each."""
 
     def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
         self._files = files
@@ -342,7 +344,7 @@ class ConsumeQueue(Closing):
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + 1
 
-    def correct(self, queue_offset: int, entry: bytes) -> None:
+    def _correct(self, queue_offset: int, entry: bytes) -> None:
         """Write the right entry over a damaged one; entries that the queue does not have stay as they are."""
         self._check_writable()
         if self.stored_begin <= queue_offset < self.max_offset:

@@ -26,24 +26,21 @@ from librmq.message.record import (
     PHYSICAL_OFFSET_AT,
     QUEUE_ID_AT,
     QUEUE_OFFSET_AT,
-    SHORT_BODY,
     STORE_TIMESTAMP_AT,
     SYS_FLAG_AT,
     Frame,
-    bad_checksum,
     body_checksum,
     decompress_body,
     frame,
     header_struct,
     host_ends,
-    short_crc32,
 )
 from librmq.override import override
 from librmq.printable import shown_body
 from librmq.runtime.compiled_core import CORE, StoredState
 
 _INT: Final = struct.Struct(">i")
-_unpack_body = header_struct("body_crc", "sys_flag", "body_length", unsigned=("body_length",)).unpack_from
+_unpack_body = header_struct("sys_flag", "body_length", unsigned=("body_length",)).unpack_from
 _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(f">{LAYOUT['reconsume_times']}{LAYOUT['prepared_offset']}")
@@ -58,18 +55,16 @@ class StoredMessage(StoredState):
 
     Messages are equal if their records are, byte for byte. Both kinds of magic are read. Thread-safe.
 
-    Readers of the log check records first. An attribute of an unchecked record can raise `RecordError`. In pure Python
-    they leave the body to its first use.
+    Readers of the log check records first. An attribute of an unchecked record can raise `RecordError`.
     """
 
     __slots__: tuple[str, ...] = (  # with the core, its base class has the slots
-        ("_frame", "_is_sound", "_properties", "raw") if CORE.module is None else ()
+        ("_frame", "_properties", "raw") if CORE.module is None else ()
     )
 
     raw: bytes
     _frame: Frame
     _properties: dict[str, str]
-    _is_sound: bool
 
     def __init__(self, raw: bytes) -> None:
         """``raw`` is a whole record.
@@ -185,32 +180,21 @@ class StoredMessage(StoredState):
         """The body as sent.
 
         Raises:
-            BodyChecksumError: The body does not match its checksum.
             BodyCompressionError: The body can't be decompressed.
             MissingExtraError: The body is compressed by lz4 or zstd, and the extra ``compression`` is not installed.
         """
         raw = self.raw
-        checksum, flags, length = _unpack_body(raw)
-        if not flags & 49 and length <= len(raw) - FIXED_SIZE:  # no IPv6 hosts (16, 32), not compressed (1)
-            body = raw[BODY_AT : BODY_AT + length]
-            # To check a short body again takes no longer than to note that it was checked.
-            if length <= SHORT_BODY and (short_crc32(body) & 0x7FFFFFFF == checksum or not length):
-                return body
-            self.check_body()
-            return body
-        self.check_body()
+        flags, length = _unpack_body(raw)
+        if not flags & 49 and length <= len(raw) - FIXED_SIZE:
+            return raw[BODY_AT : BODY_AT + length]  # fast path: no IPv6 hosts (16, 32), not compressed (1)
         return self.decompressed_body(DECOMPRESSED_LIMIT)
 
-    def check_body(self) -> None:
-        """Compare the body with its checksum, once; with the compiled core its reader has done so.
+    def _check_body(self) -> None:
+        """Compare the body with its checksum, if the reader has left that to its first use.
 
         Raises:
             BodyChecksumError: It does not match.
         """
-        if CORE.module is None and not getattr(self, "_is_sound", False):
-            if not self.crc_ok:
-                raise bad_checksum(self.body_crc, body_checksum(self.stored_body))
-            self._is_sound = True
 
     def text(self) -> str:
         """Return the body as text.

@@ -56,10 +56,8 @@ _pack = ENTRY.pack
 class DerivedQueue(ConsumeQueue):
     """A queue in memory. One thread adds entries while others read."""
 
-    __slots__ = ("_entries", "_first", "_held", "collected", "expected", "has_batches")
+    __slots__ = ("_entries", "_first", "_has_batches", "_held", "collected", "expected")
 
-    has_batches: bool
-    """Whether entries next to each other can lead to one record, which has a message for each."""
     expected: int
     """Queue offset of the next record, -1 before the first; it is ahead of `max_offset` until `publish`."""
 
@@ -68,7 +66,7 @@ class DerivedQueue(ConsumeQueue):
         self._first = 0
         self._entries = bytearray()
         super().__init__(files, None)
-        self.has_batches = False
+        self._has_batches = False
         self.expected = -1
         self.collected: list[bytes] = []
         """Entries that readers do not see yet."""
@@ -104,7 +102,7 @@ class DerivedQueue(ConsumeQueue):
 
     def collect_batch(self, queue_offset: int, physical_offset: int, size: int, codes: Iterable[int]) -> None:
         """Take an entry for each message of the queue's next record, with its tags code."""
-        self.has_batches = True
+        self._has_batches = True
         for number, code in enumerate(codes):
             self.collect(queue_offset + number, _pack(physical_offset, size, code))
 
@@ -143,7 +141,7 @@ class DerivedQueue(ConsumeQueue):
 
     def _has_room(self, gap: int, entry: bytes) -> bool:
         """Return whether that many records can have been between the last one in the log and this one."""
-        if self.has_batches:  # a record is then many messages
+        if self._has_batches:  # a record is then many messages
             return True
         end = sum(ENTRY.unpack(self.collected[-1])[:2]) if self.collected else self.max_physic_offset
         place: int = ENTRY.unpack(entry)[0]

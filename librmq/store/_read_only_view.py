@@ -43,7 +43,7 @@ from librmq.runtime import critical
 from librmq.runtime.locks import Lock
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
-from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
+from librmq.store._queues_in_memory import DerivedParts
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.store_parts import (
@@ -309,6 +309,8 @@ class ReadOnlyView(StoreHandle):
         queue_offset: int,
         max_messages: int,
         matching: MessageFilter | None,
+        *,
+        checked: bool = False,
     ) -> ReadResult:
         """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
         is_refreshed, attempt = False, -1
@@ -317,8 +319,7 @@ class ReadOnlyView(StoreHandle):
             version, checks = self.version, self.checks
             try:
                 queue = checks.queues.find(name)
-                has_batches = self.derives_queues and isinstance(queue, DerivedQueue) and queue.has_batches
-                result = read_queue(checks, queue, name, queue_offset, max_messages, matching, has_batches=has_batches)
+                result = read_queue(checks, queue, name, queue_offset, max_messages, matching, checked=checked)
             except (StoreIOError, CorruptionError):  # the parts may be outdated
                 if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
                     raise

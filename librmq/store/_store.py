@@ -246,7 +246,7 @@ class MessageStore(Closing):
         return self._handle.checkpoint
 
     @property
-    def checks(self) -> EntryChecks:
+    def _checks(self) -> EntryChecks:
         """The checked way from an entry to its record, for parts of a broker; `refresh` can replace the object."""
         return self._handle.checks
 
@@ -389,16 +389,19 @@ class MessageStore(Closing):
         matching: MessageFilter | None = None,
         *,
         joined: bool = False,
+        checked: bool = False,
     ) -> ReadResult:
         """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on.
 
         A call reads at most 32 messages and 256 KiB (far from the log's end 8 messages and 64 KiB), but always the
         first message. It does not cross the end of a queue file. Continue at ``next_offset``, whatever the status.
         While the disk is full, the newest messages may not be in their queues yet. With ``joined`` the messages may be
-        `StoredRecords`, which are read faster if only their bytes are needed.
+        `StoredRecords`, which are read faster if only their bytes are needed. With ``checked`` bodies are compared with
+        their checksums also in pure Python, which else does that when a body is first used.
 
         Raises:
-            CorruptionError: An entry leads to no record of its size.
+            CorruptionError: The first message is damaged, or the log lacks it. The messages before another one are
+                returned; the next read begins with that.
         """
         handle = self._handle
         if handle.closed is not None:
@@ -406,11 +409,11 @@ class MessageStore(Closing):
         try:
             view = self._view
             if view is not None:
-                return view.read((topic, queue_id), queue_offset, max_messages, matching)
+                return view.read((topic, queue_id), queue_offset, max_messages, matching, checked=checked)
             self.appender.write_entries_that_fit()
             name, checks = (topic, queue_id), handle.checks
             queue = handle.queues.find(name)
-            return read_queue(checks, queue, name, queue_offset, max_messages, matching, joined=joined)
+            return read_queue(checks, queue, name, queue_offset, max_messages, matching, joined=joined, checked=checked)
         except (AttributeError, TypeError) as error:
             raise wrong_argument(queue_offset, max_messages, matching) or error from None
 
@@ -529,6 +532,7 @@ class MessageStore(Closing):
         a unique id, and all records with it, in all topics, are returned.
 
         Raises:
+            CorruptionError: The record is damaged to which the id leads.
             TypeError: The id is not a string.
         """
         if not isinstance(message_id, str):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from librmq import Message, MessageStore, StoreConfig
+from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, RmqError
 from librmq.message import StoredMessage, record
@@ -290,3 +292,30 @@ def test_a_message_that_the_log_does_not_have_is_an_error_at_its_entry(folder: P
     assert found == sent[:30]
     assert isinstance(error, CorruptionError)
     assert (error.kind, error.offset) == ("entry", 20 * 30)
+
+
+@pytest.mark.parametrize("at", [record.BODY_AT + 2, record.BODY_CRC_AT, 0, 5])
+def test_a_search_for_a_damaged_record_is_an_error(tmp_path: Path, at: int) -> None:
+    """Not an empty answer: by offset id, by unique id and by key, in Python and in commands."""
+    folder = tmp_path / "store"
+    with MessageStore.open(folder, CONFIG) as store:
+        results = [
+            store.append(Message("orders", b"%d coats" % number, keys=f"k{number}", unique_key=f"{number:032X}"))
+            for number in range(9)
+        ]
+        offset_id = store.read("orders", 0, 4, 1).messages[0].offset_id
+    flip(folder, LOG, 8 * (results[4].physical_offset + at))
+    with MessageStore.open(folder, read_only=True) as store:
+        assert store.find_by_id("no such id") == []
+        assert [message.body for message in store.find_by_id(f"{3:032X}")] == [b"3 coats"]
+        searches = (
+            partial(store.find_by_id, offset_id),
+            partial(store.find_by_id, f"{4:032X}"),
+            partial(store.find_by_key, "orders", "k4"),
+        )
+        for search in searches:
+            with pytest.raises(CorruptionError) as raised:
+                search()
+            assert raised.value.offset == results[4].physical_offset
+    for options in (["--id", offset_id], ["--id", f"{4:032X}"], ["--topic", "orders", "--key", "k4"]):
+        assert main(["query", str(folder), *options]) == 1

@@ -39,7 +39,7 @@ from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 _log = EventLog("librmq.store")
 
 _is_stored: Final = CORE.is_stored
-_OWN: Final = ("queue_id", "queue_offset", "physical_offset", "body_length")
+_OWN: Final = ("body_crc", "queue_id", "queue_offset", "physical_offset", "body_length")
 _unpack_own = record.header_struct(*_OWN, unsigned=("body_length",)).unpack_from
 _BODY_AT: Final = record.BODY_AT
 _ADVICE: Final = "librmq verify lists the damage of the store"
@@ -107,9 +107,7 @@ class EntryChecks:
     def record(
         self, queue: ConsumeQueue, name: QueueName, queue_offset: int, physical_offset: int, size: int
     ) -> bytes | None:
-        """Return the record of a queue's entry; None if there is no such message any more.
-
-        Its body matches its checksum, except that pure Python leaves the check of a usual record to `StoredMessage`.
+        """Return the record of a queue's entry, with a sound body; None if there is no such message any more.
 
         Raises:
             CorruptionError: The record is damaged, or the log has none for this entry.
@@ -277,21 +275,23 @@ class EntryChecks:
         for name in list(self._corrected):
             with suppress(CorruptionError):  # a queue that can't be opened is refused to its readers too
                 for queue_offset, entry in self._corrected[name].items():
-                    self.queues[name].correct(queue_offset, entry)
+                    self.queues[name]._correct(queue_offset, entry)
             del self._corrected[name]
 
 
 def is_usual(raw: bytes, physical_offset: int, queue_offset: int, name: QueueName) -> bool:
-    """Return whether a record of the first magic names this place of this queue; the core checks its body too."""
+    """Return whether a sound record of the first magic names this place of this queue."""
     topic, queue_id = name
     if _is_stored is not None:
         return bool(_is_stored(raw, physical_offset, queue_offset, queue_id, topic))
-    own_id, own_offset, own_place, body_size = _unpack_own(raw)
+    checksum, own_id, own_offset, own_place, body_size = _unpack_own(raw)
+    body_end = _BODY_AT + body_size
     return (
         own_place == physical_offset
         and own_offset == queue_offset
         and own_id == queue_id
-        and raw.startswith(usual_tail(topic, len(raw) - body_size), _BODY_AT + body_size)
+        and raw.startswith(usual_tail(topic, len(raw) - body_size), body_end)
+        and (not body_size or record.body_checksum(raw[_BODY_AT:body_end]) == checksum)
     )
 
 

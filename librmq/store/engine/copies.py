@@ -163,6 +163,7 @@ class CopyWriter:
             RecordError: The bytes are not a record.
         """
         data = _raw(record)
+        record._check_body()  # or the copy would get a checksum of the damaged bytes
         begin, end, _, _, _, _ = record.frame
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
@@ -191,6 +192,7 @@ class CopyWriter:
         topic, queue_id, raw, unique_key, keys, tags = target
         lane = self._appender.lanes.get((topic, queue_id)) or self._appender.lane(topic, queue_id)
         data = _raw(record)
+        record._check_body()
         begin, end, _, _, _, _ = record.frame
         body = data[begin:end]
         raw_size = len(raw)

@@ -48,6 +48,10 @@ _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _OWN: Final = ("size", "magic", "queue_id", "queue_offset", "physical_offset", "body_length")
 _unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
+_CHECKED: Final = ("body_crc", "sys_flag", "body_length")
+_unpack_checked = record_format.header_struct(*_CHECKED, unsigned=("body_length",)).unpack_from
+_short_crc32: Final = record_format.short_crc32
+_SHORT_BODY: Final = record_format.SHORT_BODY
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BODY_AT: Final = record_format.BODY_AT
 
@@ -119,12 +123,9 @@ def read_queue(
     matching: MessageFilter | None,
     *,
     joined: bool = False,
-    has_batches: bool = False,
+    checked: bool = False,
 ) -> ReadResult:
-    """Read up to ``max_messages`` messages of a queue from ``queue_offset`` on; see `MessageStore.read`. Thread-safe.
-
-    With ``has_batches`` a record can be several messages, each with an entry of its own.
-    """
+    """Read messages of a queue from ``queue_offset`` on; see `MessageStore.read`. Thread-safe."""
     if queue is None or queue.max_offset == 0:
         return ReadResult(GetStatus.NO_MESSAGE_IN_QUEUE, [], 0, 0, 0)
     low, high = queue.min_offset, queue.max_offset
@@ -134,7 +135,7 @@ def read_queue(
         return ReadResult(GetStatus.OFFSET_OVERFLOW_ONE, [], queue_offset, low, high)
     if queue_offset > high:
         return ReadResult(GetStatus.OFFSET_OVERFLOW_BADLY, [], high, low, high)
-    if has_batches:
+    if queue._has_batches:
         return _read_batches(checks, queue, name, queue_offset, max_messages, matching, low, high)
     if matching is None:
         # The path of every pull, in which each call counts.
@@ -146,7 +147,8 @@ def read_queue(
         )
         if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
             usual = _read_all(checks, name, raw, queue_offset, low, high, joined)
-        if usual is not None:
+        is_left = checked and CORE.module is None  # the core has compared the bodies with their checksums
+        if usual is not None and not (is_left and not all(message.crc_ok for message in usual.messages)):
             return usual
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     raw = queue.read(queue_offset, limit)
@@ -232,6 +234,43 @@ def records_of(
     return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes, name, queue_offset)
 
 
+class _UncheckedMessage(StoredMessage):
+    """A message that pure Python has read, whose body is compared with its checksum when it is first used."""
+
+    __slots__ = ("_is_sound",)
+
+    _is_sound: bool
+
+    @property
+    def body(self) -> bytes:
+        """The body as sent.
+
+        Raises:
+            BodyChecksumError: The body does not match its checksum.
+        """
+        raw = self.raw
+        checksum, flags, length = _unpack_checked(raw)
+        if (
+            not flags & 49 and length <= _SHORT_BODY
+        ):  # to check it again takes no longer than to note that it was checked
+            body = raw[_BODY_AT : _BODY_AT + length]
+            if _short_crc32(body) & 0x7FFFFFFF == checksum or not length:
+                return body
+        self._check_body()
+        return super().body
+
+    def _check_body(self) -> None:
+        """Compare the body with its checksum.
+
+        Raises:
+            BodyChecksumError: It does not match.
+        """
+        if not getattr(self, "_is_sound", False):
+            if not self.crc_ok:
+                raise record_format.bad_checksum(self.body_crc, record_format.body_checksum(self.stored_body))
+            self._is_sound = True
+
+
 def _cut_out(
     raw_entries: bytes,
     buffer: Buffer,
@@ -256,15 +295,17 @@ def _cut_out(
         return None
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    messages = [*map(StoredMessage.__new__, repeat(StoredMessage, count))]
+    is_compiled = CORE.module is not None  # for memory files, which it does not read
+    kind = StoredMessage if is_compiled else _UncheckedMessage
+    messages = [*map(kind.__new__, repeat(kind, count))]
     (topic, queue_id), unpack, fixed = name, _unpack_own, record_format.FIXED_SIZE
-    before, tail, tail_size, is_compiled = -1, b"", 0, CORE.module is not None
+    before, tail, tail_size = -1, b"", 0
     for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
         message.raw = raw = buffer[at : at + size]
         if size < fixed:
             return None
-        if is_compiled:  # of memory files
+        if is_compiled:
             if not is_usual(raw, physical_offset, queue_offset, name):
                 return None
             queue_offset += 1
@@ -321,7 +362,7 @@ def _read_candidates(
         try:
             raw = checks.record(queue, name, first + at, places[at], sizes[at])
         except CorruptionError:
-            if not messages:
+            if not at:  # else the next read begins with it
                 raise
             break
         looked_at += 1
@@ -366,7 +407,7 @@ def _read_batches(
                 record = checks.record(queue, name, queue_offset + number, physical_offset, size)
                 stored = [] if record is None else unwrapped(log, StoredMessage(record))
             except CorruptionError:
-                if not messages:
+                if not number:
                     raise
                 break
             last = physical_offset
@@ -530,7 +571,7 @@ def find_by_key(
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
-        message = parts.log.message(physical_offset, check_body=False)
+        message = parts.log.message(physical_offset)
         if message is None or (exact and message.topic != topic):
             continue
         has_key = not exact or key == message.unique_key or key in message.keys
@@ -562,6 +603,7 @@ def find_by_id(
     parts: Parts, unindexed: Sequence[Pending], message_id: str, known_topics: AbstractSet[str]
 ) -> list[StoredMessage]:
     """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
+    damage: CorruptionError | None = None
     try:
         _, physical_offset = parse_offset_message_id(message_id)
     except ValueError:
@@ -569,8 +611,8 @@ def find_by_id(
     else:
         try:
             message = parts.log.message(physical_offset)
-        except CorruptionError:
-            message = None  # 32 digits can also be a unique id
+        except CorruptionError as error:
+            message, damage = None, error  # 32 digits can also be a unique id
         if message is not None and message.offset_id == message_id.upper():
             return unwrapped(parts.log, message)
     messages = {
@@ -586,4 +628,6 @@ def find_by_id(
             for message in unwrapped(parts.log, stored)
             if message_id in (message.unique_key, stored.unique_key)
         }
+    if not messages and damage is not None:
+        raise damage
     return [messages[place] for place in sorted(messages)]
