@@ -320,28 +320,46 @@ class DelaySchedule:
             raw = queue.read(queue_offset, min(count, end - queue_offset))
             if not raw:
                 return None
-            due = 0
-            next_look: int | None = None
-            for physical_offset, size, code in ENTRY.iter_unpack(raw):
-                if size <= 0 or physical_offset < 0:
-                    break
-                is_time = queue.ext is None and code >= _HASHES[1]  # the usual case
-                due_ms = code if is_time else self._due_ms(level, queue, physical_offset, size, code)
-                too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
-                if look_ms is None or (due_ms > look_ms and not too_far):
-                    next_look = self._begin_ms if too_far else self._next_look_ms(due_ms)
-                    break
-                due += 1
+            due, next_look = self._count_due(level, queue, queue_offset, raw, look_ms)
             if due:
                 self._deliver(level, queue, queue_offset, raw[: due * ENTRY.size])
             queue_offset += due
             if next_look is not None:
                 return next_look
-            if due * ENTRY.size < len(raw):
-                queue.entry(queue_offset)  # raises, unless the queue was truncated meanwhile
-                return None
             count = min(_ENTRIES_A_READ, 2 * count)
         return look_ms  # the rest is due immediately
+
+    def _count_due(
+        self, level: _Level, queue: ConsumeQueue, queue_offset: int, raw: bytes, look_ms: int | None
+    ) -> tuple[int, int | None]:
+        """Return how many of these entries are due at a look, and the look at which the next one is; None if all are.
+
+        The records are asked about the last that is due and the first that is not. Those before are due too, because
+        the times of a level are in order.
+        """
+        entries = list(ENTRY.iter_unpack(raw))
+
+        def look_of(number: int) -> int | None:
+            return self._look_of(level, queue, queue_offset + number, entries[number], look_ms)
+
+        due, wait = 0, None
+        while look_ms is not None and due < len(entries) and entries[due][2] <= look_ms:
+            due += 1
+        while due < len(entries) and (wait := look_of(due)) is None:  # an entry is wrong, or the clock was set back
+            due += 1
+        while due and (earlier := look_of(due - 1)) is not None:
+            due, wait = due - 1, earlier
+        return due, wait
+
+    def _look_of(
+        self, level: _Level, queue: ConsumeQueue, queue_offset: int, entry: tuple[int, int, int], look_ms: int | None
+    ) -> int | None:
+        """Return the look at which a message is due; None if it is at this one."""
+        due_ms = self._due_ms(level, queue, queue_offset, *entry)
+        too_far = level.delay_ms is not None and due_ms > self._last_ms + level.delay_ms
+        if look_ms is not None and (due_ms <= look_ms or too_far):
+            return None
+        return self._begin_ms if too_far else self._next_look_ms(due_ms)
 
     def _next_offset_of(self, level: _Level, queue: ConsumeQueue | None) -> int:
         """Return the queue offset of the next message, corrected if the queue does not have it."""
@@ -362,8 +380,13 @@ class DelaySchedule:
             self._unsaved = True
         return corrected
 
-    def _due_ms(self, level: _Level, queue: ConsumeQueue, physical_offset: int, size: int, code: int) -> int:
-        """Return the delivery time of an entry's message."""
+    def _due_ms(
+        self, level: _Level, queue: ConsumeQueue, queue_offset: int, physical_offset: int, size: int, code: int
+    ) -> int:
+        """Return the delivery time of an entry's message: the entry's, if the record can have waited for it.
+
+        A level is a whole number of seconds, also where a broker wrote the entry by other levels.
+        """
         if queue.ext is not None and is_ext_address(code):
             unit = queue.ext_unit(code)
             if unit is None:
@@ -373,11 +396,17 @@ class DelaySchedule:
                     unit=code,
                 )
             code = 0 if unit is None else unit.tags_code
-        if not _HASHES[0] <= code < _HASHES[1]:
+        name = SystemTopic.SCHEDULE, level.queue_id
+        try:
+            message = self._read(queue, name, queue_offset, physical_offset, size)
+        except RecordError:
+            return code  # its delivery says so
+        if message is None:
             return code
+        stored_ms = message.store_timestamp_ms
         # 4.9's recovery makes entries with the hash of the tags in place of the time.
-        stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
-        return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
+        is_time = not _HASHES[0] <= code < _HASHES[1] and code >= stored_ms and (code - stored_ms) % 1000 == 0
+        return code if is_time else stored_ms + (level.delay_ms or 0)
 
     def _deliver(self, level: _Level, queue: ConsumeQueue, queue_offset: int, entries: bytes) -> None:
         """Deliver the messages of packed entries from ``queue_offset`` on, and log each one that is dropped.
@@ -504,7 +533,7 @@ class DelaySchedule:
             RecordError: The bytes are not a record.
         """
         try:
-            raw = self._store.checks.record(queue, name, queue_offset, physical_offset, size)
+            raw = self._store._checks.record(queue, name, queue_offset, physical_offset, size)
         except CorruptionError as error:
             raise RecordError(str(error)) from error
         return None if raw is None else StoredMessage.framed(raw)

@@ -315,8 +315,13 @@ class Transactions:
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
         try:
             half = self._store.message_at(physical_offset) if physical_offset >= 0 else None
-        except CorruptionError:
-            half = None
+        except CorruptionError as error:
+            raise TransactionRefusedError(
+                _SYSTEM_ERROR, f"Find prepared transaction message failed: {error}"
+            ) from error
+        if half is not None and half.queue_offset != queue_offset:  # its record's own word can be damaged
+            at_offset = self._store.read(_HALF, QUEUE, queue_offset, 1).messages
+            half = at_offset[0] if at_offset and at_offset[0].physical_offset == physical_offset else half
         if half is None or half.topic != _HALF:
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
         if half.properties.get(_PRODUCER_GROUP) != group:

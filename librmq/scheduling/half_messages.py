@@ -142,20 +142,19 @@ class EndedHalves:
         if next_op is None:
             self._first = progress(self._store, self._offsets, SystemTopic.HALF) & ~7
             next_op = progress(self._store, self._offsets, SystemTopic.OP)
-        queue = self._store.queue(SystemTopic.HALF, QUEUE)
-        end = 0 if queue is None else queue.max_offset
         while True:
             batch = self._store.read(SystemTopic.OP, QUEUE, next_op)
             for op in batch.messages:
                 for queue_offset in halves_of(op):
-                    if queue_offset < end:  # Any client can send an op message with a huge number, which needs no bits.
-                        self._mark(queue_offset)
+                    self._mark(queue_offset)
             if batch.next_offset == next_op or batch.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 break
             next_op = batch.next_offset
         self._next_op = next_op  # This comes last, so that a read that has failed is repeated as a whole.
 
     def _mark(self, queue_offset: int) -> None:
+        if queue_offset >= self._store.queue_range(SystemTopic.HALF, QUEUE)[1]:
+            return  # any client can name a huge number, and a damaged half too; it needs no bits
         at = queue_offset - self._first
         if at < 0:
             return
