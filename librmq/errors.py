@@ -19,6 +19,7 @@
     │   └── BrokerError               a broker refused a request; its code says why
     │       ├── ReceiptError          the receipt of a message is no longer valid
     │       ├── BrokerBusyError       it cannot keep up; the producer does not try again
+    │       ├── BrokerDamageError     a file of its store is damaged (CorruptionError)
     │       ├── BrokerDiskFullError   its disk is too full for the message (DiskFullError)
     │       └── BrokerStoreFullError  its unconsumed messages take all the room (StoreFullError)
     ├── RunnerError
@@ -55,6 +56,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from os import PathLike, fspath
 from typing import Final, Protocol
@@ -68,6 +70,7 @@ __all__ = [
     "BodyChecksumError",
     "BodyCompressionError",
     "BrokerBusyError",
+    "BrokerDamageError",
     "BrokerError",
     "BrokerUnreachableError",
     "CapacityError",
@@ -107,6 +110,10 @@ __all__ = [
     "StoreLockedError",
     "TransactionRefusedError",
 ]
+
+
+_PLACE: Final = re.compile(r"([^:]*): at (\d+): (.*)", re.DOTALL)
+"""What the text of a `CorruptionError` consists of."""
 
 
 class RmqError(Exception):
@@ -384,6 +391,16 @@ class DiskFullError(StoreError):
 
 class StoreFullError(StoreError):
     """Messages that must stay until they are consumed take all the room; nothing is written, and reading continues."""
+
+
+class BrokerDamageError(BrokerError, CorruptionError):
+    """A broker can't give a message, because a file of its store is damaged; the text says which, where, what."""
+
+    def __init__(self, code: int, remark: str) -> None:
+        RmqError.__init__(self, remark)
+        self.code, self.remark, self.kind = code, remark, "record"
+        place = _PLACE.search(remark)
+        self.file, self.offset, self.what = (place[1], int(place[2]), place[3]) if place else ("", 0, remark)
 
 
 class BrokerDiskFullError(BrokerError, DiskFullError):

@@ -29,6 +29,7 @@ from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication
 from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
+from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._requests import RequestTable
@@ -250,9 +251,10 @@ class Broker(StoreRoute, Endpoint):
             self._sending = sending = SendHandler(
                 context, deliveries, replication, transactions.half_stored, transactions.is_rolled_back
             )
-            pulling = PullHandler(context, sending, replication)
+            damaged = DamagedMessages(context, sending.failed)
+            pulling = PullHandler(context, sending, replication, damaged)
             self._progress = progress = Progress(context)
-            self._receives = receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
+            self._receives = receives = ReceiveHandler(context, sending, progress, pulling.check_subscription, damaged)
             requests = RequestTable(context, replication)
             requests.add_messages(sending, pulling, receives, transactions)
             requests.add_clients()

@@ -15,6 +15,7 @@ from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldRequests
 from librmq.clock import moves_by_itself
 from librmq.errors import (
+    BrokerDamageError,
     BrokerDiskFullError,
     BrokerError,
     BrokerStoreFullError,
@@ -289,6 +290,8 @@ class BrokerLife:
             kind = BrokerDiskFullError
         elif isinstance(error, StoreFullError):
             kind = BrokerStoreFullError
+        elif isinstance(error, CorruptionError):
+            kind, code = BrokerDamageError, ResponseCode.SYSTEM_ERROR
         elif not isinstance(error, FlushFailedError):
             code = ResponseCode.SYSTEM_ERROR
         return kind(code, f"{self.name}: {error}")

@@ -155,6 +155,34 @@ class FailedMessages:
         level = levels.cap(parse_level(properties[_DELAY]))
         return SentBack(False, max_retries, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
 
+    def store_damaged(self, group_name: str, topic: str, message: StoredMessage | None, cause: str) -> None:
+        """Store a dead letter for a message of a topic that can't be read: with what its record still has."""
+        with self._runner.lock:
+            group = self._groups.get_or_create(group_name)
+        properties = {} if message is None else dict(message.properties)
+        properties.setdefault(_RETRY_TOPIC, topic)
+        properties |= {_WAIT: "false", _DELAY: "0"}
+        record_cause(properties, cause, 0 if message is None else len(message.properties_raw))
+        letter = Message(self._dead_letters_of(group), b"" if message is None else message.stored_body)
+        letter.properties = properties
+        # No wait for the device: a pull calls this under the runner's lock, and the damaged record stays in the log.
+        if message is None:
+            self._put(letter, 0, self._runner.now_ms(), self._store_host, 0, 1)
+        else:
+            letter.flag = message.flag
+            properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
+            self._put(
+                letter,
+                0,
+                message.born_timestamp_ms,
+                message.born_host,
+                message.sys_flag,
+                message.reconsume_times + 1,
+                store_host=message.store_host,
+            )
+        if self._metrics is not None:
+            self._metrics.count("dead_letters", topic=properties[_RETRY_TOPIC], group=group_name)
+
     def _was_sent_back(
         self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]
     ) -> bool:

@@ -21,7 +21,7 @@ from librmq.consumer._failures import Rests
 from librmq.consumer._listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
-from librmq.errors import BrokerError, ClientStateError, ConfigError, RmqError
+from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
@@ -295,9 +295,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
         A predicate with ``on_error=Policy.STOP`` ends the list before the message on which it raised; the poll that
         begins with that message raises its error, and so do later ones of that queue, while other queues have their
-        turns.
+        turns. So it is with a message whose record is damaged, which `seek` passes.
 
         Raises:
+            BrokerDamageError: The next message of a queue can't be read; the error names file and place.
             BrokerError: No message came, and a broker refused the last heartbeat, as when the group has no rights.
             ClientStateError: `poll_async` runs in this event loop.
         """
@@ -496,7 +497,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
             before = queues[at].next_offset
-            messages = self._pull_queue(queues[at])
+            try:
+                messages = self._pull_queue(queues[at])
+            except BrokerDamageError:
+                self._turn = at + 1  # the others have their turns before the next error
+                raise
             if messages:
                 if one_by_one:  # The position is moved later, when each message is handed out.
                     self._pulled_end = queues[at].next_offset
@@ -512,6 +517,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         assigned.pulled_timestamp_ms = self.runner.now_ms()
         try:
             response = self._request(assigned)
+        except BrokerDamageError:
+            raise
         except RmqError as error:
             self._states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
             return []

@@ -33,7 +33,14 @@ from librmq.consumer._listeners import (
 from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
+from librmq.errors import (
+    BrokerDamageError,
+    BrokerError,
+    BrokerUnreachableError,
+    ConfigError,
+    RmqError,
+    StoreClosedError,
+)
 from librmq.filter import Policy, WatchedPredicate
 from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue
@@ -148,8 +155,12 @@ class Fetcher:
                         assigned.notify,
                         stays,
                         partial(self._take, assigned) if hands_over else None,
+                        damage_ms=-1 if self._config.on_damage is None else round(1000 * self._config.on_damage),
                     )
                 )
+            except BrokerDamageError as error:
+                self._report_failure(assigned, error)
+                return now_ms + AFTER_ERROR_MS
             except RmqError as error:
                 return self._handle_failure(assigned, error, now_ms)
             if consumer._states.causes:
@@ -222,9 +233,13 @@ class Fetcher:
             consumer._save_soon()
         if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
             consumer.client.removed_by(queue.broker_name)
-        level = logging.DEBUG if assigned.is_retry else logging.WARNING
-        consumer._states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
+        self._report_failure(assigned, error)
         return now_ms + AFTER_ERROR_MS
+
+    def _report_failure(self, assigned: AssignedQueue, error: RmqError) -> None:
+        queue, level = assigned.queue, logging.DEBUG if assigned.is_retry else logging.WARNING
+        key, what = ("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}"
+        self._consumer._states.failing(key, what, error, level)
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status

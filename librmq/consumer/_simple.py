@@ -136,6 +136,7 @@ class SimpleConsumer(Member):
         client: Client | None = None,
         instance_name: str | None = None,
         metrics: Metrics | None = None,
+        on_damage: float | timedelta | None = 60.0,
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
 
@@ -145,6 +146,8 @@ class SimpleConsumer(Member):
             client: The identity; by default a new one.
             instance_name: Keeps the client's id the same from run to run.
             metrics: Counts the answers of predicates.
+            on_damage: Seconds that a queue waits at a message whose record is damaged, before that becomes a dead
+                letter with the damage as its cause; None: receives raise `BrokerDamageError` until it is repaired.
 
         Raises:
             ConfigError: Both ``client`` and ``instance_name`` are given, or the client belongs to another route.
@@ -161,6 +164,7 @@ class SimpleConsumer(Member):
         self._states = StateLog(_log.with_fields(group=group), group)
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
+        self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
         self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
         self._waits: set[_Wait] = set()
         self._notices: dict[str, _Wait] = {}  # of `receive_or_notify`, by topic
@@ -473,6 +477,7 @@ class SimpleConsumer(Member):
                 *(client_id, self.group, topic, max_messages, invisible_ms, subscription),
                 notify=notify,
                 acknowledged=waits.acknowledged,
+                damage_ms=self._damage_ms,
             )
             try:
                 endpoint = self.client.route.endpoint(name)

@@ -54,6 +54,9 @@ class ConsumerConfig(Config):
     interval, so the message comes again after one to two times this long, plus the delay of its retry, 10 s."""
     suspend_time: Annotated[float, Seconds()] = 1.0
     """Rest of an orderly queue after a failure, from 0.01 to 30."""
+    on_damage: Annotated[float | None, Seconds()] = 60.0
+    """Time that a queue waits at a message whose record is damaged, before that becomes a dead letter with the damage
+    as its cause, and the queue goes on; dropped while broadcasting. None: it waits for a repair or a reset."""
 
     pull_batch_size: Annotated[int, Between(1)] = 32
     """Largest number of messages of one pull."""
@@ -127,6 +130,7 @@ _FOR_LISTENERS: Final = (
     "max_reconsume_times",
     "consume_timeout",
     "suspend_time",
+    "on_damage",
     "pull_interval",
     "max_held_messages",
     "max_held_bytes",
@@ -153,6 +157,7 @@ class ConsumerKeywords(TypedDict, total=False):
     max_reconsume_times: int | None
     consume_timeout: float | timedelta
     suspend_time: float | timedelta
+    on_damage: float | timedelta | None
     pull_batch_size: int
     pull_interval: float | timedelta
     max_held_messages: int

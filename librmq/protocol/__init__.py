@@ -10,6 +10,7 @@ its brokers call (`Heartbeat.client`). A refused request raises `BrokerError`. M
 from __future__ import annotations
 
 from librmq.protocol._administration import *  # noqa: F403 (its `__all__` names them)
+from librmq.protocol._client_requests import DAMAGE_MS as DAMAGE_MS
 from librmq.protocol._client_requests import INNER_PRODUCER as INNER_PRODUCER
 from librmq.protocol._client_requests import MAX_INVISIBLE_MS as MAX_INVISIBLE_MS
 from librmq.protocol._client_requests import MAX_RECEIVED as MAX_RECEIVED

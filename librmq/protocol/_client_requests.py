@@ -171,6 +171,10 @@ class PullResponse:
     """Whether the next pull should ask a replica: this pull read so far back that the messages are not in memory."""
 
 
+DAMAGE_MS: Final = 60_000
+"""Time after which a damaged message becomes a dead letter by default."""
+
+
 @value
 class PullMessage(Request[PullResponse]):
     """Read up to ``max_messages`` messages of a queue that match.
@@ -201,6 +205,9 @@ class PullMessage(Request[PullResponse]):
     """The least version that the subscription in the group's heartbeats must have, unless None."""
     joined: bool = False
     """Whether the messages may be `StoredRecords`, for a client that needs their bytes only."""
+    damage_ms: int | None = None
+    """Time after which a damaged message becomes a dead letter of the group and is passed; -1 for never. None means
+    `DAMAGE_MS` for push consumers, and never for others. Until then the pull raises `BrokerDamageError`."""
 
 
 @value
@@ -452,6 +459,9 @@ class Receive(Request[ReceiveResponse]):
     notify: Callable[[], None] | None = None
     acknowledged: tuple[str, ...] = ()
     """Receipts of messages of the same group and topic, which are acknowledged first; the answer does not name them."""
+    damage_ms: int = DAMAGE_MS
+    """Time after which a damaged message becomes a dead letter of the group; -1 for never. Its queue waits for that,
+    and other queues are received from."""
 
 
 @value

@@ -329,10 +329,10 @@ def test_broken_queue_hides_no_messages_of_another(rmq: Kit, monkeypatch: pytest
             producer.send("t", "a", queue=queue)
     read = broker.store.read
 
-    def fails_once(topic: str, queue_id: int, *rest: object) -> object:
+    def fails_once(topic: str, queue_id: int, *rest: object, **options: object) -> object:
         if queue_id == 1:
             raise StoreError("queue 1 is broken")
-        return read(topic, queue_id, *rest)  # type: ignore[arg-type]
+        return read(topic, queue_id, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(broker.store, "read", fails_once)
     found = []

@@ -12,12 +12,14 @@ from typing import Any, Final
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._replication import Replication
+from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
-from librmq.errors import BrokerError, RmqError
+from librmq.errors import BrokerError, CorruptionError, RmqError
 from librmq.message import Message, StoredMessage
 from librmq.message.topics import SystemTopic
 from librmq.protocol import (
+    DAMAGE_MS,
     CheckSubscription,
     MaxOffset,
     MessageModel,
@@ -44,7 +46,9 @@ _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO
 class PullHandler:
     """The reading side of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, sending: SendHandler, replication: Replication) -> None:
+    def __init__(
+        self, context: BrokerContext, sending: SendHandler, replication: Replication, damaged: DamagedMessages
+    ) -> None:
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
@@ -59,6 +63,7 @@ class PullHandler:
         self._broker_name = context.name
         self._metrics = context.metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
+        self._damaged = damaged
 
     def pull(self, request: PullMessage) -> PullResponse:
         """Read a queue, or hold the request."""
@@ -108,8 +113,18 @@ class PullHandler:
         """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held = self._store, self._held
-        read = partial(store.read, topic, queue_id, queue_offset, request.max_messages, selection.matching)
-        result = read(joined=request.joined)
+        read = partial(
+            store.read, topic, queue_id, queue_offset, request.max_messages, selection.matching, checked=True
+        )
+        try:
+            result = read(joined=request.joined)
+        except CorruptionError as error:
+            if self._is_replica or not self._damaged.passes(
+                (request.group, topic, queue_id), queue_offset, error, self._wait_for_repair(request)
+            ):
+                raise
+            begin, end = store.queue_range(topic, queue_id)
+            return PullResponse(PullStatus.NO_MATCHED_MESSAGE, queue_offset + 1, begin, end, ())
         if self._is_replica and queue_offset > result.max_offset:
             return self._wait_for_entry(request, selection, result)
         if result.messages or not result.max_offset <= queue_offset < store.queue_range(topic, queue_id)[1]:
@@ -124,6 +139,13 @@ class PullHandler:
             return response
         held.remove_pull(name, holder)
         return result
+
+    def _wait_for_repair(self, request: PullMessage) -> int:
+        """Return the time after which the group passes a damaged message; only push consumers do so by themselves."""
+        if request.damage_ms is not None:
+            return request.damage_ms
+        members = self._clients.consumers.get(request.group)
+        return DAMAGE_MS if members is not None and members.kind == "push" else NEVER
 
     def _is_far_behind(self, messages: Sequence[StoredMessage]) -> bool:
         """Return whether the last message that a pull read counts as on disk, so that a replica should serve it."""

@@ -22,6 +22,7 @@ from typing import Final
 from librmq.broker._administration import Progress
 from librmq.broker._context import BrokerContext
 from librmq.broker._topics import Topic, not_readable
+from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._in_flight import (
     Flight,
     QueueFlights,
@@ -31,7 +32,7 @@ from librmq.broker.handlers._in_flight import (
 )
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
-from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
+from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message.ids import IN_ORDER, Receipt
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
@@ -53,6 +54,7 @@ from librmq.protocol import (
 )
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
+from librmq.store import GetStatus, ReadResult
 
 _log = EventLog("librmq.broker")
 
@@ -72,6 +74,7 @@ class ReceiveHandler:
         sending: SendHandler,
         progress: Progress,
         check_subscription: Callable[[CheckSubscription], None],
+        damaged: DamagedMessages,
     ) -> None:
         """``check_subscription(request)`` refuses a filter that the broker does not serve."""
         runner = context.runner
@@ -86,6 +89,7 @@ class ReceiveHandler:
         self._sending = sending
         self._progress = progress
         self._check_subscription = check_subscription
+        self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
         self._held = context.held
@@ -348,7 +352,9 @@ class ReceiveHandler:
             if room <= 0:
                 break
             before = queue.next_offset
-            result = self._store.read(key[1], key[2], before, room, selection.matching)
+            result = self._read(key, before, room, selection, request.damage_ms)
+            if result is None:
+                break
             for message in result.messages:
                 attempt = 1 + (
                     queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
@@ -373,6 +379,27 @@ class ReceiveHandler:
         if received or queue.progress != queue.committed:
             self._commit_progress(key, queue)
         return received, has_more
+
+    def _read(
+        self, key: QueueKey, queue_offset: int, room: int, selection: Selection, damage_ms: int
+    ) -> ReadResult | None:
+        """Read a queue, and pass a message that has become a dead letter; None while the queue waits at a damaged one.
+
+        Raises:
+            CorruptionError: It waits for ever.
+        """
+        group, topic, queue_id = key
+        try:
+            return self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
+        except CorruptionError as error:
+            if self._damaged.passes(key, queue_offset, error, damage_ms):
+                begin, end = self._store.queue_range(topic, queue_id)
+                return ReadResult(GetStatus.NO_MATCHED_MESSAGE, (), queue_offset + 1, begin, end)
+            if damage_ms == NEVER:
+                raise
+            what = f"group {group}: receiving from {topic}/{queue_id}"
+            self._states.failing(("read", group, topic, str(queue_id)), what, error)
+            return None
 
     def _redelivered(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
         """Answer a repeated attempt in order with the messages in flight."""

@@ -31,6 +31,7 @@ from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._entry_checks import EntryChecks, is_usual, usual_tail
@@ -242,6 +243,7 @@ class _UncheckedMessage(StoredMessage):
     _is_sound: bool
 
     @property
+    @override
     def body(self) -> bytes:
         """The body as sent.
 
@@ -259,6 +261,7 @@ class _UncheckedMessage(StoredMessage):
         self._check_body()
         return super().body
 
+    @override
     def _check_body(self) -> None:
         """Compare the body with its checksum.
 

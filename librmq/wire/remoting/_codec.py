@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from librmq.errors import (
     BrokerBusyError,
+    BrokerDamageError,
     BrokerDiskFullError,
     BrokerError,
     BrokerStoreFullError,
@@ -36,6 +37,7 @@ from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
 from librmq.override import override
 from librmq.protocol import (
+    DAMAGE_MS,
     Acknowledge,
     CancelMessage,
     CancelResult,
@@ -133,6 +135,7 @@ from librmq.wire.remoting._headers import (
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _ERRORS: Final[Mapping[str, type[BrokerError]]] = {
+    "BrokerDamageError": BrokerDamageError,
     "DiskFullError": BrokerDiskFullError,
     "StoreFullError": BrokerStoreFullError,
     "ReceiptError": ReceiptError,
@@ -877,6 +880,7 @@ def pull_frame(request: PullMessage, suspend_ms: int) -> Frame:
         0 if subscription is None else subscription.version,
         "" if subscription is None else subscription.expression,
         "TAG" if subscription is None else subscription.expression_type,
+        None if request.damage_ms == DAMAGE_MS else request.damage_ms,
     )
     return frame_of(RequestCode.PULL_MESSAGE, header)
 
@@ -901,6 +905,7 @@ def parse_pull(
         notify,
         subscription_version=header.sub_version,
         joined=True,
+        damage_ms=header.damage_ms,
     )
 
 
@@ -958,6 +963,7 @@ def receive_frame(request: Receive, hold: int) -> Frame:
         subscription.version,
         request.max_attempts,
         "\n".join(request.acknowledged) or None,
+        request.damage_ms,
     )
     return frame_of(RequestCode.RECEIVE, header)
 
@@ -974,6 +980,7 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
         header.max_attempts,
         notify,
         tuple(header.acknowledged.split("\n")) if header.acknowledged else (),
+        header.damage_ms,
     )
 
 

@@ -98,6 +98,7 @@ def _fill_pull(
         int(sub_version),
         like.subscription,
         like.expression_type,
+        like.damage_ms,
     )
 
 

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
-from librmq.protocol import PullStatus, ResponseCode, SendStatus, value
+from librmq.protocol import DAMAGE_MS, PullStatus, ResponseCode, SendStatus, value
 
 # ---- codes of requests and results
 
@@ -246,6 +246,8 @@ class PullHeader:
     sub_version: int
     subscription: str = ""
     expression_type: str = "TAG"
+    damage_ms: int | None = None
+    """librmq's own: when a damaged message becomes a dead letter."""
 
 
 @value
@@ -588,6 +590,7 @@ class ReceiveHeader:
     max_attempts: int | None = None
     acknowledged: str | None = None
     """Receipts, separated by line ends."""
+    damage_ms: int = DAMAGE_MS
 
 
 @value
