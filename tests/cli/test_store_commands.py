@@ -183,7 +183,7 @@ def test_damage_is_reported_with_its_place(run: Run, copy: Path) -> None:
     assert status == 1
     (row,) = printed
     assert (row["type"], row["sound"]) == ("verify", False)
-    assert list(row) == ["type", "sound", "damage"]
+    assert list(row) == ["type", "sound", "damage", "recoverable"]
     first = row["damage"][0]
     assert list(first) == ["file", "offset", "kind", "what"]
     assert (first["file"], first["offset"], first["kind"]) == (LOG, 0, "checksum")
@@ -192,7 +192,7 @@ def test_damage_is_reported_with_its_place(run: Run, copy: Path) -> None:
 def test_an_abort_marker_alone_is_reported_and_sound(run: Run, copy: Path) -> None:
     (copy / "abort").write_bytes(b"")
     status, printed, err = run("verify", copy)
-    assert (status, printed) == (0, [{"type": "verify", "sound": True, "damage": []}])
+    assert (status, printed) == (0, [{"type": "verify", "sound": True, "damage": [], "recoverable": []}])
     assert "abort" in err
 
 

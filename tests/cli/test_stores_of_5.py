@@ -155,7 +155,7 @@ def test_nothing_is_written_to_such_a_store(shell: Shell, kind: str) -> None:
 def test_kind_and_log_are_verified(shell: Shell, kind: str) -> None:
     keep_queues_elsewhere(shell.folder / "store", kind)
     status, out, said = shell("verify", "store")
-    assert (status, json.loads(out)) == (0, {"type": "verify", "sound": True, "damage": []})
+    assert (status, json.loads(out)) == (0, {"type": "verify", "sound": True, "damage": [], "recoverable": []})
     assert "RocksDB: only its log was checked" in said
     assert "RocksDB" in shell("stats", "store").rows[0]["kind"]
     file = max((shell.folder / "store" / "commitlog").iterdir())
