@@ -125,6 +125,21 @@ static inline uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) {
     return ~rmq_crc32_tables(~0u, data, size);
 }
 
+/* Whether a record matches the checksum of itself that RocketMQ 5 can put last in its properties, if it has one:
+   a name, ten digits of which the least comes first, and a separator. */
+static inline int rmq_is_as_written(const uint8_t *record, size_t size, int folds) {
+    uint64_t expected = 0;
+    if (record[size - 1] != 2 || memcmp(record + size - 20, "__CRC32#\1", 9))
+        return 1;
+    for (int digit = 9; digit >= 0; digit--) {
+        uint8_t value = record[size - 11 + digit] - '0';
+        if (value > 9)
+            return 0;
+        expected = 10 * expected + value;
+    }
+    return (rmq_crc32(record, size - 20, folds) & 0x7FFFFFFF) == expected;
+}
+
 static int rmq_can_fold(void) {
 #ifdef LIBRMQ_FOLDS
     int folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");

@@ -190,6 +190,7 @@ cdef extern from "crc32.h":
     void rmq_crc32_init()
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
+    bint rmq_is_as_written(const uint8_t *record, size_t size, int folds) noexcept nogil
 
 API = 18
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
@@ -557,8 +558,10 @@ cdef bint is_sound(const uint8_t *record, uint64_t size, bint check_body) noexce
         return False
     body_size = big32(record + 84)
     return record[88 + body_size] != SCHEDULE_TOPIC_SIZE and (
-        not check_body or not body_size
-        or rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
+        not check_body or (
+            (not body_size or rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8))
+            and rmq_is_as_written(record, size, FOLDS)
+        )
     )
 
 
@@ -1732,6 +1735,8 @@ def derive(
                 rmq_crc32(<const uint8_t *>view.buf + place + HEADER, body_size, FOLDS) & 0x7FFFFFFF != big32(head + 8)
             ):
                 break
+            if check_body and not rmq_is_as_written(<const uint8_t *>view.buf + place, record_size, FOLDS):
+                break
             queue_id, queue_offset = <int32_t>big32(head + 12), big64(head + 20)
             seen = 0
             if topic_size != last_topic_size or queue_id != last_queue or memcmp(topic, tail + 1, topic_size):
@@ -1838,10 +1843,8 @@ cdef inline bint is_of_queue(
     return (
         tail_at + 2 <= size and <uint64_t>(record[tail_at] << 8 | record[tail_at + 1]) == size - tail_at - 2 < 32768
         and rmq_is_same(record + body_at + body_size, queue.topic, queue.topic_size)
-        and (
-            not body_size
-            or rmq_crc32(record + body_at, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
-        )
+        and (not body_size or rmq_crc32(record + body_at, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8))
+        and rmq_is_as_written(record, size, FOLDS)
     )
 
 

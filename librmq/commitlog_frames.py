@@ -99,6 +99,7 @@ def _items(
                     and raw[topic_end] << 8 | raw[topic_end + 1] == size - topic_end - 2 < 32768
                     and topic_end < body_end + 129
                     and (not check_body or not body_size or check(raw[body_at:body_end]) & 0x7FFFFFFF == checksum)
+                    and not (check_body and raw[-1] == 2 and record.has_own_checksum(raw))
                 ):
                     yield start + place, size, raw
                     place += size

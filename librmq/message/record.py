@@ -323,6 +323,8 @@ _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SystemTopic.SCHEDULE.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SystemTopic.SCHEDULE)
 _DELAY_BYTES: Final = PropertyName.DELAY.encode()
+_OWN_CHECKSUM: Final = b"__CRC32#\1"
+_OWN_CHECKSUM_SIZE: Final = len(_OWN_CHECKSUM) + 11
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -485,7 +487,8 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
 
     RocketMQ's recovery continues after a sound record. Its lengths agree, its body matches the checksum (if
     ``check_body``), and in the schedule topic its DELAY is a number. The other fields, topic and properties have no
-    checksum. The file ends at ``limit``, which is at most ``len(raw)``.
+    checksum, unless the record has one of itself (`has_own_checksum`), which is compared with ``check_body`` too. The
+    file ends at ``limit``, which is at most ``len(raw)``.
 
     Raises:
         RecordError: The record is not sound; the error names the field.
@@ -501,13 +504,34 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         (expected,) = _INT.unpack_from(raw, position + BODY_CRC_AT)
         checksum = body_checksum(raw[body_at:body_end])
         if checksum != expected:
-            raise bad_checksum(expected, checksum)
+            raise _bad_checksum(expected, checksum)
+    if check_body:
+        _check_own_checksum(raw, position, end)
     if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:
         level = find_property(bytes(raw[properties_at:end]), _DELAY_BYTES)
         if level is not None and java_int(java_decode(level)) is None:
             at = properties_at - position
             raise RecordError(f"DELAY of a delayed message: expected a number, found {level[:40]!r}", at)
     return end - position
+
+
+def has_own_checksum(tail: bytes) -> bool:
+    """Return whether a record that ends in ``tail``, at least 20 bytes, has a checksum of itself as its last property.
+
+    RocketMQ writes one since 5.1.5 where ``enabledAppendPropCRC`` is set: the name, ten decimal digits, the least
+    significant first, and the separator of properties. It covers all bytes of the record before it.
+    """
+    return tail[-1:] == b"\2" and tail[-_OWN_CHECKSUM_SIZE:].startswith(_OWN_CHECKSUM)
+
+
+def _check_own_checksum(raw: Raw, position: int, end: int) -> None:
+    at = end - _OWN_CHECKSUM_SIZE
+    tail = bytes(raw[at:end])
+    if has_own_checksum(tail):
+        digits, actual = tail[len(_OWN_CHECKSUM) : -1][::-1], body_checksum(raw[position:at])
+        if not digits.isdigit() or int(digits) != actual:
+            what = f"checksum of the record in __CRC32#: expected {digits.decode('ascii', 'replace')}, found {actual}"
+            raise RecordError(what, at - position)
 
 
 def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Record:
@@ -525,7 +549,7 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     reconsume_times, prepared_transaction_offset, _ = _AFTER_HOSTS.unpack_from(raw, position + store_end)
     body = bytes(raw[body_at:body_end])
     if check_body and body and body_checksum(body) != body_crc:
-        raise bad_checksum(body_crc, body_checksum(body))
+        raise _bad_checksum(body_crc, body_checksum(body))
     return Record(
         topic=java_decode(bytes(raw[topic_at:topic_end])),
         queue_id=queue_id,
@@ -546,8 +570,7 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     )
 
 
-def bad_checksum(expected: int, actual: int) -> BodyChecksumError:
-    """Return the error of a body with another checksum."""
+def _bad_checksum(expected: int, actual: int) -> BodyChecksumError:
     return BodyChecksumError(f"body checksum: expected {expected & 0xFFFFFFFF:08x}, found {actual:08x}", BODY_CRC_AT)
 
 

@@ -383,6 +383,9 @@ def _usual_frames(
         fixed, checksum = head.itemsize, record_format.body_checksum
         sums = [checksum(data[at + fixed : end]) if end > at + fixed else -1 for at, end, _ in frames]
         count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
+        frames = frames[:count]
+        own = (at for at, (_, tail, end) in enumerate(frames) if record_format.has_own_checksum(data[tail:end]))
+        count = next(own, count)
     return head[:count], ends[:count], [data[at:end] for _, at, end in frames[:count]]
 
 

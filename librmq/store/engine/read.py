@@ -148,8 +148,7 @@ def read_queue(
         )
         if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
             usual = _read_all(checks, name, raw, queue_offset, low, high, joined)
-        is_left = checked and CORE.module is None  # the core has compared the bodies with their checksums
-        if usual is not None and not (is_left and not all(message.crc_ok for message in usual.messages)):
+        if usual is not None and (not checked or _are_sound(usual.messages)):
             return usual
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     raw = queue.read(queue_offset, limit)
@@ -171,6 +170,16 @@ def read_queue(
         entries = array["physical_offset"].tolist(), array["size"].tolist()
     _read_candidates(checks, queue, name, entries, candidates, max_messages, matching, result)
     return result
+
+
+def _are_sound(messages: Sequence[StoredMessage]) -> bool:
+    """Return whether the bodies match their checksums; the compiled core has compared them when it read them."""
+    try:
+        for message in messages if CORE.module is None else ():
+            message._check_body()
+    except RecordError:
+        return False
+    return True
 
 
 def wrong_argument(queue_offset: object, max_messages: object, matching: object) -> TypeError | None:
@@ -252,9 +261,8 @@ class _UncheckedMessage(StoredMessage):
         """
         raw = self.raw
         checksum, flags, length = _unpack_checked(raw)
-        if (
-            not flags & 49 and length <= _SHORT_BODY
-        ):  # to check it again takes no longer than to note that it was checked
+        # To check a short body again takes no longer than to note that it was checked.
+        if not flags & 49 and length <= _SHORT_BODY and raw[-1] != 2:
             body = raw[_BODY_AT : _BODY_AT + length]
             if _short_crc32(body) & 0x7FFFFFFF == checksum or not length:
                 return body
@@ -263,14 +271,13 @@ class _UncheckedMessage(StoredMessage):
 
     @override
     def _check_body(self) -> None:
-        """Compare the body with its checksum.
+        """Compare the body with its checksum, and the record with one of its own.
 
         Raises:
-            BodyChecksumError: It does not match.
+            RecordError: It does not match.
         """
         if not getattr(self, "_is_sound", False):
-            if not self.crc_ok:
-                raise record_format.bad_checksum(self.body_crc, record_format.body_checksum(self.stored_body))
+            record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
             self._is_sound = True
 
 
