@@ -536,6 +536,12 @@ def offset_at_place(queue: ConsumeQueue, physical_offset: int) -> int:
     return _behind_filler(queue, low, queue.max_offset)
 
 
+def _leads_to(queue: ConsumeQueue, physical_offset: int) -> bool:
+    """Return whether an entry of a queue has this place."""
+    raw = queue.read(offset_at_place(queue, physical_offset), 1)
+    return bool(raw) and bool(ENTRY.unpack(raw)[0] == physical_offset)
+
+
 def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
     """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
     while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
@@ -622,7 +628,9 @@ def find_by_id(
         try:
             message = parts.log.message(physical_offset)
         except CorruptionError as error:
-            message, damage = None, error  # 32 digits can also be a unique id
+            message = None
+            # 32 digits can also be a unique id, and any number can stand for a place where no record begins.
+            damage = error if any(_leads_to(queue, physical_offset) for queue in parts.queues.values()) else None
         if message is not None and message.offset_id == message_id.upper():
             return unwrapped(parts.log, message)
     messages = {
