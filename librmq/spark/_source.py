@@ -24,6 +24,7 @@ from librmq.columns.decoding import columns_of
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
+from librmq.override import override
 from librmq.spark._conditions import shows_conditions, with_condition
 from librmq.spark._kafka import Renaming, kafka_columns, kafka_schema, plain_name, plain_schema
 from librmq.spark._options import (
@@ -69,6 +70,7 @@ class RocketMQDataSource(DataSource):
         refuse_unknown(options, {*READ_OPTIONS, *WRITE_OPTIONS}, "format")
 
     @classmethod
+    @override
     def name(cls) -> str:
         return "rocketmq"
 
@@ -85,6 +87,7 @@ class RocketMQDataSource(DataSource):
             options = json.loads(documents[0])
         return options
 
+    @override
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
         options = dict(self.options)
@@ -93,6 +96,7 @@ class RocketMQDataSource(DataSource):
             schema.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
         return schema
 
+    @override
     def reader(self, schema: StructType) -> DataSourceReader:
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         values = self._options_of(schema)
@@ -101,6 +105,7 @@ class RocketMQDataSource(DataSource):
         options = parse_read_options(values)
         return Reader(options, *read_schema(schema, options, values))
 
+    @override
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         from librmq.spark._stream import RefusedStream, StreamReader
 
@@ -115,6 +120,7 @@ class RocketMQDataSource(DataSource):
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(with_condition(error))
 
+    @override
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from librmq.spark._write import Writer
 
@@ -124,6 +130,7 @@ class RocketMQDataSource(DataSource):
         refuse_for_batches(self.options)
         return Writer(options, schema)
 
+    @override
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
         from librmq.spark._write import StreamWriter
 
@@ -146,6 +153,7 @@ class Reader(DataSourceReader):
         self._schema = schema
         self._renaming = renaming
 
+    @override
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
         from librmq.columns import RemoteStore, plan
@@ -156,6 +164,7 @@ class Reader(DataSourceReader):
         parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
         return [InputPartition(part) for part in parts]
 
+    @override
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
         if partition.value is None:  # Spark's own partition, if there is nothing to read
@@ -262,9 +271,11 @@ class ProgressReader(DataSourceReader):
         for path in self._options.paths:
             directory.check_kind(path, DiskFiles())
 
+    @override
     def partitions(self) -> list[InputPartition]:
         return [InputPartition(path) for path in self._options.paths]
 
+    @override
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 

@@ -138,6 +138,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # --------------------------------------------------------------------------------------------------- on the driver
 
+    @override
     def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
         """Return the start of a new query."""
         options = self._options
@@ -155,6 +156,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 offsets[path, *name] = begin
         return nested(offsets, self._identities(offsets, {}, {}))
 
+    @override
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         max_offsets = self._limits.max_offsets
         if self._limits == StreamLimits():
@@ -162,14 +164,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # Spark knows no limit of several kinds; `latestOffset` applies the others.
         return ReadMaxRows(LARGEST_OFFSET if max_offsets is None else max_offsets)
 
+    @override
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Keep the present ends, where the query stops."""
         self._target = self._ends()
 
+    @override
     def reportLatestOffset(self) -> Offset:  # noqa: N802
         """Return the present ends."""
         return nested(self._ends())
 
+    @override
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the end of the next batch."""
         ends = self._ends()
@@ -228,6 +233,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             counts[order[-1]] = max(counts[order[-1]], 1)
         return counts
 
+    @override
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Return the tasks of a batch."""
         stores = self._refreshed_stores()
@@ -261,9 +267,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 parts += map(InputPartition, of_store)
         return parts
 
+    @override
     def commit(self, end: Offset) -> None:
         """Do nothing: Spark does not call this for a query's last batch anyway."""
 
+    @override
     def stop(self) -> None:
         """Close the stores."""
         for store in self._stores.values():
@@ -416,6 +424,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # ------------------------------------------------------------------------------------------------------ in workers
 
+    @override
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
         from librmq.columns import Reading

@@ -34,6 +34,7 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Sto
 from librmq.files import DiskFiles, file_size
 from librmq.files.interface import confine, make_folders
 from librmq.message import record
+from librmq.override import override
 from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
 from librmq.spark._kafka import written_batch, written_schema
@@ -405,10 +406,12 @@ class Writer(StagingWriter, DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema, options.job_id or f"job-{uuid.uuid4().hex}")
 
+    @override
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Commit the staged files to the store, on the driver."""
         self._commit(messages, self._job, keep_note=self._options.job_id is not None)
 
+    @override
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the staged files, on the driver."""
         discard(self._folder)
@@ -424,12 +427,14 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema, f"stream-{options.job_id or _query_id(options.checkpoint)}")
 
+    @override
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 (Spark's)
         """Commit the staged files of a batch to the store, on the driver."""
         self._commit(messages, f"{self._job}.{batchId}", keep_note=True)
         # Spark repeats no batch but the last.
         DiskFiles().delete(JobNote.path(self._options.path, f"{self._job}.{batchId - 1}"))
 
+    @override
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Delete the staged files, on the driver."""
         discard(self._folder)
