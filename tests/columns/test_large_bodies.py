@@ -19,10 +19,9 @@ BODIES = [
     ("a" * (SIZE - 1)).encode() + b"\xc3",  # the end of a character is missing
 ]
 EXPORT = """
-import resource
 from librmq.columns import export
 export("store", "out.jsonl", format="jsonl")
-print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(1024 * int(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0]))
 """
 
 

@@ -405,10 +405,9 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     with pytest.raises(CorruptionError, match="the last close noted that it reached" if kept else "beyond the log's"):
         reader(copy)
     (copy / "librmq" / "closed.json").unlink()
-    with pytest.raises(
-        CorruptionError, match="the checkpoint covers records up to" if kept else "beyond the log's end"
-    ):
-        reader(copy, topic="A", columns=["body"])
+    if not kept:  # else it is as a copy of a running store is, which the next opening repairs
+        with pytest.raises(CorruptionError, match="beyond the log's end"):
+            reader(copy, topic="A", columns=["body"])
 
 
 def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ def test_a_job_repeated_after_its_records_expired(tmp_path: Path, died: bool) ->
     staged = stage(Path(folder), 1, 10)
     assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
     found = json.loads(note.read_bytes())
+    del found["crc32"]  # as an earlier version has written it
     assert found["done"] is True
     note.write_text(json.dumps(found | {"begin": 100, "end": 200, "done": not died}))
     (path / "commitlog" / f"{0:020}").unlink()
