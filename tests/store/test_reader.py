@@ -33,6 +33,7 @@ from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.read import GetStatus
 from librmq.store.retention import Retention
 from tests.budget import examples, many
+from tests.lock_order import elsewhere
 from tests.stores import (
     EVER,
     LISTS_DESCRIPTORS,
@@ -589,7 +590,8 @@ class Meanwhile(MemoryFiles):
         then = self.then
         if then is not None and path.startswith(f"{ROOT}/{self.where}"):
             self.then = None
-            then()
+            with elsewhere():
+                then()
 
     def list(self, path: str) -> list[FolderEntry]:
         found = super().list(path)
