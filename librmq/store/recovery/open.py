@@ -130,16 +130,20 @@ def _unused_at_end(folder: str, files: Files) -> list[str]:
 
 
 def _check_noted_files(path: str, files: Files) -> None:
-    """Refuse a log that lacks a file into which it reached as a note says; call it before the notes are changed.
+    """Refuse a log that lacks a file into which it reached as a note says, where only prepared files are behind it.
+
+    Call it before the notes are changed. A gap before records is refused where the log is opened.
 
     Raises:
-        CorruptionError: No crash has left that gap; what is behind it may be prepared files alone.
+        CorruptionError: No crash has left that gap.
     """
-    noted = max(noted_ends(path, files), key=lambda noted: noted.log_end, default=None)
-    sequence = _numbered(os.path.join(path, directory.COMMITLOG), files)
+    folder = os.path.join(path, directory.COMMITLOG)
+    unused = frozenset(_unused_at_end(folder, files))
+    noted = max(noted_ends(path, files), key=lambda noted: noted.log_end, default=None) if unused else None
+    sequence = _numbered(folder, files) if unused else []
     for (before, size), (behind, _) in itertools.pairwise(sequence):
         end = int(os.path.basename(before)) + size
-        if noted is not None and end < min(noted.log_end, int(os.path.basename(behind))):
+        if behind in unused and noted is not None and end < min(noted.log_end, int(os.path.basename(behind))):
             what = (
                 f"expected {file_name(end)} before it, because {noted.what} noted that the log reached {noted.log_end}"
             )
