@@ -47,7 +47,7 @@ _pull: Final = CORE.pull
 _read: Final = CORE.read
 _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
-_OWN: Final = ("size", "magic", "queue_id", "queue_offset", "physical_offset", "body_length")
+_OWN: Final = ["size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "sys_flag", "body_length"]
 _unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
 _CHECKED: Final = ("body_crc", "sys_flag", "body_length")
 _unpack_checked = record_format.header_struct(*_CHECKED, unsigned=("body_length",)).unpack_from
@@ -147,8 +147,8 @@ def read_queue(
             else _read(log, queue, queue_offset, max_messages, transfer, low, high, name)
         )
         if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
-            usual = _read_all(checks, name, raw, queue_offset, low, high, joined)
-        if usual is not None and (not checked or _are_sound(usual.messages)):
+            usual = _read_all(checks, name, raw, queue_offset, low, high, joined, checked)
+        if usual is not None:
             return usual
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     raw = queue.read(queue_offset, limit)
@@ -172,16 +172,6 @@ def read_queue(
     return result
 
 
-def _are_sound(messages: Sequence[StoredMessage]) -> bool:
-    """Return whether the bodies match their checksums; the compiled core has compared them when it read them."""
-    try:
-        for message in messages if CORE.module is None else ():
-            message._check_body()
-    except RecordError:
-        return False
-    return True
-
-
 def wrong_argument(queue_offset: object, max_messages: object, matching: object) -> TypeError | None:
     """Return the error that names the first of these that is of a wrong kind, None if none is."""
     for name, value in (("queue_offset", queue_offset), ("max_messages", max_messages)):
@@ -193,7 +183,14 @@ def wrong_argument(queue_offset: object, max_messages: object, matching: object)
 
 
 def _read_all(
-    checks: EntryChecks, name: QueueName, raw_entries: bytes, queue_offset: int, low: int, high: int, joined: bool
+    checks: EntryChecks,
+    name: QueueName,
+    raw_entries: bytes,
+    queue_offset: int,
+    low: int,
+    high: int,
+    joined: bool,
+    checked: bool,
 ) -> ReadResult | None:
     """Read without a filter on a fast path; None if anything is unusual, for which the caller takes the general path.
 
@@ -206,7 +203,7 @@ def _read_all(
     if on_disk and log_end - _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)[0] <= transfer.memory:
         return None  # messages in memory have other limits
     max_count, max_bytes = transfer.most[on_disk]
-    batch = records_of(log, name, queue_offset, raw_entries, max_count, max_bytes, joined)
+    batch = records_of(log, name, queue_offset, raw_entries, max_count, max_bytes, joined, checked)
     if batch is None:
         return None
     messages, total = batch
@@ -221,10 +218,12 @@ def records_of(
     max_count: int = sys.maxsize,
     max_bytes: int = sys.maxsize,
     joined: bool = False,
+    checked: bool = False,
 ) -> tuple[Sequence[StoredMessage], int] | None:
     """Return the messages of the first packed entries, from ``queue_offset`` on, and their bytes; at least one message.
 
-    Return None unless they are in one file of the log, in order, and each is `is_usual`.
+    Return None unless they are in one file of the log, in order, and each is `is_usual`. With ``checked``, pure Python
+    compares the bodies now.
     """
     (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
     file_size, sequence = log.file_size, log.sequence
@@ -241,15 +240,13 @@ def records_of(
                 return batch  # type: ignore[no-any-return]
             data, count = batch
             return StoredRecords(data, count), len(data)
-    return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes, name, queue_offset)
+    return _cut_out(raw_entries, file.buffer, start, limit, (max_count, max_bytes), name, queue_offset, checked)
 
 
 class _UncheckedMessage(StoredMessage):
     """A message that pure Python has read, whose body is compared with its checksum when it is first used."""
 
-    __slots__ = ("_is_sound",)
-
-    _is_sound: bool
+    __slots__ = ()
 
     @property
     @override
@@ -261,13 +258,13 @@ class _UncheckedMessage(StoredMessage):
         """
         raw = self.raw
         checksum, flags, length = _unpack_checked(raw)
-        # To check a short body again takes no longer than to note that it was checked.
+        # To compare a short body again takes no longer than to note that it was compared.
         if not flags & 49 and length <= _SHORT_BODY and raw[-1] != 2:
             body = raw[_BODY_AT : _BODY_AT + length]
             if _short_crc32(body) & 0x7FFFFFFF == checksum or not length:
                 return body
         self._check_body()
-        return super().body
+        return self.body  # by `StoredMessage`
 
     @override
     def _check_body(self) -> None:
@@ -276,9 +273,16 @@ class _UncheckedMessage(StoredMessage):
         Raises:
             RecordError: It does not match.
         """
-        if not getattr(self, "_is_sound", False):
-            record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
-            self._is_sound = True
+        record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
+        self.__class__ = StoredMessage  # type: ignore[assignment]  # which compares nothing
+
+
+def _is_sound(raw: bytes) -> bool:
+    try:
+        record_format.check_record(raw, 0, len(raw), check_body=True)
+    except RecordError:
+        return False
+    return True
 
 
 def _cut_out(
@@ -286,15 +290,17 @@ def _cut_out(
     buffer: Buffer,
     start: int,
     limit: int,
-    max_count: int,
-    max_bytes: int,
+    most: tuple[int, int],
     name: QueueName,
     queue_offset: int,
+    checked: bool,
 ) -> tuple[list[StoredMessage], int] | None:
     """Return the messages of the first entries and their bytes, None if anything is unusual.
 
-    ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``.
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``. ``most`` are the most
+    messages and bytes.
     """
+    max_count, max_bytes = most
     places, sizes = places_and_sizes(raw_entries[: max_count * ENTRY_SIZE])
     total, count = sum(sizes), len(sizes)
     while total > max_bytes and count > 1:
@@ -306,9 +312,10 @@ def _cut_out(
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
     is_compiled = CORE.module is not None  # for memory files, which it does not read
-    kind = StoredMessage if is_compiled else _UncheckedMessage
+    kind = StoredMessage if is_compiled or checked else _UncheckedMessage
     messages = [*map(kind.__new__, repeat(kind, count))]
     (topic, queue_id), unpack, fixed = name, _unpack_own, record_format.FIXED_SIZE
+    short_crc32, v6 = _short_crc32, record_format.HOSTS_V6
     before, tail, tail_size = -1, b"", 0
     for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
@@ -321,7 +328,7 @@ def _cut_out(
             queue_offset += 1
             continue
         # This is `is_usual`, inlined, because it runs for each message.
-        own_size, magic, own_id, own_offset, own_place, body_size = unpack(raw)
+        own_size, magic, checksum, own_id, own_offset, own_place, flags, body_size = unpack(raw)
         if size - body_size != before:  # messages of a queue often have the same properties
             before = size - body_size
             tail = usual_tail(topic, before)
@@ -334,6 +341,17 @@ def _cut_out(
             or own_id != queue_id
             or magic != _MAGIC
             or raw[tail_at : tail_at + tail_size] != tail
+        ):
+            return None
+        if (
+            checked
+            and (
+                flags & v6
+                or body_size > _SHORT_BODY
+                or raw[-1] == 2
+                or short_crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum
+            )
+            and not _is_sound(raw)
         ):
             return None
         queue_offset += 1
