@@ -53,6 +53,7 @@ from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
     Endpoint,
+    EndTransaction,
     ForwardToDeadLetters,
     Heartbeat,
     QueueData,
@@ -98,6 +99,8 @@ _FAILED_S: Final = 1.0
 
 _STORES: Final = frozenset((SendMessage, SendBatch, SendReply, SendBack, ForwardToDeadLetters, ResendLetters))
 """Requests that an owner may have carried out when it ended, so that only their caller can repeat them."""
+_APPENDS: Final = _STORES | {EndTransaction}
+"""Requests after which this process may append to the same queues by itself."""
 
 
 def _check_place(path: str, files: DiskFiles) -> None:
@@ -456,7 +459,12 @@ class SharedBroker(AdministeredRoute):
             # its timeout would keep all other threads of the runner from their work.
             raise stopped
         try:
-            return endpoint.call(request)
+            if type(request) not in _APPENDS:
+                return endpoint.call(request)
+            # A signal waits for the answer, at most as long as the request may take. A caller that it ended before
+            # could append its next messages by itself, in front of this one, which the owner still stores.
+            with critical:
+                return endpoint.call(request)
         except BrokerUnreachableError as error:
             link.is_silent = True
             if until_s is None:

@@ -727,6 +727,43 @@ def test_a_signal_handler_closes_a_share_within_an_append_of_its_own(
             signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene) -> None:
+    """The owner, which stores batches, is stopped while the signal comes; the peer's own appends go on meanwhile."""
+    owner, has_ended = scene.start().wait_ready(), threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def resume() -> None:
+        has_ended.wait(1)
+        owner.send_signal(signal.SIGCONT)
+
+    with librmq.share(scene.store, timeout=30) as shared, Producer(shared, "shop", timeout=30) as producer:
+        shared.create_topic("orders", 1)
+        for _ in range(8):
+            producer.send("orders", b"0")
+        before = signal.signal(signal.SIGALRM, interrupt)
+        resuming = threading.Thread(target=resume)
+        try:
+            owner.send_signal(signal.SIGSTOP)
+            producer.send("orders", b"1")  # which needs no owner
+            resuming.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                producer.send_batch([Message("orders", b"2"), Message("orders", b"3")])
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        producer.send("orders", b"4")
+        has_ended.set()
+        resuming.join()
+        producer.send_batch([Message("orders", b"5"), Message("orders", b"6")])
+        stored = [message.body for message in shared.messages("orders")]
+    assert stored == sorted(stored)
+    assert stored[-7:] == [b"0", *(b"%d" % number for number in range(1, 7))]
+
+
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 def test_a_one_way_message_is_stored_before_the_next_one_of_its_peer(tmp_path: Path) -> None:
     """Whether the owner stores it, as after each change of a topic, or the peer."""
