@@ -398,9 +398,13 @@ class BrokerDamageError(BrokerError, CorruptionError):
 
     def __init__(self, code: int, remark: str) -> None:
         RmqError.__init__(self, remark)
-        self.code, self.remark, self.kind = code, remark, "record"
         place = _PLACE.search(remark)
-        self.file, self.offset, self.what = (place[1], int(place[2]), place[3]) if place else ("", 0, remark)
+        self.code: int = code
+        self.remark: str = remark
+        self.kind: str = "record"
+        self.file: str = place[1] if place else ""
+        self.offset: int = int(place[2]) if place else 0
+        self.what: str = place[3] if place else remark
 
 
 class BrokerDiskFullError(BrokerError, DiskFullError):

@@ -87,7 +87,7 @@ class ThreadRunner(Runner):
         self._is_start_refused = False
         self._telling = Step("calls the application", self._tell_later)
         self._is_telling = False
-        self.outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
+        self.outside: Outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
         _runners.add(self)
 
     @override

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from librmq import Broker, ManualClock, ManualRunner, Producer
 from librmq.console import console
 from tests.cli.stand import Shell
 from tests.console.pages import Asked
+from tests.programs import run_program
 
 MESSAGES = 50
 
@@ -36,10 +35,9 @@ def left(shell: Shell, request: pytest.FixtureRequest) -> Path:
     """Return a store that was killed, or copied while it ran, before its entries and keys were written."""
     left = shell.folder / "left"
     if request.param == "killed":
-        program = (
+        run_program(
             f"import os; from tests.cli.test_recoverable import *; running({str(left)!r}); os.kill(os.getpid(), 9)"
         )
-        subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2])
     else:
         with running("running"):
             shutil.copytree("running", left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -113,6 +114,28 @@ def _of_compressed_bodies(recording: Recording, difference: Difference) -> bool:
     return is_of_bytes and any(row["sysFlag"] & record.COMPRESSED for row in recording.messages)
 
 
+def _of_what_is_passed_at_once(recording: Recording, difference: Difference) -> bool:
+    if difference.area == "delivery":
+        return difference.topic in recording.topics_of_differing_instances
+    said = re.search(r": (\{.*\}|\d+)(?: to \d+)?, recorded (\{.*\}|\d+|None)$", difference.text)
+    if difference.area not in ("config", "progress") or said is None:
+        return False
+    have, want = (_numbers(ast.literal_eval(one)) for one in said.groups())
+    is_filtered = difference.topic in recording.filtered_topics.get(difference.group, ())
+    return want.keys() <= have.keys() and all(
+        number > want[key] and is_filtered if key in want else not want or difference.group == ""
+        for key, number in have.items()
+        if want.get(key) != number
+    )
+
+
+def _numbers(told: object, key: str = "") -> dict[str, int]:
+    """Return the numbers in nested tables by the path of their keys."""
+    if isinstance(told, Mapping):
+        return {path: number for name, one in told.items() for path, number in _numbers(one, f"{key}/{name}").items()}
+    return {key: told} if isinstance(told, int) else {}
+
+
 def _empty_answer(recording: Recording, difference: Difference) -> bool:
     return difference.area == "empty answer"
 
@@ -147,6 +170,13 @@ DEVIATIONS: Final = (
         "RocketMQ's commitSync notes progress in the client, which tells the broker by time, or never. librmq's "
         "commit returns when the broker has it.",
         _of_a_commit,
+    ),
+    Deviation(
+        "what a pull passes is progress at once",
+        "RocketMQ's client hears up to 15 s later, when the hold of its pull ends, which messages its filter left out, "
+        "and that a queue in which it found nothing begins at its end. librmq counts both as progress at once, so that "
+        "nothing lags which nobody gets. Instances with different filters so skip more of each other's messages.",
+        _of_what_is_passed_at_once,
     ),
     Deviation(
         "a half message given up and committed",

@@ -300,16 +300,24 @@ class Recording:
     @cached_property
     def has_differing_instances(self) -> bool:
         """Whether instances of a group subscribe to a topic in different ways."""
-        told = {
-            (event["group"], topic): of["subString"]
-            for event in self.of_kind("consumer_start")
-            for topic, of in event["subscription"].items()
-        }
-        return any(
-            told[event["group"], topic] != of["subString"]
-            for event in self.of_kind("consumer_start")
-            for topic, of in event["subscription"].items()
-        )
+        return bool(self.topics_of_differing_instances)
+
+    @cached_property
+    def topics_of_differing_instances(self) -> frozenset[str]:
+        """The topics to which instances of a group subscribe in different ways."""
+        told = defaultdict[tuple[str, str], set[str]](set)
+        for event in self.of_kind("consumer_start"):
+            for topic, of in event["subscription"].items():
+                told[event["group"], topic].add(of["subString"])
+        return frozenset(topic for (_, topic), expressions in told.items() if len(expressions) > 1)
+
+    @cached_property
+    def filtered_topics(self) -> dict[str, set[str]]:
+        """The topics of which each group gets only the messages that a filter accepts."""
+        found = defaultdict[str, set[str]](set)
+        for event in self.of_kind("consumer_start"):
+            found[event["group"]] |= {topic for topic, of in event["subscription"].items() if of["subString"] != "*"}
+        return found
 
     @cached_property
     def transactional_clients(self) -> frozenset[str]:

@@ -696,11 +696,11 @@ class DelayedSave:
         wake: Callable[[int], object],
     ) -> None:
         """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call ``saver.run_due`` by then."""
-        self.has_changed = False
+        self.has_changed: bool = False
         """Whether there are unsaved changes."""
         self._save = save
         self._wake = wake
-        self.saver = ProgressSaver(
+        self.saver: ProgressSaver[bool] = ProgressSaver(
             what,
             flush=lambda reached: None,  # the writer of the table flushes what it depends on
             reached=lambda: self.has_changed or None,
