@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from tests.mutation.planted import PACKAGE, Edit, plant_sources
 
 _AT_ONCE = 3
+_CHECKOUT = Path(__file__).parents[2]
 
 
 class Fault(NamedTuple):
@@ -53,7 +55,8 @@ def run_planted(fault: Fault, options: argparse.Namespace) -> None:
 def outcome_with(fault: Fault, words: list[str]) -> tuple[str, list[str]]:
     """Run a row in a process with its fault; return what became of it, and the names that it made."""
     command = [sys.executable, "-m", "tests.judged.faults", *words, "--plant", fault.row]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((*filter(None, sys.path), str(_CHECKOUT)))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"{fault.row}: {done.stderr}")
     told, made = json.loads(done.stdout.splitlines()[-1])
