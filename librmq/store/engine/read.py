@@ -49,10 +49,8 @@ _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _OWN: Final = ["size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "sys_flag", "body_length"]
 _unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
-_CHECKED: Final = ("body_crc", "sys_flag", "body_length")
-_unpack_checked = record_format.header_struct(*_CHECKED, unsigned=("body_length",)).unpack_from
-_short_crc32: Final = record_format.short_crc32
-_SHORT_BODY: Final = record_format.SHORT_BODY
+_crc32: Final = record_format.crc32  # here ISA-L is faster for short bodies too
+_NOT_PLAIN: Final = record_format.HOSTS_V6 | record_format.COMPRESSED
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BODY_AT: Final = record_format.BODY_AT
 
@@ -244,9 +242,13 @@ def records_of(
 
 
 class _UncheckedMessage(StoredMessage):
-    """A message that pure Python has read, whose body is compared with its checksum when it is first used."""
+    """A message that pure Python has read, whose body is compared with its checksum when it is used."""
 
-    __slots__ = ()
+    __slots__ = ("_body_end", "_checksum")
+
+    _body_end: int
+    """The end of a body that is not compressed, in a record without a checksum of its own; else not set."""
+    _checksum: int
 
     @property
     @override
@@ -256,15 +258,14 @@ class _UncheckedMessage(StoredMessage):
         Raises:
             BodyChecksumError: The body does not match its checksum.
         """
-        raw = self.raw
-        checksum, flags, length = _unpack_checked(raw)
-        # To compare a short body again takes no longer than to note that it was compared.
-        if not flags & 49 and length <= _SHORT_BODY and raw[-1] != 2:
-            body = raw[_BODY_AT : _BODY_AT + length]
-            if _short_crc32(body) & 0x7FFFFFFF == checksum or not length:
+        try:
+            body = self.raw[_BODY_AT : self._body_end]
+            if _crc32(body) & 0x7FFFFFFF == self._checksum:
                 return body
+        except AttributeError:
+            pass  # the body is not a usual one
         self._check_body()
-        return self.body  # by `StoredMessage`
+        return super().body
 
     @override
     def _check_body(self) -> None:
@@ -274,7 +275,6 @@ class _UncheckedMessage(StoredMessage):
             RecordError: It does not match.
         """
         record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
-        self.__class__ = StoredMessage  # type: ignore[assignment]  # which compares nothing
 
 
 def _is_sound(raw: bytes) -> bool:
@@ -307,15 +307,14 @@ def _cut_out(
         count -= 1
         total -= sizes[count]
     places, sizes = places[:count], sizes[:count]
-    if [*places] != sorted(places) or len({*places}) < count:
-        return None
-    if places[-1] + total > limit < max(map(add, places, sizes)):
+    # A record that names its queue offset has its own place, so two entries cannot have one.
+    if min(places) < start or (max(places) + max(sizes) > limit < max(map(add, places, sizes))):
         return None
     is_compiled = CORE.module is not None  # for memory files, which it does not read
     kind = StoredMessage if is_compiled or checked else _UncheckedMessage
     messages = [*map(kind.__new__, repeat(kind, count))]
     (topic, queue_id), unpack, fixed = name, _unpack_own, record_format.FIXED_SIZE
-    short_crc32, v6 = _short_crc32, record_format.HOSTS_V6
+    crc32 = _crc32
     before, tail, tail_size = -1, b"", 0
     for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
@@ -343,18 +342,13 @@ def _cut_out(
             or raw[tail_at : tail_at + tail_size] != tail
         ):
             return None
-        if (
-            checked
-            and (
-                flags & v6
-                or body_size > _SHORT_BODY
-                or raw[-1] == 2
-                or short_crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum
-            )
-            and not _is_sound(raw)
-        ):
-            return None
         queue_offset += 1
+        has_own = raw[-1] == 2  # as a checksum of the record ends
+        if not checked:
+            if not has_own and not flags & _NOT_PLAIN:
+                message._body_end, message._checksum = tail_at, checksum  # type: ignore[attr-defined]
+        elif (has_own or crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum) and not _is_sound(raw):
+            return None
     return messages, total
 
 
