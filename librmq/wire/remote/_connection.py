@@ -16,7 +16,6 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, MalformedError, RequestNotSentError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock, if_free
-from librmq.wire.remoting._codec import read_plain_sent
 from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 
 T = TypeVar("T")
@@ -445,7 +444,7 @@ class Answers:
         self._stream = stream
         stream.look_briefly(_LOOK_S)
         self._connection = connection
-        self._frames = FrameReader(read_known=read_plain_sent)
+        self._frames = FrameReader()
         self.reads = 0
         """The number of reads that have brought bytes."""
         self._reading = Lock()
@@ -561,8 +560,7 @@ class Answers:
         if received:
             self.reads += 1
             try:
-                only = self._frames.read_only(received)
-                self._connection.pass_on(self._frames.feed(received) if only is None else (only,))
+                self._connection.pass_on(self._frames.feed(received))
             except MalformedError as error:
                 why = f"the server sends no frames: {error}"
             else:

@@ -78,7 +78,7 @@ from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import SUSPEND_MS, HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
-from librmq.wire.remoting._codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
+from librmq.wire.remoting._codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._headers import (
     ConsumerGroupHeader,
@@ -329,10 +329,7 @@ class RemoteBroker(Endpoint):
         return self._sent(send, transport.request(frame, timeout_s))
 
     def _sent(self, send: SendMessage | SendBatch, answer: Frame) -> SendResponse:
-        if type(answer) is SentFrame:
-            response = answer.response
-        else:
-            response = cast("SendResponse", self._read_result(lambda _, answer: read_sent(answer), send, answer))
+        response = cast("SendResponse", self._read_result(lambda _, answer: read_sent(answer), send, answer))
         self._stored(send.messages[0].topic if isinstance(send, SendBatch) else send.message.topic)
         return response
 

@@ -54,10 +54,8 @@ from librmq.wire.remoting._frames import (
     FrameSocket,
     answer_to,
     encode,
-    encode_answer,
     from_fields,
     to_fields,
-    to_text,
 )
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
@@ -69,7 +67,6 @@ from librmq.wire.remoting._headers import (
     RequestForm,
     ResetOffsetHeader,
 )
-from librmq.wire.remoting._known_headers import KnownFrame
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
 _log = EventLog("librmq.wire")
@@ -241,10 +238,8 @@ class RemotingCall(NamedTuple):
         Raises:
             MalformedError: It does not fit into a frame.
         """
-        if self.frame.is_binary:
-            fields = {} if header is None else to_fields(header)
-            return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
-        return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), body)
+        fields = {} if header is None else to_fields(header)
+        return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
 
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
         """Pass the request to the broker, by ``ask`` or for this client; return the bytes of the answer, if any."""
@@ -281,10 +276,7 @@ def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | No
         remark = f" request type {frame.code} not supported"
         return encode(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
     try:
-        if isinstance(frame, KnownFrame):
-            header = frame.parsed
-        else:
-            header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
+        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
         return handler(RemotingCall(channel, frame, header))
     except Exception as error:
         return refused(channel, frame, error)

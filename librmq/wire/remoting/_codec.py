@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
-from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
 from librmq.errors import (
@@ -35,7 +33,6 @@ from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
-from librmq.override import override
 from librmq.protocol import (
     DAMAGE_MS,
     Acknowledge,
@@ -107,7 +104,7 @@ from librmq.wire.remoting._bodies import (
     unwrapped,
     write_body,
 )
-from librmq.wire.remoting._frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
+from librmq.wire.remoting._frames import Frame, from_fields, to_fields, version_name
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -558,15 +555,7 @@ def _write_acknowledge(request: Acknowledge) -> Frame:
     return frame_of(RequestCode.ACKNOWLEDGE, body=write_body(row))
 
 
-_PLAIN: Final = rb'"([ !#-\[\]-~]*)"'
-_ONE_RECEIPT: Final = re.compile(rb'{"group":%b,"topic":%b,"receipts":\[%b\]}' % (_PLAIN, _PLAIN, _PLAIN))
-"""The usual body of an acknowledgement, which this reads in a tenth of the time."""
-
-
 def _parse_acknowledge(header: object, raw: bytes) -> Acknowledge:
-    usual = _ONE_RECEIPT.fullmatch(raw)
-    if usual is not None:
-        return Acknowledge(usual[1].decode(), usual[2].decode(), (usual[3].decode(),))
     body = read_request(raw, RequestCode.ACKNOWLEDGE.name)
     receipts = body.get("receipts")
     if not isinstance(receipts, list):
@@ -692,8 +681,6 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
         wait = {name: text for name, text in request.messages[0].properties.items() if name == PropertyName.WAIT}
         header = _send_header(request, encode_properties(wait).decode())
         return frame_of(RequestCode.SEND_BATCH_MESSAGE, header, encode_batch(items))
-    if type(request) is SendMessage and request.max_reconsume_times is None:
-        return MessageFrame(request)
     send = request.send if isinstance(request, SendReply) else request
     code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
     header = _send_header(send, encode_properties(send.message.properties).decode())
@@ -719,70 +706,6 @@ def _send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
     )
 
 
-class MessageFrame(Frame):
-    """The frame of a send. A template encodes it as long as nothing asks for its fields."""
-
-    __slots__ = ("_fields", "_properties", "_send")
-
-    def __init__(self, send: SendMessage) -> None:
-        self.code, self.body, self.opaque, self.remark = _SEND, send.message.body, 0, None
-        self.flag, self.language, self.version, self.is_binary = 0, "PYTHON", VERSION, False
-        self._send, self._properties = send, encode_properties(send.message.properties).decode()
-        self._fields: dict[str, str] | None = None
-
-    @property
-    @override
-    def fields(self) -> dict[str, str]:  # type: ignore[override]
-        """The fields, which may be changed."""
-        if self._fields is None:
-            self._fields = to_fields(_send_header(self._send, self._properties), by_letters=True)
-        return self._fields
-
-    @override
-    def json_header(self) -> bytes:
-        if self._fields is not None or self.flag:
-            return Frame.json_header(self)
-        send = self._send
-        message, shared = send.message, (send.group, send.message.topic, send.default_topic, send.default_queues)
-        text = _template_of(shared) % (
-            send.queue_id,
-            send.sys_flag,
-            send.born_timestamp_ms,
-            message.flag,
-            encode_basestring(self._properties),
-            send.reconsume_times,
-            self.opaque,
-        )
-        return text.encode("utf-8", "replace")
-
-
-_SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
-
-
-def send_form() -> str:
-    """Return the header of usual sends, to be filled by ``%`` with group, topic, queues, and what else differs."""
-    marks = "a group", "a topic", 70707070
-    form = _template_of((*marks[:2], SystemTopic.AUTO_CREATE, marks[2]))
-    for mark in marks:
-        form = form.replace(str(mark), "%s")
-    return form
-
-
-@lru_cache(maxsize=4096)
-def _template_of(shared: tuple[str, str, str, int]) -> str:
-    """Return the header of sends of one group to one topic, to be filled by ``%`` with what differs."""
-    numbers = (*range(10101010, 50505051, 10101010), 60606060)
-    queue_id, sys_flag, born_ms, flag, reconsume_times, opaque = numbers
-    mark = "the properties\x01"  # the escape occurs in no name
-    header = SendHeader(*shared, queue_id, sys_flag, born_ms, flag, mark, reconsume_times)
-    frame = Frame(_SEND, to_fields(header, by_letters=True), opaque=opaque)
-    text = frame.json_header().decode().replace("%", "%%").replace(encode_basestring(mark), "%s")
-    head, at, tail = text.partition('"e":')  # the names before it may contain the numbers
-    for number in numbers:
-        tail = tail.replace(str(number), "%d")
-    return head + at + tail
-
-
 def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
     """Return the answer to a send; ``code`` and ``remark`` say why a stored reply could not be pushed."""
     status = response.status
@@ -796,44 +719,6 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
     if remark is None and status is not SendStatus.SEND_OK:
         remark = status.name
     return Reply(header, code=code or SEND_CODES[status], remark=remark)
-
-
-_MARKS: Final = "msgid", 10101010, 20202020
-SENT_FORM: Final = answer_form(SentHeader(*_MARKS), None, _MARKS)
-"""The header of a usual answer to a send, to be filled with the message's id, queue and queue offset, and a number."""
-_match_sent: Final = form_pattern(
-    SENT_FORM, "([0-9A-F]{16}([0-7][0-9A-F]{15}))", "(0|[1-9][0-9]{0,8})", "(0|[1-9][0-9]{0,17})", "(0|[1-9][0-9]{0,8})"
-).fullmatch
-_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
-
-
-class SentFrame(Frame):
-    """An answer that came with the response that it has."""
-
-    __slots__ = ("response",)
-
-    def __init__(self, opaque: int, body: bytes, response: SendResponse) -> None:
-        self.code, self.body, self.opaque, self.remark = 0, body, opaque, None
-        self.flag, self.language, self.version, self.is_binary = 1, "JAVA", VERSION, False
-        self.response = response
-
-    @property
-    @override
-    def fields(self) -> dict[str, str]:  # type: ignore[override]
-        """The fields that the usual answer has."""
-        sent = self.response
-        places = {"msgId": sent.offset_ids[0], "queueId": str(sent.queue_id), "queueOffset": str(sent.queue_offset)}
-        return {**places, "MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}
-
-
-def read_plain_sent(header: bytes, body: bytes) -> SentFrame | None:
-    """Return the frame of a usual answer to a send, None if `read_json` has to read it, in three times the time."""
-    match = _match_sent(header)
-    if match is None:
-        return None
-    message_id, position, queue_id, queue_offset, opaque = match.groups()
-    sent = SendResponse(_OK, int(queue_id), int(queue_offset), int(position, 16), (message_id.decode(),))
-    return SentFrame(int(opaque), body, sent)
 
 
 def read_sent(answer: Frame) -> SendResponse:

@@ -48,7 +48,7 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import records_body
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import FORMS, Form, parse_pull, parse_receive, pulled_remark, received_reply
-from librmq.wire.remoting._frames import Frame, answer_form, framed, from_fields, to_fields
+from librmq.wire.remoting._frames import Frame, to_fields
 from librmq.wire.remoting._headers import (
     PULL_CODES,
     PULL_WAITS,
@@ -61,7 +61,6 @@ from librmq.wire.remoting._headers import (
     RequestCode,
     TimestampHeader,
 )
-from librmq.wire.remoting._known_headers import NUMBER, PLAIN_TEXT, HeaderPattern
 from librmq.wire.remoting._pop import PopRequests
 from librmq.wire.remoting._rates import Rates
 
@@ -77,40 +76,6 @@ _LAST_S: Final = 253_402_300_799
 """The last second of the year 9999."""
 _OWN_LANGUAGE: Final = "PYTHON"
 """The language of librmq's clients, which log themselves what a new group skips; other Python clients say ``CPP``."""
-
-
-def _parse_pull(frame: Frame) -> PullHeader:
-    return from_fields(PullHeader, frame.fields)
-
-
-def _fill_pull(
-    like: PullHeader, _: bytes, topic: str, queue_id: str, queue_offset: str, commit_offset: str, sub_version: str
-) -> PullHeader:
-    return PullHeader(
-        like.consumer_group,
-        topic,
-        int(queue_id),
-        int(queue_offset),
-        like.max_msg_nums,
-        like.sys_flag,
-        int(commit_offset),
-        like.suspend_timeout_millis,
-        int(sub_version),
-        like.subscription,
-        like.expression_type,
-        like.damage_ms,
-    )
-
-
-PULLS: Final = HeaderPattern(
-    int(RequestCode.PULL_MESSAGE),
-    {"topic": PLAIN_TEXT, **dict.fromkeys(("queueId", "queueOffset", "commitOffset", "subVersion"), NUMBER)},
-    _parse_pull,
-    _fill_pull,
-)
-"""What differs in the headers of a consumer's pulls."""
-_MARKS: Final = 10101010, 20202020, 40404040, 50505050
-_FOUND: Final = answer_form(PulledHeader(*_MARKS), "FOUND", _MARKS).encode()
 
 
 class _HeldPull:
@@ -340,8 +305,6 @@ class Pulls:
             rates.count("get", key, now_ms, len(response.messages), len(body))
             rates.count("latency", f"{header.queue_id}@{key}", now_ms, took_ms)
             rates.took("get", took_ms)
-            if not call.frame.is_binary:
-                return framed(_FOUND % (*places, call.frame.opaque), body)
         else:
             rates.count("miss", "", now_ms)
         remark = pulled_remark(header, response)

@@ -21,10 +21,9 @@ import selectors
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from librmq.errors import MalformedError
@@ -51,13 +50,13 @@ LANGUAGES: Final = (
 
 _IS_ANSWER: Final = 1
 _IS_ONE_WAY: Final = 2
-PREFIX: Final = struct.Struct(">iI")
+_PREFIX: Final = struct.Struct(">iI")
 """Length of a frame, and type and length of its header."""
 _LENGTH: Final = struct.Struct(">i")
 _BINARY: Final = struct.Struct(">hbhii")
 _SHORT: Final = struct.Struct(">h")
 _LIMIT: Final = 1 << 31
-HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
+_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair, which JSON can name, and no file or answer can hold."""
 _quoted: Final = json.encoder.encode_basestring
 _scan: Final[Callable[[str, int], tuple[Any, int]]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
@@ -93,11 +92,6 @@ class Frame:
         self.flag |= _IS_ONE_WAY
         return self
 
-    def json_header(self) -> bytes:
-        names = tuple(self.fields)
-        members = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, self.fields.values()))
-        return _json_header(self.code, members, self.flag, self.language, self.opaque, self.remark, self.version)
-
 
 def answer_to(
     request: Frame, code: int = 0, remark: str | None = None, *, fields: dict[str, str] | None = None, body: bytes = b""
@@ -114,49 +108,7 @@ def encode(frame: Frame) -> bytes:
     """
     if frame.is_binary:
         return framed(_binary_header(frame), frame.body, 1)
-    return framed(frame.json_header(), frame.body, 0)
-
-
-_shapes: Final[dict[tuple[str, ...], str]] = {}
-_MOST_SHAPES: Final = 256
-
-
-def _shape_of(names: tuple[str, ...]) -> str:
-    """Return the members of an object, each after a comma, with places for the values."""
-    shape = "".join("," + _quoted(name).replace("%", "%%") + ":%s" for name in names)
-    if len(_shapes) < _MOST_SHAPES:
-        _shapes[names] = shape
-    return shape
-
-
-def encode_answer(request: Frame, code: int, remark: str | None, fields: str, body: bytes) -> bytes:
-    """Return the bytes of the answer to a JSON request; ``fields`` are members of an object, each after a comma.
-
-    Raises:
-        MalformedError: It is longer than `MAX_FRAME`.
-    """
-    return framed(_json_header(code, fields, _IS_ANSWER, "JAVA", request.opaque, remark, VERSION), body, 0)
-
-
-def answer_form(header: object, remark: str | None, marks: Iterable[str | int]) -> str:
-    """Return the header of a JSON answer, to be filled by ``%`` with values and with the number of the request.
-
-    ``marks`` are what the values in ``header`` have instead, in the order of its attributes.
-    """
-    opaque = 30303030
-    text = _json_header(0, to_text(header), _IS_ANSWER, "JAVA", opaque, remark, VERSION).decode().replace("%", "%%")
-    for mark in (*marks, opaque):
-        text = text.replace(str(mark), "%d" if isinstance(mark, int) else "%s")
-    return text
-
-
-def form_pattern(form: str, *values: str) -> re.Pattern[bytes]:
-    """Return the pattern of the headers that are made by ``form % (…)``.
-
-    ``values`` are regular expressions, one for each place of the form.
-    """
-    constants = [re.escape(constant) for constant in re.split("%[ds]", form)]
-    return re.compile("".join(map("".join, zip(constants, (*values, ""), strict=True))).encode())
+    return framed(_json_header(frame), frame.body, 0)
 
 
 def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
@@ -168,27 +120,14 @@ def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
     length = 4 + len(header) + len(body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return b"".join((PREFIX.pack(length, kind << 24 | len(header)), header, body))
-
-
-def json_header_end(received: bytes) -> int:
-    """Return where the JSON header ends in bytes that are exactly one frame; 0 for any other bytes."""
-    if len(received) < PREFIX.size:
-        return 0
-    length, size = PREFIX.unpack_from(received)
-    # With the type of a header that is not JSON, its size is larger than any frame.
-    return 8 + size if length == len(received) - 4 and 0 < size <= length - 4 else 0
+    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, body))
 
 
 class FrameReader:
     """Splits the bytes of a connection into frames. Not thread-safe."""
 
-    def __init__(
-        self, max_frame: int = MAX_FRAME, *, read_known: Callable[[bytes, bytes], Frame | None] | None = None
-    ) -> None:
-        """``read_known(header, body)`` returns the frame of a JSON header that it reads faster, None of any other."""
+    def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self._max_frame = max_frame
-        self._read_known = read_known
         self._held = bytearray()
         self._wanted = 4
         """Bytes without which no frame is complete."""
@@ -197,18 +136,6 @@ class FrameReader:
     def held(self) -> int:
         """Bytes of the incomplete frame."""
         return len(self._held)
-
-    def read_only(self, received: bytes) -> Frame | None:
-        """Return the frame that ``received`` is, if its header is JSON; None if `feed` has to take the bytes.
-
-        Raises:
-            MalformedError: The header is none; the connection must be closed.
-        """
-        end = 0 if self._held or len(received) > self._max_frame else json_header_end(received)
-        if not 0 < end <= MAX_HEADER:
-            return None
-        header, body = received[8:end], received[end:]
-        return (None if self._read_known is None else self._read_known(header, body)) or read_json(header, body)
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.
@@ -222,7 +149,6 @@ class FrameReader:
                 return
             received = bytes(self._held)
             self._held.clear()
-        read_known = self._read_known
         begin, end = 0, len(received)
         self._wanted = 4
         try:
@@ -243,10 +169,7 @@ class FrameReader:
                     )
                 begin = following
                 head, payload = received[header:body], received[body:following]
-                if kind >> 24:
-                    yield _from_binary(head, payload)
-                else:
-                    yield (None if read_known is None else read_known(head, payload)) or read_json(head, payload)
+                yield (_from_binary if kind >> 24 else _from_json)(head, payload)
         finally:
             self._held += received[begin:] if begin else received
 
@@ -254,19 +177,31 @@ class FrameReader:
 # ---- JSON
 
 
-def _json_header(
-    code: int, fields: str, flag: int, language: str, opaque: int, remark: str | None, version: int
-) -> bytes:
+_shapes: Final[dict[tuple[str, ...], str]] = {}
+_MOST_SHAPES: Final = 256
+
+
+def _shape_of(names: tuple[str, ...]) -> str:
+    """Return the member of a header that has fields of these names, with places for the values."""
+    members = ",".join(_quoted(name).replace("%", "%%") + ":%s" for name in names)
+    shape = f'"extFields":{{{members}}},' if names else ""
+    if len(_shapes) < _MOST_SHAPES:
+        _shapes[names] = shape
+    return shape
+
+
+def _json_header(frame: Frame) -> bytes:
     # Written by hand, because a small answer spends most of its time here.
-    members = f'"extFields":{{{fields[1:]}}},' if fields else ""
-    remark_member = "" if remark is None else f'"remark":{_quoted(remark)},'
+    names = tuple(frame.fields)
+    members = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, frame.fields.values()))
+    remark = "" if frame.remark is None else f'"remark":{_quoted(frame.remark)},'
     return (
-        f'{{"code":{code:d},{members}"flag":{flag:d},"language":{_quoted(language)},"opaque":{opaque:d},{remark_member}'
-        f'"serializeTypeCurrentRPC":"JSON","version":{version:d}}}'
+        f'{{"code":{frame.code:d},{members}"flag":{frame.flag:d},"language":{_quoted(frame.language)},'
+        f'"opaque":{frame.opaque:d},{remark}"serializeTypeCurrentRPC":"JSON","version":{frame.version:d}}}'
     ).encode("utf-8", "replace")
 
 
-def read_json(header: bytes, body: bytes) -> Frame:
+def _from_json(header: bytes, body: bytes) -> Frame:
     """Return the frame of a JSON header and a body.
 
     Raises:
@@ -299,9 +234,9 @@ def read_json(header: bytes, body: bytes) -> Frame:
         except (TypeError, AttributeError):  # not all are strings
             fields = _texts(fields)
             together = "".join(fields.values())
-        if not together.isascii() and HALF_PAIR.search(together):
+        if not together.isascii() and _HALF_PAIR.search(together):
             # Java writes a question mark for it.
-            fields = {name: HALF_PAIR.sub("?", value) for name, value in fields.items()}
+            fields = {name: _HALF_PAIR.sub("?", value) for name, value in fields.items()}
     return Frame(
         code,
         fields,
@@ -393,11 +328,9 @@ class _Form(NamedTuple):
     read: Callable[[Mapping[str, str]], Any]
     """Returns the header; raises KeyError with the name of a missing field."""
     write: Callable[[Any], dict[str, str]]
-    text: Callable[[Any], str]
-    """Returns the fields as members of a JSON object, each after a comma."""
 
 
-SMALL_NUMBERS: Final = {str(number): number for number in range(1024)}
+_SMALL_NUMBERS: Final = {str(number): number for number in range(1024)}
 """Numbers by their texts; a look-up is faster than a check."""
 _forms: Final[dict[tuple[type[Any], bool], _Form]] = {}
 
@@ -406,9 +339,9 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
     """Return the compiled fields of a header, in the order of its attributes."""
     names: Mapping[str, str] = getattr(header, "NAMES", {})
     hints = get_type_hints(header)
-    readers, plain, optional, texts, optional_texts = [], [], [], [], []
-    namespace: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth, "_quoted": encode_basestring}
-    namespace["_small"] = SMALL_NUMBERS
+    readers, plain, optional = [], [], []
+    namespace: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth}
+    namespace["_small"] = _SMALL_NUMBERS
     for number, attribute in enumerate(fields(header)):
         first, *others = attribute.name.split("_")
         title = names.get(attribute.name) or first + "".join(map(str.capitalize, others))
@@ -423,20 +356,16 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
         else:
             readers.append(_value(read, text, name))
         string = _WRITTEN[kind].format(f"header.{attribute.name}")
-        member = f",{json.dumps(name[1:-1])}:{_MEMBERS[kind].format(f'header.{attribute.name}')}"
         if hint is kind:
             plain.append(f"{name}: {string}")
-            texts.append(member)
         else:
             optional.append(f"    if header.{attribute.name} is not None:\n        written[{name}] = {string}\n")
-            optional_texts.append(f"    if header.{attribute.name} is not None:\n        text += f'''{member}'''\n")
     source = (
         f"def read(found):\n    get = found.get\n    return _Header({', '.join(readers)})\n"
         f"def write(header):\n    written = {{{', '.join(plain)}}}\n{''.join(optional)}    return written\n"
-        f"def text(header):\n    text = f'''{''.join(texts)}'''\n{''.join(optional_texts)}    return text\n"
     )
     exec(compile(source, f"<fields of {header.__name__}>", "exec"), namespace)
-    form = _forms[header, by_letters] = _Form(namespace["read"], namespace["write"], namespace["text"])
+    form = _forms[header, by_letters] = _Form(namespace["read"], namespace["write"])
     return form
 
 
@@ -452,12 +381,6 @@ def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:
     """Return a header's fields, except those that are None."""
     kind = type(header)
     return (_forms.get((kind, by_letters)) or _form_of(kind, by_letters)).write(header)
-
-
-def to_text(header: object) -> str:
-    """Return a header's fields, except those that are None, as members of a JSON object, each after a comma."""
-    kind = type(header)
-    return (_forms.get((kind, False)) or _form_of(kind, False)).text(header)
 
 
 def from_fields(header: type[H], texts: Mapping[str, str], *, by_letters: bool = False) -> H:
@@ -494,11 +417,6 @@ def _truth(text: str, _: str) -> bool:
 _READERS: Final[Mapping[type[Any], str | None]] = {int: "_whole", bool: "_truth", str: None}
 """The names of the functions that convert a string."""
 _WRITTEN: Final[Mapping[type[Any], str]] = {int: "str({})", bool: "'true' if {} else 'false'", str: "{}"}
-_MEMBERS: Final[Mapping[type[Any], str]] = {
-    int: '"{{{}}}"',
-    bool: """"{{'true' if {} else 'false'}}\"""",
-    str: "{{_quoted({})}}",
-}
 
 
 # ---- sockets of frames, in plain text or under TLS, at either end

@@ -1,8 +1,5 @@
 """Requests of producers, and replies.
 
-Most sends take fast paths, which give what `from_fields` and `RemotingCall.answer` give, in a third of the time; a
-server spends most of its time on sends.
-
 Mirrors ``SendMessageProcessor``, ``EndTransactionProcessor`` and ``ReplyMessageProcessor``.
 """
 
@@ -18,9 +15,9 @@ from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedErro
 from librmq.java.lang import java_long
 from librmq.message import Message
 from librmq.message.batch import check_batch_size, decode_batch
-from librmq.message.ids import Host, RecallHandle, format_host
+from librmq.message.ids import RecallHandle, format_host
 from librmq.message.properties import PropertyName, decode_properties, encode_properties
-from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
+from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
     ResponseCode,
@@ -28,21 +25,12 @@ from librmq.protocol import (
     SendMessage,
     SendReply,
     SendResponse,
-    SendStatus,
     SendTogether,
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting._codec import SENT_FORM, send_form, sent_reply
-from librmq.wire.remoting._frames import (
-    SMALL_NUMBERS,
-    Frame,
-    form_pattern,
-    framed,
-    from_fields,
-    json_header_end,
-    to_fields,
-)
+from librmq.wire.remoting._codec import sent_reply
+from librmq.wire.remoting._frames import Frame, from_fields, to_fields
 from librmq.wire.remoting._headers import (
     REQUESTS,
     PushedReplyHeader,
@@ -51,45 +39,7 @@ from librmq.wire.remoting._headers import (
     SendHeader,
     SentHeader,
 )
-from librmq.wire.remoting._known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
 from librmq.wire.remoting._rates import Rates
-
-# ---- fast paths
-
-_BY_LETTERS: Final = int(RequestCode.SEND_MESSAGE_V2)
-_NO: Final = ("false", None)
-_OK: Final = SendStatus.SEND_OK
-_LONGEST_TIME: Final = 18
-
-
-def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMessage | None:
-    """Return the broker's request for a usual frame of `RequestCode.SEND_MESSAGE_V2`, None for any other frame.
-
-    ``now_ms`` replaces the born time of the frame, unless it is None.
-    """
-    if frame.code != _BY_LETTERS:
-        return None
-    fields, small = frame.fields, SMALL_NUMBERS
-    get = fields.get
-    try:
-        born = fields["g"]
-        if get("m") not in _NO or "l" in fields or fields["c"] != SystemTopic.AUTO_CREATE or len(born) > _LONGEST_TIME:
-            return None
-        properties = decode_properties(get("i", ""))
-        if now_ms is not None:
-            _shift_delivery(properties, int(born), now_ms)
-        return SendMessage(
-            fields["a"],
-            Message.from_parts(fields["b"], frame.body, small[fields["h"]], properties),
-            small[fields["e"]],
-            int(born) if now_ms is None else now_ms,
-            born_host,
-            small[fields["f"]],
-            small[fields["d"]],
-            small[get("j", "0")],
-        )
-    except (KeyError, ValueError):
-        return None
 
 
 def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> None:
@@ -101,24 +51,6 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
     if deliver_ms is not None:  # text that is not a time needs no shift to the test's clock
         client_ms = born_ms or SystemClock().now_ms()
         properties[PropertyName.TIMER_DELIVER_MS] = str(max(deliver_ms - client_ms + now_ms, 0))
-
-
-_NAME: Final = r"[ !#-\[\]-~]+"
-_match_plain: Final = form_pattern(
-    send_form(), f"({_NAME})", f"({_NAME})", "([0-9]{1,4})", "([0-9]{1,3})", "0", "([0-9]{1,18})", "([0-9]{1,9})",
-    r'"([^"\x00-\x1f]*)"', "0", "(0|[1-9][0-9]{0,8})",
-).fullmatch  # fmt: skip
-"""Matches the headers of usual sends as librmq's clients write them."""
-
-
-def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
-    """Return the answer to a request in JSON whose one message is stored, None for any other response."""
-    ids = response.offset_ids
-    if response.status is not _OK or frame.is_binary or len(ids) != 1 or response.transaction_id is not None:
-        return None
-    if response.recall_handle is not None:
-        return None
-    return framed((SENT_FORM % (ids[0], response.queue_id, response.queue_offset, frame.opaque)).encode(), b"")
 
 
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
@@ -145,72 +77,6 @@ class Sends:
             RequestCode.SEND_BATCH_MESSAGE: self.send,
             **served(None, EndTransaction),
         }
-
-    def pattern(self, born_host: Host) -> HeaderPattern:
-        """Return what differs in the headers of the usual sends of one connection."""
-
-        def parse(frame: Frame) -> SendMessage | None:
-            return plain_request(frame, born_host, None)
-
-        def fill(like: SendMessage, body: bytes, topic: str, queue_id: str, born: str, properties: str) -> SendMessage:
-            decoded, born_ms = decode_properties(properties), int(born)
-            if not self._is_real_time:
-                now_ms = self._now_ms()
-                _shift_delivery(decoded, born_ms, now_ms)
-                born_ms = now_ms
-            return SendMessage(
-                like.group,
-                Message.from_parts(topic, body, like.message.flag, decoded),
-                int(queue_id),
-                born_ms,
-                born_host,
-                like.sys_flag,
-                like.default_queues,
-                like.reconsume_times,
-            )
-
-        values = {"b": PLAIN_TEXT, "e": NUMBER, "g": NUMBER, "i": TEXT}
-        return HeaderPattern(_BY_LETTERS, values, parse, fill)
-
-    def answer_plain(self, channel: Channel, received: bytes) -> bytes | None:
-        """Store the message of a usual frame of librmq's clients, if ``received`` is one; return its answer.
-
-        None: nothing was stored, and `send_all` has to answer, as where the message waits for its device or a replica,
-        for which others can wait with it.
-        """
-        end = json_header_end(received)
-        if not end or self._waits or channel.endpoint is not self._broker:
-            return None
-        match = _match_plain(received, 8, end)
-        if match is None:
-            return None
-        group, name, default_queues, queue_id, born, flag, properties, opaque = match.groups()
-        try:
-            text = properties.decode()
-            if "\\" in text:
-                text = text.replace("\\u0001", "\1").replace("\\u0002", "\2")
-                if "\\" in text:
-                    return None
-            body, topic = received[end:], str(name, "ascii")
-            message = Message.from_parts(topic, body, int(flag), decode_properties(text))
-        except (RmqError, ValueError):  # the complete reader gets the error for clients
-            return None
-        if PropertyName.TIMER_DELIVER_MS in message.properties:  # its answer says how it is recalled
-            return None
-        begin_ms = self._now_ms()
-        born_ms = int(born) if self._is_real_time else begin_ms
-        response = tried(
-            self._broker.send,
-            str(group, "ascii"), message, int(queue_id), born_ms, channel.peer, 0, int(default_queues),
-        )  # fmt: skip
-        now_ms = self._now_ms()
-        self._rates.took("put", now_ms - begin_ms)
-        if isinstance(response, Exception):
-            self._rates.count("failed", "", now_ms, 1, 0)
-            return _refused(channel, Frame(_BY_LETTERS, opaque=int(opaque)), response, topic)
-        self._rates.count("put", topic, now_ms, 1, len(body))
-        place = response.offset_ids[0], response.queue_id, response.queue_offset
-        return framed((SENT_FORM % (*place, int(opaque))).encode(), b"")
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
@@ -246,8 +112,7 @@ class Sends:
                 answers.append((frame, _refused(channel, frame, response, topic)))
                 continue
             response = self._with_handle(request, response)
-            answer = plain_answer(frame, response)
-            answers.append((frame, _answer(RemotingCall(channel, frame, None), response) if answer is None else answer))
+            answers.append((frame, _answer(RemotingCall(channel, frame, None), response)))
             calls, messages, size = counts.get(topic, _NONE)
             counts[topic] = calls + 1, messages + len(response.offset_ids), size + len(frame.body)
         now_ms = self._now_ms()
@@ -272,12 +137,6 @@ class Sends:
         )
 
     def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
-        if isinstance(frame, KnownFrame):
-            request: SendMessage = frame.parsed
-            return request
-        plain = plain_request(frame, channel.peer, None if self._is_real_time else self._now_ms())
-        if plain is not None:
-            return plain
         form = REQUESTS[RequestCode(frame.code)]
         header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
         return self.read_request(RemotingCall(channel, frame, header))

@@ -55,7 +55,7 @@ from librmq.wire.remoting._channels import (
     refused,
     served,
 )
-from librmq.wire.remoting._consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls
+from librmq.wire.remoting._consumer_requests import ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting._headers import (
     AddedTopicsHeader,
@@ -69,7 +69,6 @@ from librmq.wire.remoting._headers import (
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )
-from librmq.wire.remoting._known_headers import KnownHeaders
 from librmq.wire.remoting._rates import Rates
 from librmq.wire.remoting._sends import SENDS, Replies, Sends
 
@@ -351,32 +350,6 @@ class FrameAnswers:
             AdminRequests(broker, sessions, rates),
         ]
         self._handlers = answering([*(part.handlers for part in parts), others])
-
-    def known_headers(self, peer: Host) -> KnownHeaders:
-        """Return a fast reader for the headers of one connection."""
-        return KnownHeaders((self._sends.pattern(peer), PULLS))
-
-    def write_plain(self, channel: Channel, received: bytes) -> bytes:
-        """Answer the usual sends with which ``received`` begins, by writing to their channel; return what follows."""
-        end, at = len(received), 0
-        if end > _COUNTED:
-            return received
-        answers: list[bytes] = []
-        try:
-            while at < end:
-                size = 4 + int.from_bytes(received[at : at + 4])
-                answer = self._sends.answer_plain(channel, received if size == end else received[at : at + size])
-                if answer is None:
-                    break
-                answers.append(answer)
-                at += size
-                if len(answers) >= self._most_sends:
-                    together, answers = answers, []  # not written again if that fails
-                    channel.write(b"".join(together))
-        finally:  # what was stored before an error is answered
-            if answers:
-                channel.write(b"".join(answers))
-        return received[at:]
 
     def write(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together, by writing to their channel."""
@@ -663,7 +636,7 @@ class RemotingServer(Closing):
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of one connection until it ends."""
-        reader = FrameReader(read_known=self._answers.known_headers(channel.peer).read)
+        reader = FrameReader()
         clock = SystemClock()
         deadline: float | None = None
         has_asked = False
@@ -671,8 +644,6 @@ class RemotingServer(Closing):
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.stream.receive(_RECEIVED)):
-                if has_asked and not reader.held and not (received := self._answers.write_plain(channel, received)):
-                    continue
                 held = reader.held + len(received)
                 if held > _COUNTED:
                     self._count(channel, held, has_asked=has_asked)
