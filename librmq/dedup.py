@@ -35,7 +35,7 @@ from librmq.consumer import OrderlyResult
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
 from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background, run_in_background
-from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator
+from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator, returned_failure
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock
@@ -285,6 +285,8 @@ class DedupListener:
             result = yield _Request(listen, False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
+            if (failure := returned_failure(result)) is not None:
+                raise failure
         except (Exception, asyncio.CancelledError):
             yield from self._release_claim(claim)
             raise
@@ -667,6 +669,8 @@ class DedupListener:
 
     def _consumed_count(self, result: object, count: int) -> int:
         """Return how many of ``count`` messages a listener of lists has consumed, by its result."""
+        if (failure := returned_failure(result)) is not None:
+            raise failure
         if isinstance(result, int) and not isinstance(result, bool):
             if result < -1:
                 raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")

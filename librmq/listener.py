@@ -8,6 +8,7 @@ attempt. The others mirror ``ConsumeConcurrentlyStatus``,
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
@@ -95,6 +96,18 @@ class SuspendQueue(Exception):
     def __init__(self, reason: str = "", *, seconds: float | None = None) -> None:
         super().__init__(reason)
         self.seconds = seconds
+
+
+_FAILURES: Final = frozenset({"FAILURE", "RECONSUME_LATER", "SUSPEND", "SUSPEND_CURRENT_QUEUE_A_MOMENT"})
+
+
+def returned_failure(result: object) -> ReconsumeLater | SuspendQueue | None:
+    """Return the exception for a result, an enum or its name, by which RocketMQ's other clients report a failure."""
+    name = result.name if isinstance(result, enum.Enum) else result
+    if not isinstance(name, str) or name.upper() not in _FAILURES:
+        return None
+    reason = f"the listener returned {name}"
+    return SuspendQueue(reason) if name.upper().startswith("SUSPEND") else ReconsumeLater(reason)
 
 
 def is_coroutine_function(function: object) -> bool:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from librmq.consumer._listener_calls import ConsumeContext as ConsumeContext
     from librmq.consumer._listener_calls import ConsumeHook as ConsumeHook
     from librmq.consumer._listeners import DeliveredMessage as DeliveredMessage
+    from librmq.consumer._listeners import OrderlyResult as OrderlyResult
     from librmq.consumer._orderly import BlockedQueue as BlockedQueue
-    from librmq.consumer._orderly import OrderlyResult as OrderlyResult
     from librmq.consumer._pull import PullConsumer as PullConsumer
     from librmq.consumer._push import PushConsumer as PushConsumer
     from librmq.consumer._simple import ReceivedMessage as ReceivedMessage
@@ -36,8 +36,8 @@ else:
             "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
             "librmq.consumer._instance": ("ConsumerCounts",),
             "librmq.consumer._listener_calls": ("ConsumeContext", "ConsumeHook"),
-            "librmq.consumer._listeners": ("DeliveredMessage",),
-            "librmq.consumer._orderly": ("BlockedQueue", "OrderlyResult"),
+            "librmq.consumer._listeners": ("DeliveredMessage", "OrderlyResult"),
+            "librmq.consumer._orderly": ("BlockedQueue",),
             "librmq.consumer._pull": ("PullConsumer",),
             "librmq.consumer._push": ("PushConsumer",),
             "librmq.consumer._simple": ("ReceivedMessage", "SimpleConsumer"),

@@ -6,7 +6,6 @@ messages begin next is for `Backlog` to say. Mirrors ``ConsumeMessageConcurrentl
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -174,9 +173,9 @@ class Run(DeliveryCall):
         for message in self._remaining:
             self._begun += 1
             result = function(message) if with_hooks is None else with_hooks([message])
-            if result is not None and inspect.iscoroutine(result):
+            if result is not True and (must_return or result is not None):  # a failure, a coroutine, or odd
                 break
-            if (must_return and result is not True) or assigned.released:
+            if assigned.released:
                 break
             if words is not None:  # This is `Place.finish`, inlined, because it runs for each message.
                 offset = message.queue_offset

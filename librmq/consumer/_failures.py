@@ -6,6 +6,7 @@
     it returns                   consumed                               consumed
     an index of a batch          the messages after it are sent back    consumed
     not True, where it must      sent back                              the queue is suspended
+    FAILURE, RECONSUME_LATER     sent back                              the queue is suspended
     ReconsumeLater               sent back, with its delay level        suspended; below level 0 a dead letter
     SuspendQueue                 sent back                              suspended for its seconds
     DownstreamDown               the consumer or the queue rests; this counts as no failure
@@ -28,7 +29,7 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
-from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
+from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue, returned_failure
 from librmq.message import Message, MessageQueue, retry_level, retry_topic
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.properties import PropertyName
@@ -53,6 +54,8 @@ _MAX_KINDS: Final = 1_000
 
 def outcome(listener: Listener, count: int, result: object, error: Exception | None) -> tuple[int, Exception | None]:
     """Return how many of ``count`` messages are consumed, and why the others failed (None: not acknowledged)."""
+    if error is None and result is not None and result is not True:
+        error = returned_failure(result)
     if error is not None:
         consumed = error.consumed if isinstance(error, ReconsumeLater) and listener.as_list else 0
         return min(max(0, consumed), count), error

@@ -26,8 +26,9 @@ from librmq.client.traces import TraceWriter
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, is_requested, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
-from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners
+from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners, OrderlyResult
 from librmq.errors import ClientStateError
+from librmq.listener import returned_failure
 from librmq.message import MessageQueue, traces
 from librmq.message.properties import PropertyName
 from librmq.metrics import Metrics
@@ -123,6 +124,10 @@ class DeliveryCall(Work):
         calls.running -= 1
         if calls.all_ended is not None and not calls.running:
             calls.all_ended.set()
+        if result is not None and result is not True and error is None:
+            error = returned_failure(result)
+            if error is None:
+                calls.warn_of_result(self.listener, result)
         self.apply_result(self, result, error)
 
     @property
@@ -158,6 +163,7 @@ class ListenerCalls:
         self.counts: ConsumerCounts = ConsumerCounts()
         self.by_thread: dict[int, DeliveryCall] = {}
         """The calls that threads make now."""
+        self._warned: set[int] = set()
         self.all_ended: threading.Event | None = None
         """Set when no listener runs any more; None until the consumer stops."""
 
@@ -204,6 +210,20 @@ class ListenerCalls:
                 work.cancel()
                 cancelled += 1
         return cancelled
+
+    def warn_of_result(self, listener: Listener, result: object) -> None:
+        """Warn once of a listener whose result says nothing, because its author may take it for a failure."""
+        is_index = listener.as_list and isinstance(result, int) and not isinstance(result, bool)
+        is_known = is_index or (self.instance.config.orderly and isinstance(result, OrderlyResult))
+        if is_known or listener.must_return or id(listener.function) in self._warned:
+            return
+        self._warned.add(id(listener.function))
+        self.instance._log.warning(
+            "%(consumer)s: the listener %(listener)s returned %(result)s, which counts as consumed: return None or "
+            "True, and raise an exception for a failure",
+            listener=f"{listener.function!r:.80}",
+            result=f"{result!r:.80}",
+        )
 
     # ---- around a call
 

@@ -16,7 +16,6 @@ of ``RebalancePushImpl``.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
-from librmq.consumer._listeners import DeliveredMessage, Listener
+from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
 from librmq.consumer._rebalancing import Rebalancing
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
@@ -50,17 +49,6 @@ class BlockedQueue(NamedTuple):
     message_id: str
     reconsume_times: int
     """Failed attempts at the message."""
-
-
-class OrderlyResult(enum.Enum):
-    """Result of an orderly listener that commits several calls together. Mirrors manual commits in 4.9."""
-
-    HOLD = "HOLD"
-    """Continue, but count nothing as consumed before a COMMIT or a plain return."""
-    COMMIT = "COMMIT"
-    """Count everything since the last commit as consumed."""
-    ROLLBACK = "ROLLBACK"
-    """After a pause deliver everything since the last commit again, without counting a failure."""
 
 
 class OrderlyDelivery:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Annotated, Final, Literal, TypeAlias, TypedDict
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypedDict
 
 from librmq.client import allocate_averagely
 from librmq.client.allocation import AllocationStrategy
@@ -14,6 +15,7 @@ from librmq.files import DiskFiles, Files
 from librmq.override import override
 from librmq.protocol import ConsumeFrom, MessageModel
 
+_OF_SUBSCRIPTIONS: Final = frozenset({"tags", "sql", "predicate", "batch", "must_return", "weight"})
 StartAt: TypeAlias = Literal["first", "last"] | datetime | int
 """The first message, the end, the first message stored at or after a time with a zone, or a queue offset."""
 
@@ -80,6 +82,13 @@ class ConsumerConfig(Config):
     one beside its store."""
     files: Files = field(default_factory=DiskFiles)
     """Files by which progress is written."""
+
+    @override
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Return a copy with some settings replaced; those of a subscription are refused with their place."""
+        for name in _OF_SUBSCRIPTIONS & settings.keys():
+            raise ConfigError(f"{name}: a setting of each subscription, not of the consumer: give it to subscribe")
+        return Config.with_settings(self, settings)
 
     @override
     def _check_together(self) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from json import dumps as to_json
 from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 
-from librmq.config import to_seconds
+from librmq.config import suggest, to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message._stored_message import StoredMessage as StoredMessage
@@ -176,7 +176,8 @@ class Message:
     def _set_options(self, options: MessageKeywords) -> None:
         if unknown := options.keys() - MessageKeywords.__annotations__.keys():
             name = min(unknown)
-            raise TypeError(f"Message.__init__() got an unexpected keyword argument {name!r}")
+            meant = suggest(name, SendKeywords.__annotations__.keys() | MessageKeywords.__annotations__.keys())
+            raise TypeError(f"{name}: unknown keyword of a message; {meant}")
         delay_level, wait_store_ok = options.get("delay_level"), options.get("wait_store_ok")
         priority = options.get("priority")
         if priority is not None:

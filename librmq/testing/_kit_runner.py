@@ -181,6 +181,7 @@ class KitRunner(ManualRunner):
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
         self.kit.history()._listener_ends(self.now_ms(), work, outcome, error)
         if outcome == "failed" and error is not None and self.process_table.fails_fast(work) and self.failure is None:
+            error.add_note(f"a listener's error fails the test: give fail_fast=False to {group_of(work)} for retries")
             self.failure = error
         super()._finish(work, result, error)
 

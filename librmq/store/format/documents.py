@@ -270,6 +270,10 @@ class RecordedRetention(NamedTuple):
     """Those that a process which shares the store has named."""
     is_foreign: bool = False
     """Whether another folder has recorded them, or none that is known: then they delete nothing here."""
+    folder: str | None = None
+    """The folder that has recorded them."""
+    told: str | None = None
+    """The last folder in which a log line has said that they delete nothing."""
 
     @property
     def in_force(self) -> dict[str, Any]:
@@ -371,10 +375,15 @@ def read_retention(path: str, files: Files) -> RecordedRetention:
     return RecordedRetention({}, []) if recorded.is_foreign else recorded
 
 
+_RETENTION: Final[Kinds] = {
+    "settings": (dict,), "named": (list,), "folder": (str, NoneType), "told": (str, NoneType),
+}  # fmt: skip
+
+
 def _recorded_retention(path: str, files: Files, beside_sizes: dict[str, Any]) -> RecordedRetention:
     place = os.path.join(path, RETENTION_FILE)
     try:
-        fields = read_document(place, files, {"settings": (dict,), "named": (list,), "folder": (str, NoneType)})
+        fields = read_document(place, files, _RETENTION)
     except _LaterVersionError:
         return RecordedRetention({}, [])
     if fields is None:  # earlier versions have recorded it beside the sizes, which a copy has too
@@ -383,25 +392,29 @@ def _recorded_retention(path: str, files: Files, beside_sizes: dict[str, Any]) -
     _check_settings(place, settings)
     named, identity = [name for name in settings if name in fields["named"]], _folder_identity(path, files)
     is_foreign = identity is not None and fields.get("folder") != identity
-    return RecordedRetention(settings, named, is_foreign and bool(settings))
+    return RecordedRetention(settings, named, is_foreign and bool(settings), fields.get("folder"), fields.get("told"))
 
 
 def write_retention(path: str, config: StoreConfig, files: Files, *, default: Mapping[str, Any]) -> None:
     """Record the retention of the store in ``path`` if it has changed; durable when it returns.
 
     ``default`` is that of a store without a record, which needs none. If retention deletes more than before, a warning
-    says so once; one says at each opening that a record of another folder deletes nothing.
+    says so once; a line says at the first opening that a record of another folder deletes nothing.
     """
     settings, before = {name: getattr(config, name) for name in RETENTION}, KeptSettings.read(path, files).retention
     if before.is_foreign or not before.settings:
         if all(settings[name] == value for name, value in default.items()):
-            if before.is_foreign and any(before.settings.get(name) is not None for name in _LIMITS):
-                _log.warning(
+            folder = _folder_identity(path, files)
+            limits = any(before.settings.get(name) is not None for name in _LIMITS)
+            if before.is_foreign and limits and before.told != folder:
+                _log.info(
                     "%(path)s: retention was recorded for another folder, and deletes nothing here until it is named "
                     "again: %(recorded)s",
                     path=path,
                     recorded=", ".join(f"{name}={value!r:.80}" for name, value in before.settings.items()),
                 )
+                with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
+                    _write_retention(path, files, before._replace(told=folder))
             return
         before = RecordedRetention({}, [])
     if settings == before.settings:
@@ -414,18 +427,24 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
         # A peer of a former owner can have named some since the look before. They stay, because it relies on them.
         now = read_retention(path, files)
         later = {name: now.settings[name] for name in now.named if name not in before.named}
-        _write_retention(path, files, {**settings, **later}, now.named)
+        _write_retention(path, files, RecordedRetention({**settings, **later}, now.named))
 
 
 def name_retention(path: str, files: Files, values: Mapping[str, Any]) -> None:
     """Record that a process which shares the store has named these settings of retention; durable when it returns."""
     before = read_retention(path, files)
     names = {*before.named, *values}
-    _write_retention(path, files, {**before.settings, **values}, [name for name in RETENTION if name in names])
+    known: list[str] = [name for name in RETENTION if name in names]
+    _write_retention(path, files, RecordedRetention({**before.settings, **values}, known))
 
 
-def _write_retention(path: str, files: Files, settings: Mapping[str, Any], named: list[str]) -> None:
-    fields = {"settings": settings, "named": named, "folder": _folder_identity(path, files)}
+def _write_retention(path: str, files: Files, retention: RecordedRetention) -> None:
+    """Record retention as that of this folder, or of the other one in which it was named."""
+    fields: dict[str, object] = {"settings": retention.settings, "named": retention.named}
+    if retention.told is None:
+        fields["folder"] = _folder_identity(path, files)
+    else:
+        fields |= {"folder": retention.folder, "told": retention.told}
     write_document(os.path.join(path, RETENTION_FILE), files, fields, indent=1)
 
 
