@@ -28,6 +28,8 @@ from librmq.message.message import Message
 ON_FILES: Final = 20_000
 ON_SERVERS: Final = 2_000
 UNTIL_MS: Final = 1 << 45
+BEGUN: Final = 1 << 62
+"""What stands in a record until its block has ended, on SQLite."""
 CLAIM_MS: Final = 600_000
 KEEP_MS: Final = 72 * 3_600_000
 CLOCK: Final = SystemClock()
@@ -188,11 +190,11 @@ def consume_bare(consumed: Consumed, _: Path) -> Timed:
     rows = [
         {
             "key": f":orders:billing::{message.unique_key}",
-            "number": UNTIL_MS,
-            "name": "shop 1",
+            "number": BEGUN if finish else UNTIL_MS,
+            "name": f" librmq-{number}",
             "expires_at_ms": UNTIL_MS,
         }
-        for message in _messages(consumed)
+        for number, message in enumerate(_messages(consumed))
     ]
     yield
     for row in rows:

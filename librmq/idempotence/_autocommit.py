@@ -28,6 +28,7 @@ from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.idempotence._connections import Link
 from librmq.idempotence._drivers import Failure, StatementResult, driver_of, failure_of, run_on
+from librmq.idempotence._sessions import link_to
 
 _TRIES: Final[Mapping[Failure, int]] = {
     Failure.CONFLICT: 10,
@@ -241,7 +242,7 @@ class Autocommit:
         is_fresh = self._connection is None
         if is_fresh:
             self._connection = self._database()
-        link = Link(self._connection)
+        link = link_to(self._connection)
         try:
             return _transact(link, sql, parameters, reason)
         except Exception as error:
@@ -263,7 +264,7 @@ class Autocommit:
         async with self._database.connect() as connection:
             try:
                 result: StatementResult = await connection.run_sync(
-                    lambda inner: _transact(Link(inner), sql, parameters, reason)
+                    lambda inner: _transact(link_to(inner), sql, parameters, reason)
                 )
             except Exception as error:
                 if getattr(error, "connection_invalidated", False):

@@ -1,7 +1,6 @@
-"""Connections of an application's database: statements and transactions, whatever library the connection is of.
+"""Connections of an application's database: statements and transactions, here on connections of DB-API drivers.
 
-A connection is a SQLAlchemy ``Session`` or ``Connection``, Django's ``connection``, or a connection of a DB-API driver.
-This module imports SQLAlchemy and Django only for their own connections.
+`librmq.idempotence._sessions` has those of libraries above the drivers, and chooses by the type of a connection.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -12,23 +11,20 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
-from inspect import iscoroutinefunction
 from typing import Any, Final
 
 from librmq.errors import ConfigError
 from librmq.idempotence._drivers import (
     DRIVERS,
     IN_ABORTED_TRANSACTION,
+    Driver,
     StatementResult,
     TransactionStatus,
     asynchronous,
     driver_of,
     error_code,
     execute_on,
-    has_autocommit,
     is_integrity_error,
-    run,
     run_on,
     status_of,
 )
@@ -50,33 +46,21 @@ class Link:
     As thread-safe as the connection. Errors of its driver propagate.
 
         Link
-        ├── _DriverLink      of a DB-API driver
-        ├── _AlchemyLink     SQLAlchemy's Session or Connection
-        └── _DjangoLink      Django's connection
+        ├── DriverLink       of a DB-API driver
+        ├── AlchemyLink      SQLAlchemy's Session or Connection
+        └── DjangoLink       Django's connection
     """
 
-    __slots__ = ("_is_explicit", "_is_outermost", "_scope", "connection", "dialect", "is_joined")
-
+    # A link is made for each message, so these are of the class until they change.
+    connection: Any
     dialect: str
     """Database, by SQLAlchemy's name; "mysql" for MariaDB too."""
-
-    def __new__(cls, connection: Any) -> Link:
-        """Link to a connection by its type.
-
-        Raises:
-            ConfigError: ``connection`` is not a connection.
-        """
-        kind: Any = type(connection)
-        return object.__new__(_kind(kind))
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-        self._is_explicit = False
-        self._is_outermost = False
-        self.is_joined: bool = False
-        """Whether the transaction is the caller's, and its end too."""
-        self._scope: Any = None
-        """What stands for the savepoint in the caller's transaction; None in a transaction of librmq's own."""
+    is_joined = False
+    """Whether the transaction is the caller's, and its end too."""
+    _scope: Any = None
+    """What stands for the savepoint in the caller's transaction; None in a transaction of librmq's own."""
+    _is_explicit = False
+    _is_outermost = False
 
     def execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement; its rows are tuples or can be read like tuples."""
@@ -98,11 +82,11 @@ class Link:
         In the caller's transaction release the savepoint.
 
         Raises:
-            ConfigError: The transaction is open still, because something around it keeps it.
+            ConfigError: The transaction is open still, because something around it keeps it; or the savepoint is gone.
         """
         try:
-            scope, self._scope = self._scope, None
-            if scope is not None:
+            if self._scope is not None:
+                scope, self._scope = self._scope, None
                 self._leave(scope)
                 return
             if self._is_explicit:
@@ -113,11 +97,6 @@ class Link:
             with suppress(Exception):  # The commit's error is the one to see.
                 self.rollback()
             raise
-        if self._is_open_after_commit():
-            raise ConfigError(
-                "the transaction is still open after its commit, so nothing is sure to be kept: commit what is around "
-                "it, or give a connection without an open transaction"
-            )
 
     def _leave(self, scope: Any) -> None:
         try:
@@ -255,9 +234,6 @@ class Link:
             return status_of(connection) is _IDLE
         return bool(driver_of(connection)[0].has_autocommit(connection)) and status_of(connection) is not _OPEN
 
-    def _is_open_after_commit(self) -> bool:
-        return False
-
     def _driver_connection(self) -> Any:
         """Return the driver's own connection."""
         raise NotImplementedError
@@ -340,27 +316,26 @@ ENDED_INSIDE: Final = (
     "the transaction has ended inside the block: let errors of the database propagate, or run a statement that may "
     "fail in a savepoint; commit and roll back outside"
 )
+STILL_OPEN: Final = (
+    "the transaction is still open after its commit, so nothing is sure to be kept: commit what is around it, or give "
+    "a connection without an open transaction"
+)
 
 
-class _DriverLink(Link):
-    """A link to a connection of a DB-API driver, also to one of a SQLAlchemy engine's pool."""
+class DriverLink(Link):
+    """A link to a connection of a DB-API driver."""
 
-    __slots__ = ("_cursor", "_driver", "_style")
+    _cursor: Any = None
 
-    def __init__(self, connection: Any) -> None:
-        # A link is made for each message: no call of a base, and a statement costs little more than the driver's own.
-        self.connection = connection = getattr(connection, "dbapi_connection", connection)
-        self._is_explicit = False
-        self._is_outermost = False
-        self.is_joined = False
-        self._scope = None
-        self._driver, self._style = driver_of(connection)
-        if self._driver.is_async:
+    def __init__(self, driver: Driver, style: str, connection: Any) -> None:
+        if driver.is_async:
             raise asynchronous(type(connection))
-        if not self._driver.dialect and not (hasattr(connection, "cursor") and hasattr(connection, "commit")):
+        if not driver.dialect and not (hasattr(connection, "cursor") and hasattr(connection, "commit")):
             raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
-        self.dialect = self._driver.dialect
-        self._cursor: Any = None
+        self._driver = driver
+        self._style = style
+        self.connection = connection
+        self.dialect = driver.dialect
 
     @override
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
@@ -370,29 +345,25 @@ class _DriverLink(Link):
 
     @override
     def change(self, sql: str, parameters: Mapping[str, Any]) -> int:
-        cursor = self._cursor
-        if cursor is None:
-            cursor = self._cursor = self._driver.cursor(self.connection)
-        if parameters:
-            execute_on(cursor, self._style, sql, parameters)
-        else:
-            cursor.execute(sql)
-        changed: int = cursor.rowcount
+        if self._cursor is None:
+            self._cursor = self._driver.cursor(self.connection)
+        execute_on(self._cursor, self._style, sql, parameters)
+        changed: int = self._cursor.rowcount
         return changed
 
     @override
     def fetch(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         # Some drivers make the description of a result, which `run_on` looks at, only when they are asked for it.
-        self.change(sql, parameters)
-        rows: Sequence[Sequence[Any]] = self._cursor.fetchall()
+        cursor = self._cursor = self._driver.cursor(self.connection)
+        execute_on(cursor, self._style, sql, parameters)
+        rows: Sequence[Sequence[Any]] = cursor.fetchall()
         return rows
 
     @override
     def begin_first(self) -> None:
-        status, connection = self._driver.status, self.connection
-        if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
-            self.check_can_begin()  # This asks further, and refuses.
-        self._refuse_pipeline()
+        is_ready = self._driver.is_ready
+        if is_ready is None or not is_ready(self.connection):
+            self.check_can_begin()
 
     @override
     def check_can_begin(self) -> None:
@@ -497,291 +468,7 @@ class _DriverLink(Link):
         return bool(self._driver.has_autocommit(self.connection)) and self.status() is not _OPEN
 
 
-class _AlchemyLink(Link):
-    """A link to a SQLAlchemy ``Session`` or ``Connection``."""
-
-    __slots__ = ("_bind", "_is_session")
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection.registry() if hasattr(connection, "registry") else connection)  # a scoped session
-        if hasattr(self.connection, "run_sync"):
-            raise _awaits(type(self.connection))
-        self._is_session = hasattr(self.connection, "get_bind")
-        self._bind = self.connection.get_bind() if self._is_session else self.connection
-        name: str = self._bind.dialect.name
-        self.dialect = "mysql" if name == "mariadb" else name
-
-    @override
-    def begin(self) -> None:
-        super().begin()
-        self._begin_at_once()
-
-    @override
-    def begin_first(self) -> None:
-        super().begin_first()
-        self._begin_at_once()
-
-    def _begin_at_once(self) -> None:
-        if not self.connection.in_transaction():
-            self.connection.begin()
-
-    def _core(self) -> Any:
-        return self.connection.connection() if self._is_session else self.connection
-
-    def _pooled(self) -> Any:
-        return self._core().connection
-
-    @override
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-        result = self.connection.execute(_text(sql), parameters)
-        if result.returns_rows:
-            return StatementResult(result.fetchall(), 0, 0)
-        return StatementResult((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
-
-    @override
-    def _rollback(self) -> None:
-        has_begun = self._is_session or self.connection.in_transaction()
-        self.connection.rollback()
-        if has_begun or self.connection.invalidated:
-            return
-        # A commit that failed has ended the transaction for SQLAlchemy, and not for SQLite.
-        pooled = self._pooled()
-        if status_of(pooled.driver_connection) not in (None, _IDLE):
-            pooled.rollback()
-
-    @contextmanager
-    @override
-    def alone(self) -> Iterator[Link]:
-        # Within `with session.begin()` SQLAlchemy runs nothing more once the block has ended the transaction.
-        with self._bind.engine.begin() as connection:
-            yield Link(connection)
-
-    @override
-    def status(self) -> TransactionStatus | None:
-        if not self.connection.in_transaction():
-            return _IDLE
-        return status_of(self._driver_connection())
-
-    @override
-    def _status_before(self) -> TransactionStatus:
-        # A session within the transaction of the connection that it was given would commit nothing.
-        is_within = self._is_session and hasattr(self._bind, "in_transaction") and self._bind.in_transaction()
-        return _OPEN if is_within or self.connection.in_transaction() else _IDLE
-
-    @override
-    def _is_open_after_commit(self) -> bool:
-        return bool(self.connection.in_transaction())
-
-    @override
-    def _set_savepoint(self) -> Any:
-        if self.dialect == "sqlite" and self.status() is _IDLE:
-            self._run("BEGIN", {})  # else the driver's transaction would begin, and end, with the savepoint
-        return self.connection.begin_nested()
-
-    @override
-    def _release(self, scope: Any) -> None:
-        scope.commit()
-
-    @override
-    def _roll_back_to(self, scope: Any) -> None:
-        scope.rollback()
-
-    @override
-    def _has_autocommit(self) -> bool:
-        core = self._core()
-        driver_connection = core.connection.driver_connection
-        by_itself = driver_of(driver_connection)[0].has_autocommit(driver_connection)
-        if by_itself is None:  # SQLAlchemy gives asynchronous drivers the usual attributes
-            by_itself = has_autocommit(core.connection.dbapi_connection)
-        if not by_itself or self.status() is _OPEN:
-            return False
-        if not core.in_transaction():
-            core.begin()  # An application can begin transactions by a statement, in SQLAlchemy's event `begin`.
-        return self.status() is not _OPEN
-
-    @override
-    def _driver_connection(self) -> Any:
-        return self._pooled().driver_connection
-
-
-@lru_cache(maxsize=256)
-def _text(sql: str) -> Any:
-    from sqlalchemy import text
-
-    return text(sql)
-
-
-class _DjangoLink(Link):
-    """A link to Django's ``connection``, by its own API: its transactions are the blocks of ``transaction.atomic``."""
-
-    __slots__ = ("_atomic",)
-
-    def __init__(self, connection: Any) -> None:
-        from django.db import connections
-
-        # `django.db.connection` stands for the connection that each thread has.
-        is_wrapper = "in_atomic_block" in vars(connection)
-        super().__init__(connection if is_wrapper else connections[connection.alias])
-        self.dialect = self.connection.vendor
-        self._atomic: Any = None
-
-    @override
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-        return run(self.connection, "format", sql, parameters)
-
-    @override
-    def begin(self) -> None:
-        """Enter an atomic block: a transaction, or a savepoint of the block around it."""
-        from django.db.transaction import atomic
-
-        self.is_joined = self.connection.in_atomic_block
-        self._atomic = atomic(using=self.connection.alias)
-        self._atomic.__enter__()
-
-    @override
-    def begin_first(self) -> None:
-        connection = self.connection
-        if not connection.in_atomic_block:
-            if connection.connection is None or connection.get_autocommit() == connection.settings_dict["AUTOCOMMIT"]:
-                self.check_can_begin()
-                # Only Django's requests close a connection that has failed, or is as old as CONN_MAX_AGE allows.
-                connection.close_if_unusable_or_obsolete()
-            self.check_can_begin()
-        self.begin()
-
-    @override
-    def join(self) -> None:
-        if self._status_before() is not _OPEN:
-            raise ConfigError("join: expected a block of transaction.atomic() around this one, found none")
-        self.begin()
-
-    @override
-    def _set_savepoint(self) -> None:
-        self.begin()
-
-    @override
-    def _commit(self) -> None:
-        atomic, self._atomic = self._atomic, None
-        if atomic is not None:
-            try:
-                atomic.__exit__(None, None, None)
-            except Exception as error:
-                if self.is_joined or self._is_manual():  # It was a savepoint, which is gone.
-                    raise ConfigError(ENDED_INSIDE) from error
-                raise
-        if self._is_manual() or (atomic is None and not self.connection.in_atomic_block):
-            self.connection.commit()  # Otherwise it commits with the block around it, or has with its own.
-
-    @override
-    def _rollback(self) -> None:
-        atomic, self._atomic = self._atomic, None
-        if atomic is not None:
-            atomic.__exit__(ConfigError, ConfigError("rolled back"), None)
-        if self._is_manual() or (atomic is None and not self.connection.in_atomic_block):
-            self.connection.rollback()
-        if self.connection.in_atomic_block and self.connection.needs_rollback:
-            self.is_joined = False  # The savepoint is gone.
-
-    @override
-    def alone(self) -> AbstractContextManager[Link]:
-        return Link(self._driver_connection()).alone()
-
-    @override
-    def is_aborted(self) -> bool:
-        return bool(self.connection.needs_rollback) or super().is_aborted()
-
-    def _is_manual(self) -> bool:
-        """Return whether the application commits by itself, as with the setting ``AUTOCOMMIT: False``."""
-        return not self.connection.in_atomic_block and not self.connection.get_autocommit()
-
-    @override
-    def _is_open_after_commit(self) -> bool:
-        return not self.connection.in_atomic_block and status_of(self._driver_connection()) is _OPEN
-
-    @override
-    def status(self) -> TransactionStatus | None:
-        if self.connection.needs_rollback:
-            return TransactionStatus.ABORTED
-        if self._has_autocommit():
-            return _IDLE
-        return status_of(self._driver_connection())
-
-    @override
-    def _status_before(self) -> TransactionStatus:
-        if self.connection.in_atomic_block:
-            return _OPEN
-        return Link(self._driver_connection())._status_before() if self._is_manual() else _IDLE
-
-    @override
-    def check_can_begin(self) -> None:
-        if self.connection.in_atomic_block or self._is_manual():
-            super().check_can_begin()
-
-    @override
-    def check_no_autocommit(self) -> None:
-        if self._has_autocommit():
-            raise ConfigError(
-                "expected a connection without autocommit, found one that commits each statement: use "
-                "transaction.atomic()"
-            )
-
-    @override
-    def _has_autocommit(self) -> bool:
-        return not self.connection.in_atomic_block and bool(self.connection.get_autocommit())
-
-    @override
-    def _driver_connection(self) -> Any:
-        self.connection.ensure_connection()
-        return self.connection.connection
-
-
-@lru_cache(maxsize=256)
-def _kind(kind: Any) -> type[Link]:
-    """Return what links to connections of a type."""
-    modules = {base.__module__ for base in kind.__mro__}
-    if "django.utils.connection" in modules or "django.db.backends.base.base" in modules:
-        return _DjangoLink
-    if hasattr(kind, "run_sync"):
-        raise _awaits(kind)
-    if any(module.startswith("sqlalchemy.") for module in modules) and not hasattr(kind, "dbapi_connection"):
-        return _AlchemyLink
-    if iscoroutinefunction(getattr(kind, "close", None)):
-        raise asynchronous(kind)
-    return _DriverLink
-
-
-def _awaits(kind: type) -> ConfigError:
-    return ConfigError(f"{kind.__name__} is asynchronous: expected `async with`, or a method for coroutines")
-
-
-@contextmanager
-def linked(connection: Any) -> Iterator[Link]:
-    """Link to a connection, or to a new connection of a SQLAlchemy ``Engine``, for a transaction of librmq's own.
-
-    An error undoes it: even a statement that found a SQLite file locked leaves a transaction open.
-    """
-    if hasattr(connection, "dialect") and hasattr(connection, "connect"):  # an engine
-        with connection.connect() as opened:
-            yield Link(opened)
-        return
-    link = Link(connection)
-    try:
-        yield link
-    except BaseException:
-        with suppress(Exception):  # The first error is the one to see.
-            link.rollback()
-        raise
-
-
-def check_database(database: Any) -> None:
-    """Refuse anything but a SQLAlchemy ``Engine`` or a function that opens a connection, before a thread uses it.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if hasattr(database, "dialect") and hasattr(database, "connect"):
-        return
-    if not callable(database) or hasattr(database, "cursor") or hasattr(database, "execute"):
-        raise ConfigError(
-            f"database: expected an Engine or a function that opens a connection, found {database!r:.100}"
-        )
+def driver_link(connection: Any) -> DriverLink:
+    """Return a link to a connection of a DB-API driver, also to one of a SQLAlchemy engine's pool."""
+    connection = getattr(connection, "dbapi_connection", connection)
+    return DriverLink(*driver_of(connection), connection)

@@ -51,6 +51,8 @@ class Driver:
     """Database, by SQLAlchemy's name; "" if it is unknown."""
     status: Callable[[Any], TransactionStatus] | None = None
     """Return the state of a connection's transaction, without a statement; None: ask by SQL."""
+    is_ready: Callable[[Any], bool] | None = None
+    """Return whether the next statement begins a transaction, as far as one quick look shows; None: ask further."""
     has_autocommit: Callable[[Any], bool | None] = has_autocommit
     """Return whether a connection commits each statement outside of an explicit transaction; None: not known."""
     cursor: Callable[[Any], Any] = _open_cursor
@@ -80,6 +82,11 @@ def _psycopg_status(connection: Any) -> TransactionStatus:
     return _LIBPQ[connection.pgconn.transaction_status]
 
 
+def _psycopg_is_ready(connection: Any) -> bool:
+    pgconn = connection.pgconn
+    return not (pgconn.transaction_status or pgconn.pipeline_status or connection.autocommit)
+
+
 def _psycopg2_status(connection: Any) -> TransactionStatus:
     return _LIBPQ[connection.get_transaction_status()]
 
@@ -97,6 +104,10 @@ else:
 
     def _sqlite_autocommit(connection: Any) -> bool:
         return connection.isolation_level is None
+
+
+def _sqlite_is_ready(connection: Any) -> bool:
+    return not (connection.in_transaction or _sqlite_autocommit(connection))
 
 
 def _mysql_status(connection: Any) -> TransactionStatus:
@@ -151,7 +162,15 @@ def _sqlite_cursor(connection: Any) -> Any:
 
 
 def _psycopg_cursor(connection: Any) -> Any:
-    return connection.cursor(row_factory=sys.modules["psycopg"].rows.tuple_row)
+    # It is kept with its connection: the first statement of a cursor costs half as much again as a later one.
+    kept = vars(connection)
+    cursor = kept.get(_KEPT_CURSOR)
+    if cursor is None:
+        cursor = kept[_KEPT_CURSOR] = connection.cursor(row_factory=sys.modules["psycopg"].rows.tuple_row)
+    return cursor
+
+
+_KEPT_CURSOR: Final = "_librmq_cursor"
 
 
 def _psycopg2_cursor(connection: Any) -> Any:
@@ -166,9 +185,14 @@ def _mysql_cursor(connection: Any) -> Any:
 
 
 DRIVERS: Final[Mapping[str, Driver]] = {
-    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_autocommit, _sqlite_cursor),
+    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_is_ready, _sqlite_autocommit, _sqlite_cursor),
     "psycopg": Driver(
-        "postgresql", _psycopg_status, cursor=_psycopg_cursor, reported_name=_psycopg_name, refusal=_in_pipeline
+        "postgresql",
+        _psycopg_status,
+        _psycopg_is_ready,
+        cursor=_psycopg_cursor,
+        reported_name=_psycopg_name,
+        refusal=_in_pipeline,
     ),
     "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor, reported_name=_psycopg2_name),
     "pg8000": Driver("postgresql", reported_name=_pg8000_name, commits_by_sql=True),
@@ -176,7 +200,7 @@ DRIVERS: Final[Mapping[str, Driver]] = {
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),
     "mysql": Driver("mysql", _connector_status, settle=_read_unread),
     **dict.fromkeys(("cymysql", "mariadb"), Driver("mysql", _mysql_status)),
-    "aiosqlite": Driver("sqlite", _sqlite_status, _sqlite_autocommit, is_async=True),
+    "aiosqlite": Driver("sqlite", _sqlite_status, has_autocommit=_sqlite_autocommit, is_async=True),
     "asyncpg": Driver("postgresql", _asyncpg_status, reported_name=_asyncpg_name, is_async=True),
     **dict.fromkeys(("aiomysql", "asyncmy"), Driver("mysql", _mysql_status, is_async=True)),
 }
@@ -209,7 +233,7 @@ _UNKNOWN: Final = Driver("", cursor=_checked_cursor)
 
 
 @lru_cache(maxsize=256)
-def _driver(kind: Any) -> tuple[Driver, str]:
+def driver_of_type(kind: Any) -> tuple[Driver, str]:
     """Return the driver of a type of connections, which an application may have derived, and its parameter style."""
     for base in kind.__mro__:
         driver = DRIVERS.get(base.__module__.partition(".")[0])
@@ -221,9 +245,9 @@ def _driver(kind: Any) -> tuple[Driver, str]:
 def driver_of(connection: Any) -> tuple[Driver, str]:
     """Return what is known about the driver of a DB-API connection, and its parameter style."""
     kind: Any = type(connection)
-    driver = _driver(kind)
+    driver = driver_of_type(kind)
     # The proxies of tracing libraries show the class of the connection behind them.
-    return driver if driver[0] is not _UNKNOWN else _driver(connection.__class__)
+    return driver if driver[0] is not _UNKNOWN else driver_of_type(connection.__class__)
 
 
 def status_of(connection: Any) -> TransactionStatus | None:
@@ -403,14 +427,14 @@ _USUAL_ANSWERS: Final = frozenset({int, type(None)})
 def execute_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> Any:
     """Run one statement whose result is not asked for; return what the driver does, which differs."""
     statement, names = rendered(sql, style)
-    if style in ("named", "pyformat"):
+    if names is None:
         return cursor.execute(statement, parameters)
-    return cursor.execute(statement, tuple([parameters[name] for name in names]))
+    return cursor.execute(statement, tuple(map(parameters.__getitem__, names))) if names else cursor.execute(statement)
 
 
 @lru_cache(maxsize=256)
-def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
-    """Return ``sql`` in a driver's style of parameters, and the parameters' names in order of occurrence."""
+def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...] | None]:
+    """Return ``sql`` in a driver's style of parameters, and their names in order; None if it takes them by name."""
     names: list[str] = []
 
     def placeholder(match: re.Match[str]) -> str:
@@ -423,4 +447,5 @@ def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
             return f"%({match[1]})s"
         return f":{match[1]}" if style == "named" else f":{len(names)}"
 
-    return _PARAMETER.sub(placeholder, sql), tuple(names)
+    statement = _PARAMETER.sub(placeholder, sql)
+    return statement, None if names and style in ("named", "pyformat") else tuple(names)

@@ -52,8 +52,9 @@ from zlib import crc32
 
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, StoreLockedError
-from librmq.idempotence._connections import Link, linked
+from librmq.idempotence._connections import Link
 from librmq.idempotence._drivers import Failure, TransactionStatus, failure_of
+from librmq.idempotence._sessions import linked
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.dedup")

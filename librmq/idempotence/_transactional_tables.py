@@ -9,7 +9,7 @@
 The transaction inserts the record of the message first. A second delivery waits for that row. If the first commits, the
 second finds the message consumed; if the first rolls back or dies, the second proceeds. So the effect happens once in
 this database, as long as the record is kept. Other people's sessions can end the transaction inside the block:
-`_Record` tells. ``docs/dedup.md`` has the conditions.
+`Transactional` tells. ``docs/dedup.md`` has the conditions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from librmq.client import CheckedMessage, OpenTransaction, TransactionProducer
 from librmq.clock import Clock, default_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, DedupStoreBusyError, TransactionRefusedError
-from librmq.idempotence._connections import ENDED_INSIDE, Link, check_database, linked
+from librmq.idempotence._connections import ENDED_INSIDE, Link
 from librmq.idempotence._drivers import IN_ABORTED_TRANSACTION, TransactionStatus, error_code, is_temporary_error
+from librmq.idempotence._sessions import check_database, link_to, linked
 from librmq.idempotence._sqltables import check_name, purge_expired, purge_now_and_then
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
 from librmq.listener import DeadLetter
@@ -93,13 +94,21 @@ def transactional(  # noqa: PLR0913 (each is a keyword, and most callers give on
         until_ms = now_ms + (_KEEP_MS if keep is KEEP_CONSUMED else to_milliseconds("keep", keep))
     else:
         record, until_ms = f"{secrets.token_hex(16)}", now_ms
-    return Transactional(session, table, record, join, until_ms, now_ms if clock is None else None)
+    block = _new_block(Transactional)  # One is made for each message: no call of its own.
+    block._session = session
+    block._table = table
+    block._key = record
+    block._joins = join
+    block._until_ms = until_ms
+    block._now_ms = now_ms if clock is None else None
+    return block
 
 
 _BEGUN: Final = 1 << 62
 """The least ``expires_timestamp_ms`` of a record whose block has begun, or was committed without its end."""
 _TOKEN_BITS: Final = 60
 _blocks = itertools.count()
+_new_block: Final = object.__new__
 _ANSWER: Final = 2_000_000_000
 """Least outcome of MySQL's INSERT, which comes back as an id: above the rows' own numbers, within what drivers take."""
 
@@ -124,7 +133,7 @@ def record_statements(table: str, dialect: str) -> _Statements:
     """
     insert = f"INSERT INTO {table} (dedup_key, expires_timestamp_ms) VALUES (:key, :number)"
     read = f"SELECT expires_timestamp_ms FROM {table} WHERE dedup_key = :key"
-    if dialect == "sqlite":
+    if dialect in ("sqlite", "postgresql"):
         insert += " ON CONFLICT (dedup_key) DO NOTHING"
     elif dialect == "mysql":
         # The outcome comes back as the last inserted id: found rows count as changed ones on some connections.
@@ -151,162 +160,25 @@ def record_statements(table: str, dialect: str) -> _Statements:
     )
 
 
-class _Record:
-    """The record of a message, as its block writes it; it tells whether the transaction is still that of the record.
+class Transactional:
+    """One transaction of `transactional`; ``with`` returns True at the first delivery of a message.
 
-    On PostgreSQL a setting that the INSERT makes for the transaction names it. The server reports the setting by
-    itself, and also that the transaction's end, or a rollback to a savepoint before it, has undone it, so the answer
-    costs no statement. Elsewhere statements such as those that change tables commit by themselves, or nothing is
-    reported. There the record is inserted as begun, and finished at the end of the block: a committed record that was
-    not finished shows that a part of the block was committed.
+    It writes the record, and tells at the end whether the transaction is still that of the record. On PostgreSQL a
+    setting that the INSERT makes for the transaction names it. The server reports the setting by itself, and also that
+    the transaction's end, or a rollback to a savepoint before it, has undone it, so the answer costs no statement.
+    Elsewhere statements such as those that change tables commit by themselves, or nothing is reported. There the record
+    is inserted as begun, and finished at the end of the block: a committed record that was not finished shows that a
+    part of the block was committed.
     """
 
-    __slots__ = (
-        "_expires_at_ms",
-        "_is_reported",
-        "_key",
-        "_link",
-        "_name",
-        "_number",
-        "_statements",
-        "_table",
-        "_writer",
-    )
-
-    def __init__(self, link: Link, table: str, key: str, expires_at_ms: int) -> None:
-        self._link = link
-        self._table = table
-        self._key = key
-        self._expires_at_ms = expires_at_ms
-        name = link.reported_name() if link.dialect == "postgresql" else None
-        self._is_reported = name is not None
-        self._name = self._writer = ""
-        dialect = link.dialect
-        if name is not None:
-            # It differs from that of this connection's earlier blocks. The application's own name stays readable in the
-            # server's list of sessions.
-            self._name = f"{name[:40]} librmq-{next(_blocks)}"
-            self._number, dialect = expires_at_ms, "reported"
-        else:
-            self._number = _BEGUN + random.getrandbits(_TOKEN_BITS)
-            dialect = "" if dialect == "postgresql" else dialect
-        self._statements = record_statements(table, dialect)
-
-    def write(self) -> bool:
-        """Write the record; return False if the message was consumed before.
-
-        Raises:
-            DeadLetter: An earlier delivery was committed in part.
-        """
-        link = self._link
-        if self._is_reported or link.dialect in ("mysql", "sqlite"):
-            number = self._insert()
-        else:
-            found: list[int] = []
-            is_new = link.insert_first(
-                self._statements.insert, {"key": self._key, "number": self._number}, lambda: self._find(found)
-            )
-            number = 0 if is_new else found[0]
-        if number >= _BEGUN:
-            raise DeadLetter(
-                f"{self._table}: an earlier delivery of the message was committed in part, because a statement of its "
-                "block commits by itself, or the block has committed, and it did not end; complete the effect by hand. "
-                f"The message is consumed again once the row {self._key!r} is deleted"
-            )
-        return number == 0
-
-    def _insert(self) -> int:
-        """Insert the record; return 0, or what stands in the record that is there."""
-        key, link = self._key, self._link
-        parameters: dict[str, Any] = {"key": key, "number": self._number}
-        if self._is_reported:
-            parameters["name"] = self._name
-            rows = link.fetch(self._statements.insert, parameters)
-            if rows:
-                self._writer, number = rows[0]
-                if self._writer and link.status() is TransactionStatus.IDLE:
-                    self._refuse_lone_statement()
-                return int(number)
-        elif link.dialect == "mysql":
-            result = link.execute(self._statements.insert, **parameters)
-            if result.last_id < _ANSWER:
-                return 0
-            if result.last_id == _ANSWER + 2:  # Another unique column of the application's has the conflict.
-                link.execute(record_statements(self._table, "").insert, key=key, number=self._number)
-            return _BEGUN if result.last_id > _ANSWER else 1
-        elif link.change(self._statements.insert, parameters) == 1:
-            return 0
-        rows = link.execute(self._statements.read, key=key).rows
-        if not rows:
-            raise DedupStoreBusyError(f"{self._table}: the record {key!r} was deleted at this moment")
-        return int(rows[0][0])
-
-    def _refuse_lone_statement(self) -> None:
-        self._link.execute(self._statements.delete, key=self._key, writer=self._writer)
-        raise ConfigError(
-            "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by the "
-            "connection's rollback()"
-        )
-
-    def _find(self, found: list[int]) -> bool:
-        found += [int(row[0]) for row in self._link.execute(self._statements.read, key=self._key).rows]
-        return bool(found)
-
-    def is_kept(self) -> bool:
-        """Return whether the record commits with the transaction, or was committed by the block; finish it.
-
-        Raises:
-            Exception: The database does not answer.
-        """
-        link = self._link
-        if self._is_reported and link.reported_name() == self._name:
-            return True
-        if link.is_aborted():
-            return False
-        if not self._is_reported:
-            parameters = {"key": self._key, "number": self._number, "expires_at_ms": self._expires_at_ms}
-            return link.change(self._statements.finish, parameters) == 1
-        # The block has set the name itself, or ended the transaction.
-        try:
-            return bool(link.execute(self._statements.is_ours, key=self._key, writer=self._writer).rows)
-        except Exception as error:
-            if error_code(error) == IN_ABORTED_TRANSACTION:
-                return False
-            raise
-
-    def undo(self) -> bool:
-        """Roll back; return False if a part of the block is kept, which the record shows from now on."""
-        link, has_ended, commits_each = self._link, True, False
-        with suppress(Exception):  # A connection that is dead tells nothing.
-            has_ended = not self._is_reported or link.reported_name() != self._name
-            commits_each = has_ended and link.commits_each()
-        link.rollback()
-        if link.is_joined or not (commits_each or (has_ended and self._is_reported)):
-            return True
-        mark, is_kept = {"key": self._key, "number": _BEGUN}, False
-        if self._is_reported:
-            with link.alone() as alone:
-                is_kept = alone.execute(self._statements.mark, writer=self._writer, **mark).changed == 1
-        if commits_each and not is_kept:  # What followed a rollback is kept, statement by statement.
-            is_kept = True
-            with suppress(Exception), link.alone() as alone:  # The record may be there.
-                alone.execute(record_statements(self._table, "").insert, **mark)
-        return not is_kept
-
-
-class Transactional:
-    """One transaction of `transactional`; ``with`` returns True at the first delivery of a message."""
-
-    __slots__ = ("_is_first", "_joins", "_key", "_link", "_now_ms", "_record", "_session", "_table", "_until_ms")
-
-    def __init__(self, session: Any, table: str, key: str, joins: bool, until_ms: int, now_ms: int | None) -> None:
-        self._session = session
-        self._table = table
-        self._key = key
-        self._joins = joins
-        self._until_ms = until_ms
-        self._now_ms = now_ms
-        """The time by which old records are purged; None if the application does that."""
+    _session: Any
+    _writer: Any
+    _table: str
+    _key: str
+    _joins: bool
+    _until_ms: int
+    _now_ms: int | None
+    """The time by which old records are purged; None if the application does that."""
 
     def __enter__(self) -> bool:
         return self._begin(self._session, get_ident())
@@ -321,7 +193,7 @@ class Transactional:
         if hasattr(session, "registry"):
             session = self._session = session.registry()  # of an async_scoped_session
         if not hasattr(session, "run_sync"):
-            Link(session)  # This refuses a driver's asynchronous connection.
+            link_to(session)  # This refuses a driver's asynchronous connection.
             raise ConfigError(f"{type(session).__name__} needs `with`, not `async with`")
         first: bool = await session.run_sync(self._begin, asyncio.current_task())
         return first
@@ -332,7 +204,7 @@ class Transactional:
         await self._session.run_sync(self._end, kind is None)
 
     def _begin(self, session: Any, worker: object) -> bool:
-        link = self._link = Link(session)
+        link = self._link = link_to(session)
         link.enter_block(worker)
         try:
             if self._joins:
@@ -340,8 +212,7 @@ class Transactional:
             else:
                 link.begin_first()
             try:
-                self._record = _Record(link, self._table, self._key, self._until_ms)
-                self._is_first = self._record.write()
+                number = self._write(link)
             except BaseException:
                 with suppress(Exception):  # The first error is the one to see.
                     link.rollback()
@@ -349,40 +220,141 @@ class Transactional:
         except BaseException:
             link.leave_block()
             raise
-        return self._is_first
+        self._is_first = not number
+        return not number
 
-    def _end(self, session: Any, is_complete: bool) -> None:
-        link = self._link
+    def _end(self, _: Any, is_complete: bool) -> None:
+        link, is_first = self._link, self._is_first
         try:
-            if is_complete:
-                self._commit(link)
-            elif self._is_first:
-                self._record.undo()
-            else:
-                link.rollback()
+            if not is_complete:
+                (self._undo if is_first else link.rollback)()
+                return
+            try:
+                is_kept = self._is_kept(link) if is_first else not link.is_aborted()
+                if is_kept:
+                    link.commit()
+            except ConfigError:  # The savepoint of the block is gone.
+                with suppress(Exception):  # The first error is the one to see.
+                    self._undo()
+                raise
+            except BaseException:  # Whether a commit that has failed was carried out is not known: the record stays.
+                with suppress(Exception):
+                    link.rollback()
+                raise
+            if not is_kept:
+                part = "A part of the block may be kept, so the message becomes a dead letter"
+                raise ConfigError(f"{ENDED_INSIDE}. {'Nothing of the block is kept' if self._undo() else part}")
+            if is_first and self._now_ms is not None and not link.is_joined:
+                purge_now_and_then(link, self._table, self._key, self._now_ms)
         finally:
             link.leave_block()
 
-    def _commit(self, link: Link) -> None:
-        try:
+    # ---- the record
+
+    def _write(self, link: Link) -> int:
+        """Write the record; return 0, or what stands in the record that is there.
+
+        Raises:
+            DeadLetter: An earlier delivery was committed in part.
+        """
+        key, dialect = self._key, link.dialect
+        name = link.reported_name() if dialect == "postgresql" else None
+        if name is not None:
+            # It differs from that of this connection's earlier blocks. The application's own name stays readable in the
+            # server's list of sessions.
+            self._name = name = f"{name[:40]} librmq-{next(_blocks)}"
+            self._statements = record_statements(self._table, "reported")
+            rows = link.fetch(self._statements.insert, {"key": key, "number": self._until_ms, "name": name})
+            self._writer, number = rows[0] if rows else (None, self._read(link))
+            if self._writer and link.status() is TransactionStatus.IDLE:
+                self._refuse_lone_statement(link)
+        else:
+            self._name = ""
+            self._number = _BEGUN + random.getrandbits(_TOKEN_BITS)
+            statements = self._statements = record_statements(self._table, dialect)
+            parameters = {"key": key, "number": self._number}
+            if dialect == "mysql":
+                number = self._insert_on_mysql(link, parameters)
+            elif dialect in ("sqlite", "postgresql"):
+                number = 0 if link.change(statements.insert, parameters) == 1 else self._read(link)
+            else:
+                found: list[int | None] = [0]
+                link.insert_first(statements.insert, parameters, lambda: self._finds(link, found))
+                number = found[-1]
+        if number is None:
+            raise DedupStoreBusyError(f"{self._table}: the record {key!r} was deleted at this moment")
+        if number >= _BEGUN:
+            raise DeadLetter(
+                f"{self._table}: an earlier delivery of the message was committed in part, because a statement of its "
+                "block commits by itself, or the block has committed, and it did not end; complete the effect by hand. "
+                f"The message is consumed again once the row {key!r} is deleted"
+            )
+        return int(number)
+
+    def _insert_on_mysql(self, link: Link, parameters: dict[str, Any]) -> int:
+        result = link.execute(self._statements.insert, **parameters)
+        if result.last_id < _ANSWER:
+            return 0
+        if result.last_id == _ANSWER + 2:  # Another unique column of the application's has the conflict.
+            link.execute(record_statements(self._table, "").insert, **parameters)
+        return _BEGUN if result.last_id > _ANSWER else 1
+
+    def _refuse_lone_statement(self, link: Link) -> None:
+        link.execute(self._statements.delete, key=self._key, writer=self._writer)
+        raise ConfigError(
+            "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by the "
+            "connection's rollback()"
+        )
+
+    def _read(self, link: Link) -> int | None:
+        rows = link.execute(self._statements.read, key=self._key).rows
+        return int(rows[0][0]) if rows else None
+
+    def _finds(self, link: Link, found: list[int | None]) -> bool:
+        found.append(self._read(link))
+        return found[-1] is not None
+
+    def _is_kept(self, link: Link) -> bool:
+        """Return whether the record commits with the transaction, or was committed by the block; finish it.
+
+        Raises:
+            Exception: The database does not answer.
+        """
+        if self._name and link.reported_name() == self._name:
+            return True
+        if link.dialect == "mysql":
             link.settle()
-            is_kept = self._record.is_kept() if self._is_first else not link.is_aborted()
-            if is_kept:
-                link.commit()
-        except ConfigError:  # The savepoint of the block is gone.
-            with suppress(Exception):  # The first error is the one to see.
-                self._record.undo()
+        if link.is_aborted():
+            return False
+        if not self._name:
+            parameters = {"key": self._key, "number": self._number, "expires_at_ms": self._until_ms}
+            return link.change(self._statements.finish, parameters) == 1
+        # The block has set the name itself, or ended the transaction.
+        try:
+            return bool(link.execute(self._statements.is_ours, key=self._key, writer=self._writer).rows)
+        except Exception as error:
+            if error_code(error) == IN_ABORTED_TRANSACTION:
+                return False
             raise
-        except BaseException:  # Whether a commit that has failed was carried out is not known: the record stays.
-            with suppress(Exception):
-                link.rollback()
-            raise
-        if not is_kept:
-            if self._record.undo():
-                raise ConfigError(f"{ENDED_INSIDE}. Nothing of the block is kept")
-            raise ConfigError(f"{ENDED_INSIDE}. A part of the block may be kept, so the message becomes a dead letter")
-        if self._is_first and self._now_ms is not None and not link.is_joined:
-            purge_now_and_then(link, self._table, self._key, self._now_ms)
+
+    def _undo(self) -> bool:
+        """Roll back; return False if a part of the block is kept, which the record shows from now on."""
+        link, has_ended, commits_each = self._link, True, False
+        with suppress(Exception):  # A connection that is dead shows nothing.
+            has_ended = not self._name or link.reported_name() != self._name
+            commits_each = has_ended and link.commits_each()
+        link.rollback()
+        if link.is_joined or not (commits_each or (has_ended and self._name)):
+            return True
+        mark, is_kept = {"key": self._key, "number": _BEGUN}, False
+        if self._name:
+            with link.alone() as alone:
+                is_kept = alone.execute(self._statements.mark, writer=self._writer, **mark).changed == 1
+        if commits_each and not is_kept:  # What followed a rollback is kept, statement by statement.
+            is_kept = True
+            with suppress(Exception), link.alone() as alone:  # The record may be there.
+                alone.execute(record_statements(self._table, "").insert, **mark)
+        return not is_kept
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
@@ -457,7 +429,7 @@ class LocalTransactions:
         """
         if not isinstance(producer, TransactionProducer):
             raise wrong_kind("producer", producer, "a TransactionProducer")
-        link = Link(session)
+        link = link_to(session)
         link.enter_block(get_ident())
         try:
             yield from self._transaction(producer, message, link)

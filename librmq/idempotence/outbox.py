@@ -40,8 +40,8 @@ from librmq.clock import Clock, default_clock, moves_by_itself
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence._autocommit import Autocommit
-from librmq.idempotence._connections import Link, check_database
 from librmq.idempotence._drivers import StatementResult, is_temporary_error
+from librmq.idempotence._sessions import check_database, link_to
 from librmq.idempotence._sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
 from librmq.idempotence.stores import LONGEST
 from librmq.message import Message
@@ -109,7 +109,7 @@ class Outbox:
         if order_key is not None and message.priority is not None:
             raise priority_with_queue(message.topic)
         message.properties.setdefault(PropertyName.UNIQUE_KEY, secrets.token_hex(16).upper())
-        link = Link(connection)
+        link = link_to(connection)
         link.check_no_autocommit()
         if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id
             connection.flush()

@@ -27,6 +27,7 @@ from librmq.idempotence._drivers import (
     is_integrity_error,
     is_temporary_error,
 )
+from librmq.idempotence._sessions import link_to
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.outbox import Outbox
@@ -58,7 +59,7 @@ def insert(link: Link, name: str) -> None:
 
 @by_driver
 def test_the_status_follows_the_transaction(connect: Callable[..., Any], base: str, name: str) -> None:
-    link = Link(connect())
+    link = link_to(connect())
     assert link.status() is TransactionStatus.IDLE
     for end in (link.commit, link.rollback):
         insert(link, name)
@@ -86,7 +87,7 @@ def set_autocommit(connection: Any) -> None:
 @by_driver
 def test_autocommit_is_seen(connect: Callable[..., Any], name: str) -> None:
     connection = connect()
-    link = Link(connection)
+    link = link_to(connection)
     link.check_no_autocommit()
     set_autocommit(connection)
     with pytest.raises(ConfigError, match="without autocommit"):
@@ -102,7 +103,7 @@ def test_autocommit_is_seen(connect: Callable[..., Any], name: str) -> None:
 @by_driver
 @pytest.mark.parametrize("rows", ["", "dicts", "named"])
 def test_rows_can_be_read_by_position(connect: Callable[..., Any], rows: str) -> None:
-    assert tuple(Link(connect(rows)).execute("SELECT :first, 2", first="1").rows[0]) == ("1", 2)
+    assert tuple(link_to(connect(rows)).execute("SELECT :first, 2", first="1").rows[0]) == ("1", 2)
 
 
 def errors_of(execute: Callable[[str], object], roll_back: Callable[[], object], name: str) -> dict[str, Exception]:
@@ -132,7 +133,7 @@ def check_errors(errors: dict[str, Exception]) -> None:
 
 @by_driver
 def test_errors_by_their_codes(connect: Callable[..., Any], name: str) -> None:
-    link = Link(connect())
+    link = link_to(connect())
     check_errors(errors_of(link.execute, link.rollback, name))
 
 
@@ -145,7 +146,7 @@ def test_errors_of_sqlalchemy(database: Callable[[str], Database], base: str, dr
     if driver not in ("asyncpg", "aiosqlite"):
         engine = sqlalchemy.create_engine(url)
         with engine.connect() as connection:
-            link = Link(connection)
+            link = link_to(connection)
             check_errors(errors_of(link.execute, link.rollback, name))
         engine.dispose()
         return
@@ -155,7 +156,7 @@ def test_errors_of_sqlalchemy(database: Callable[[str], Database], base: str, dr
         async with engine.connect() as connection:
 
             def work(inner: Any) -> None:
-                link = Link(inner)
+                link = link_to(inner)
                 check_errors(errors_of(link.execute, link.rollback, name))
 
             await connection.run_sync(work)
@@ -188,7 +189,7 @@ def test_a_database_out_of_reach_is_temporary(driver: str) -> None:
 @by_driver
 def test_a_closed_connection_is_temporary(connect: Callable[..., Any], driver: str) -> None:
     connection = connect()
-    link = Link(connection)
+    link = link_to(connection)
     connection.close()
     with pytest.raises(Exception) as raised:  # noqa: PT011
         link.execute("SELECT 1")
@@ -199,9 +200,9 @@ def test_a_wait_for_a_locked_file_is_too_long(database: Callable[[str], Database
     place = database("sqlite")
     with closing(place.connect()) as writer, closing(place.connect()) as other:
         other.execute("PRAGMA busy_timeout = 0")
-        insert(Link(writer), name)
+        insert(link_to(writer), name)
         with pytest.raises(sqlite3.OperationalError) as raised:
-            insert(Link(other), name)
+            insert(link_to(other), name)
         assert failure_of(raised.value) is Failure.TOO_LONG
         writer.rollback()
 
@@ -264,7 +265,7 @@ def test_derived_connections_and_proxies_have_the_driver_of_their_base() -> None
     with closing(sqlite3.connect(":memory:", factory=Ours)) as connection:
         for sqlite in (connection, Proxy(connection)):
             assert driver_of(sqlite)[0] is TABLE["sqlite3"]
-            assert Link(sqlite).status() is TransactionStatus.IDLE
+            assert link_to(sqlite).status() is TransactionStatus.IDLE
 
 
 # --- drivers that do not show their transactions
@@ -313,7 +314,7 @@ def test_a_driver_that_shows_nothing_is_asked_by_sql(
     database: Callable[[str], Database], silent: Callable[[], Any], base: str, driver: str, name: str
 ) -> None:
     place, connection = database(base), silent()
-    link = Link(connection)
+    link = link_to(connection)
     assert link.status() is None
     link.check_can_begin()
     insert(link, name)

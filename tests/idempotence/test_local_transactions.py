@@ -17,6 +17,7 @@ from librmq.clock import ManualClock
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence import LocalTransactions
 from librmq.idempotence._connections import Link
+from librmq.idempotence._sessions import link_to
 from tests.budget import many
 from tests.idempotence.conftest import DATABASES, DRIVERS, Database
 
@@ -56,7 +57,7 @@ class Shop:
         self.name = f"order-{next(_orders)}"
 
     def insert(self, session: Any) -> None:
-        Link(session).execute("INSERT INTO effects (name) VALUES (:name)", name=self.name)
+        link_to(session).execute("INSERT INTO effects (name) VALUES (:name)", name=self.name)
 
     def settle(self) -> None:
         """Let the broker ask about open transactions."""
@@ -195,7 +196,7 @@ def test_an_error_that_the_block_swallows(shop: Shop, base: str, driver: str, ki
         ):
             shop.insert(session)
             with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
-                Link(session).execute("INSERT INTO accounts (id, balance) VALUES (:name, 2)", name=shop.name)
+                link_to(session).execute("INSERT INTO accounts (id, balance) VALUES (:name, 2)", name=shop.name)
 
     if base == "postgresql":
         with pytest.raises(ConfigError, match="the block has gone on after an error of the database"):

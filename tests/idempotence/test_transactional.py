@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
-from librmq.idempotence._connections import Link
+from librmq.idempotence._sessions import link_to
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.outbox import Outbox
@@ -40,7 +40,7 @@ def message_of(name: str) -> Delivery:
 
 def insert(session: Any, name: str) -> None:
     """Make the business change."""
-    Link(session).execute("INSERT INTO effects (name) VALUES (:name)", name=name)
+    link_to(session).execute("INSERT INTO effects (name) VALUES (:name)", name=name)
 
 
 def suppressed(close: Callable[[], object]) -> None:
@@ -388,7 +388,7 @@ def session(database: Callable[[str], Database], base: str, driver: str, kind: s
 def fail(session: Any, statement: str, name: str) -> None:
     """Run a statement that fails, and swallow its error."""
     with pytest.raises(Exception, match=r"."):
-        Link(session).execute(statement, name=name)
+        link_to(session).execute(statement, name=name)
 
 
 DUPLICATE = "INSERT INTO accounts (id, balance) VALUES (:name, 2)"
@@ -432,9 +432,9 @@ def test_an_error_in_a_savepoint_may_be_swallowed(
     place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=name)
     with transactional(session, message_of(name), group="billing"):
         insert(session, name)
-        Link(session).execute("SAVEPOINT ours")
+        link_to(session).execute("SAVEPOINT ours")
         fail(session, DUPLICATE, name)
-        Link(session).execute("ROLLBACK TO SAVEPOINT ours")
+        link_to(session).execute("ROLLBACK TO SAVEPOINT ours")
     assert place.effects(name) == 1
 
 
@@ -493,14 +493,14 @@ def test_a_deadlock_after_which_the_block_goes_on(
     def deliver(session: Any, rival: Any) -> None:
         with transactional(session, message_of(name), group="billing"):
             insert(session, name)
-            Link(session).execute(update, id=f"{name}-0")
-            link = Link(rival)
+            link_to(session).execute(update, id=f"{name}-0")
+            link = link_to(rival)
             for number in range(1, 8):  # the database ends the smaller of two transactions
                 link.execute(update, id=f"{name}-{number}")
             thread = threading.Thread(target=lambda: link.execute(update, id=f"{name}-0"))
             thread.start()
             with pytest.raises(Exception, match="Deadlock"):
-                Link(session).execute(update, id=f"{name}-1")
+                link_to(session).execute(update, id=f"{name}-1")
             thread.join()
             rival.rollback()
             with closing(place.connect()) as other, transactional(other, message_of(name), group="billing") as first:
