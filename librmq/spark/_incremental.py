@@ -17,9 +17,9 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.columns import DataLossError
 from librmq.columns.planned_store import PlannedStore
@@ -28,7 +28,7 @@ from librmq.files import DiskFiles
 from librmq.files.interface import make_folders
 from librmq.spark import stores
 from librmq.spark._options import parse_read_options
-from librmq.spark._stream import Key, Offset, flat, nested
+from librmq.spark._positions import Document, Key, Positions, nested
 from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
 from librmq.spark.stores import Settings
 
@@ -61,8 +61,8 @@ class _State:
 
     pipeline: str
     settings: dict[str, str]
-    ends: Offset = field(default_factory=dict)
-    """The first queue offset that is not read, of each queue."""
+    ends: Document = field(default_factory=dict)
+    """The positions before which all is read."""
     parts: tuple[str, ...] = ()
     run: int = 0
     skipped: tuple[str, ...] = ()
@@ -114,18 +114,21 @@ def run_incrementally(
     with _locked(out):
         before = _last_state(out, name, chosen_settings)
         inputs = Inputs(spark, stores.paths_of(paths), chosen_settings)
-        missing = before.ends.keys() - set(inputs.paths)
-        if missing:
-            raise ConfigError(f"{out}: an earlier run read {min(missing)}; name all stores of the earlier runs")
         _delete_others(os.path.join(out, "messages"), before.parts)
         _delete_others(os.path.join(out, "runs"), [_folder(before.run)])
         read = pipeline.source.reads(chosen_settings)
         skips = chosen_settings.get("damaged") == "skip"
-        ends = flat(before.ends)
-        starting, ending, is_damaged = _range(read, inputs.paths, ends, is_first=not before.run, strict=not skips)
+        with ExitStack() as opened:
+            planned = _open(read, inputs.paths, opened)
+            is_damaged = any(store.damage for store in planned.values())
+            former = Positions.parse(before.ends)
+            moves: dict[Any, Any] = {old: new for old, new in former.present_paths(planned).items() if old != new}
+            last = former.located(planned, None if skips else "setting damaged=skip", set())
+            starting, ending = _range(planned, last.offsets, is_first=not before.run, strict=not skips)
+            ends = last.moved_to({**last.offsets, **ending}, planned)
         count = sum(max(0, end - starting[queue]) for queue, end in ending.items())
         run, parts, skipped = before.run + 1, before.parts, LeftOut()
-        has_news = count > 0 or not parts
+        has_news = count > 0 or not parts or bool(moves)
         new = {
             "startingOffsets": json.dumps(nested(starting)),
             "endingOffsets": json.dumps(nested(ending)),
@@ -135,21 +138,23 @@ def run_incrementally(
             skipped = LeftOut.from_frame(read.left_out(spark, inputs.paths, **new))
         if has_news:
             fresh = read.messages(spark, inputs.paths, **new)
-            if len(parts) >= _MOST_PARTS:
-                fresh, parts = _stored_messages(spark, out, read, parts).unionByName(fresh), ()
+            if len(parts) >= _MOST_PARTS or moves:
+                stored = _stored_messages(spark, out, read, parts)
+                fresh, parts = stored.replace(moves, subset=["store"]).unionByName(fresh), ()
             parts = (*parts, _folder(run))
             fresh.write.parquet(os.path.join(out, "messages", parts[-1]))
         # Retention deleted what is between the end of the last run and the first offset.
         first_ends = {} if before.run else starting  # a queue that appears later is read from offset 0
-        last_ends = {queue: ends.get(queue, first_ends.get(queue, 0)) for queue in starting}
+        last_ends = {queue: last.offsets.get(queue, first_ends.get(queue, 0)) for queue in starting}
         lost = {queue: begin - last_ends[queue] for queue, begin in starting.items() if begin > last_ends[queue]}
-        stores_skipped = tuple(sorted({*before.skipped, *skipped.stores, *(path for path, _, _ in lost)}))
+        former_skipped = (moves.get(path, path) for path in before.skipped)
+        stores_skipped = tuple(sorted({*former_skipped, *skipped.stores, *(path for path, _, _ in lost)}))
         result = pipeline.result(
             inputs, _stored_messages(spark, out, read, parts), stores_skipped if skips or stores_skipped else None
         )
         target = os.path.join(out, "runs", _folder(run))
         result.write.partitionBy(*partition_by).parquet(target)
-        state = _State(name, _pinned(chosen_settings), nested(ends | ending), parts, run, stores_skipped)
+        state = _State(name, _pinned(chosen_settings), ends.document(), parts, run, stores_skipped)
         DiskFiles().write(os.path.join(target, _STATE), json.dumps(vars(state)).encode())
         _link(out, target)
         return Increment(os.path.join(out, "latest"), count, skipped, sum(lost.values()))
@@ -177,34 +182,34 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
     return state
 
 
+def _open(read: MessageRead, paths: Sequence[str], opened: ExitStack) -> dict[str, PlannedStore]:
+    """Open the stores with the wanted queues, until ``opened`` ends."""
+    default_topics = {} if read.first_sends_only or "topic" in read.options else {"topicPattern": "(?s).*"}
+    options = {**default_topics, **read.options}
+    return {
+        path: opened.enter_context(PlannedStore.open(path, parse_read_options({**options, "path": path})))
+        for path in paths
+    }
+
+
 def _range(
-    read: MessageRead, paths: Sequence[str], ends: Mapping[Key, int], *, is_first: bool, strict: bool
-) -> tuple[dict[Key, int], dict[Key, int], bool]:
-    """Return the first offset to read of each wanted queue, its present end, and whether a queue can't be opened."""
-    is_damaged = False
+    stores: Mapping[str, PlannedStore], ends: Mapping[Key, int], *, is_first: bool, strict: bool
+) -> tuple[dict[Key, int], dict[Key, int]]:
+    """Return the first offset to read of each wanted queue, and its present end."""
     starting: dict[Key, int] = {}
     ending: dict[Key, int] = {}
-    default_topics = {} if read.first_sends_only or "topic" in read.options else {"topicPattern": "(?s).*"}
-    for path in paths:
-        options = parse_read_options({**default_topics, **read.options, "path": path})
-        with PlannedStore.open(path, options) as store:
-            is_damaged |= bool(store.damage)
-            for (topic, queue_id), queue in store.queues.items():
-                last_end = ends.get((path, topic, queue_id))
-                if strict and not is_first and last_end is None and queue.begin:
-                    raise DataLossError(
-                        f"{path}: topic {topic!r}, queue {queue_id}: it is new since the last run, but begins at "
-                        f"offset {queue.begin}: the messages before were deleted unread (setting damaged=skip "
-                        "continues with the rest)"
-                    )
-                if strict and last_end is not None and not queue.begin <= last_end <= queue.end:
-                    raise DataLossError(
-                        f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {last_end}, but the "
-                        f"queue holds {queue.begin} to {queue.end} (setting damaged=skip continues with these)"
-                    )
-                begin = last_end if last_end is not None and queue.begin <= last_end <= queue.end else queue.begin
-                starting[path, topic, queue_id], ending[path, topic, queue_id] = begin, queue.end
-    return starting, ending, is_damaged
+    for path, store in stores.items():
+        for (topic, queue_id), queue in store.queues.items():
+            last_end = ends.get((path, topic, queue_id))
+            if strict and queue.begin > (last_end or 0) and not (is_first and last_end is None):
+                before = "it is new since the last run" if last_end is None else f"the last run ended at {last_end}"
+                raise DataLossError(
+                    f"{path}: topic {topic!r}, queue {queue_id}: {before}, but begins at offset {queue.begin}: the "
+                    "messages before were deleted unread (setting damaged=skip continues with the rest)"
+                )
+            starting[path, topic, queue_id] = max(queue.begin, last_end or 0)
+            ending[path, topic, queue_id] = queue.end
+    return starting, ending
 
 
 def _stored_messages(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:

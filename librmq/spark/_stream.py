@@ -1,22 +1,14 @@
 """Stores as streams: offsets by queue, a limit for each trigger, and runs up to the present end.
 
-::
-
-    offset   {store: {topic: {queue id: queue offset of the next message}},
-              "identities": {store: {"physicalOffset": place of a record, "fingerprint": its digest}}}
-
-Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module only keeps the stores
-open for reading, next to their writers. Queues and topics that appear later are read from their start.
-
-A store is a path and an identity: the last record that the stream had read when its offsets last moved. A mount can get
-another name, so the identity counts first. Checkpoints of librmq 0.1 have paths alone.
+Spark keeps the offsets (`librmq.spark._positions`) in its checkpoint, and repeats its requests after a failure. This
+module only keeps the stores open for reading, next to their writers. Queues and topics that appear later are read from
+their start.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -40,6 +32,8 @@ from librmq.message.lag import queue_lag
 from librmq.override import override
 from librmq.spark._conditions import shows_conditions
 from librmq.spark._options import StreamLimits
+from librmq.spark._positions import Document, Key, Positions, flat, nested
+from librmq.store.engine.store_parts import QueueName
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,20 +46,7 @@ SMALLEST_RECORD: Final = 91
 MIRROR_SECONDS: Final = 10.0
 """Seconds for which the mirror of a store behind a URL serves."""
 
-IDENTITIES: Final = "identities"
-"""Key of an offset beside its stores, whose paths are absolute."""
-
-Offset = dict[str, dict[str, dict[str, Any]]]
-Key = tuple[str, str, int]
-"""Store, topic, queue id."""
-
-
-class Identity(NamedTuple):
-    """A record that tells a store from others."""
-
-    physical_offset: int
-    fingerprint: str
-    """Its digest, of `PlannedStore.fingerprint_at`."""
+_UNLESS: Final = "option failOnDataLoss=false"
 
 
 class StreamLag(NamedTuple):
@@ -128,6 +109,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._stores: dict[str, PlannedStore] = {}
         self._mirrors: dict[str, tuple[RemoteFiles, float]] = {}
         """The mirror of each store behind a URL, and when it was made."""
+        self._warned: set[str] = set()
         self._target: dict[Key, int] | None = None
         self._waiting_since: float | None = None
         """When a trigger first had fewer messages than wanted."""
@@ -139,7 +121,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --------------------------------------------------------------------------------------------------- on the driver
 
     @override
-    def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
+    def initialOffset(self) -> Document:  # noqa: N802 (Spark's)
         """Return the start of a new query."""
         options = self._options
         offsets: dict[Key, int] = {}
@@ -154,7 +136,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.selection.begin_ms is not None:
                     begin = max(begin, store.first_at(name, options.selection.begin_ms))
                 offsets[path, *name] = begin
-        return nested(offsets, self._identities(offsets, {}, {}))
+        return Positions().moved_to(offsets, self._stores).document()
 
     @override
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -170,15 +152,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._ends()
 
     @override
-    def reportLatestOffset(self) -> Offset:  # noqa: N802
+    def reportLatestOffset(self) -> Document:  # noqa: N802
         """Return the present ends."""
         return nested(self._ends())
 
     @override
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+    def latestOffset(self, start: Document, limit: ReadLimit) -> Document:  # noqa: N802
         """Return the end of the next batch."""
         ends = self._ends()
-        begins, identities = self._located(start)
+        former = self._located(start)
+        begins = former.offsets
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
         lags = {key: max(0, end - self._first_offset(key, begins.get(key))) for key, end in ends.items()}
@@ -191,12 +174,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._limits.max_bytes is not None:
                 counts = self._within(counts, self._limits.max_bytes, begins)
         # A deleted queue stays in the offset, so that it is not read again if it comes back.
-        offsets = begins | {
+        offsets = dict(begins) | {
             key: self._first_offset(key, begins.get(key)) + count
             for key, count in counts.items()
             if count or key in begins
         }
-        return nested(offsets, self._identities(offsets, begins, identities))
+        end = former.moved_to(offsets, self._stores)
+        return start if end == Positions.parse(start) else end.document()
 
     def _waits(self, lag: int) -> bool:
         """Return whether a trigger has too few messages, and has not waited long enough for more."""
@@ -234,10 +218,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return counts
 
     @override
-    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+    def partitions(self, start: Document, end: Document) -> list[InputPartition]:
         """Return the tasks of a batch."""
         stores = self._refreshed_stores()
-        begins, ends = self._located(start)[0], self._located(end)[0]
+        begins, ends = self._located(start).offsets, self._located(end).offsets
         options = self._options
         parts: list[InputPartition] = []
         for path, store in stores.items():
@@ -250,7 +234,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 begin = self._first_offset(key, begins.get(key))
                 if options.fail_on_data_loss:
                     if queue is None:
-                        raise DataLossError(f"{path}: topic {name[0]!r}, queue {name[1]}: deleted (failOnDataLoss)")
+                        raise self._loss_of(store, name, range(begin, until))
                     store.check_loss(name, begin, until)
                 if queue is not None:
                     ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
@@ -268,7 +252,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return parts
 
     @override
-    def commit(self, end: Offset) -> None:
+    def commit(self, end: Document) -> None:
         """Do nothing: Spark does not call this for a query's last batch anyway."""
 
     @override
@@ -291,106 +275,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     "rest)"
                 )
             return 0 if queue is None else queue.begin
-        if queue is not None and last_end > queue.end:
-            if self._options.fail_on_data_loss:
-                raise DataLossError(
-                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {last_end}, but it ends at "
-                    f"{queue.end} (option failOnDataLoss=false starts again at the beginning of the queue)"
-                )
-            return queue.begin
         if queue is not None and not self._options.fail_on_data_loss:
             return max(last_end, queue.begin)  # triggers don't count messages that retention has deleted
         return last_end
 
-    def _located(self, offset: Offset) -> tuple[dict[Key, int], dict[str, Identity]]:
-        """Return the queue offsets and identities of ``offset``, by the present paths of its stores.
-
-        Raises:
-            DataLossError: A store is gone, or another one has its path, and the options treat that as an error.
-        """
-        identities = {
-            path: Identity(fields["physicalOffset"], fields["fingerprint"])
-            for path, fields in offset.get(IDENTITIES, {}).items()
-        }
-        paths = [path for path in offset if path != IDENTITIES]
-        present = self._present_paths(paths, identities)
-        for path in paths:
-            if path in present:
-                continue
-            now = os.path.realpath(path)
-            if any(now == os.path.realpath(other) for other in present.values()):
-                continue  # a link to a store that has another path in the offset: it is read once
-            if self._options.fail_on_data_loss:
-                raise DataLossError(self._loss_of(path, identities.get(path)))
-            if path not in present.values():
-                present[path] = path
-        return (
-            {
-                (present[path], topic, queue_id): at
-                for (path, topic, queue_id), at in flat(offset).items()
-                if path in present
-            },
-            {present[path]: identity for path, identity in identities.items() if path in present},
+    def _loss_of(self, store: PlannedStore, name: QueueName, offsets: range) -> RmqError:
+        """Return the error for a batch with ``offsets`` of a queue that the stream does not have."""
+        what = f"{store.path}: topic {name[0]!r}, queue {name[1]}"
+        if store.options.selection.has_queue(*name):
+            return DataLossError(f"{what}: deleted ({_UNLESS} goes on without it)")
+        return ConfigError(
+            f"{what}: the options leave it out, but the batch that Spark repeats has its offsets {offsets.start} to "
+            f"{offsets.stop}: start the stream once more with the former options, which ends this batch, and then "
+            f"change them ({_UNLESS} leaves these messages out)"
         )
 
-    def _present_paths(self, paths: Iterable[str], identities: Mapping[str, Identity]) -> dict[str, str]:
-        """Return where the stores of an offset are now; those that are gone are left out."""
-
-        def is_same(path: str, now: str) -> bool | None:
-            """Return whether the store at ``now`` has the record of the one at ``path``; None if that can't be seen."""
-            identity = identities.get(path)
-            digest = None if identity is None else self._stores[now].fingerprint_at(identity.physical_offset)
-            return None if identity is None or digest is None else digest == identity.fingerprint
-
-        rounds: tuple[Callable[[str, str], bool], ...] = (
-            # The surest first, so that of a store and its copy each keeps its offsets.
-            lambda path, now: path == now and is_same(path, now) is True,
-            lambda path, now: is_same(path, now) is True,
-            lambda path, now: path == now and is_same(path, now) is None,
-            lambda path, now: os.path.realpath(path) == os.path.realpath(now) and is_same(path, now) is None,
-        )
-        present: dict[str, str] = {}
-        for matches in rounds:
-            for path in paths:
-                free = () if path in present else self._stores.keys() - present.values()
-                matching = sorted(now for now in free if matches(path, now))
-                if matching:
-                    present[path] = matching[0]
-        return present
-
-    def _loss_of(self, path: str, identity: Identity | None) -> str:
-        """Return what is wrong with a store of the checkpoint that no path leads to."""
-        if path in self._stores and identity is not None:
-            return (
-                f"{path}: its log has another record at {identity.physical_offset}, the last that the stream had read: "
-                "the folder holds another store, or the log lost its end (option failOnDataLoss=false goes on with the "
-                "queue offsets of the checkpoint)"
-            )
-        older = "" if identity else "; the checkpoint is of a librmq that knew stores by their paths alone"
-        return (
-            f"{path}: the stream has read this store, and no folder in option path holds it now{older} (add its "
-            "folder, or with option failOnDataLoss=false the stream goes on without it)"
-        )
-
-    def _identities(
-        self, offsets: Mapping[Key, int], begins: Mapping[Key, int], identities: Mapping[str, Identity]
-    ) -> dict[str, Identity]:
-        """Return the identity of each store at ``offsets``, which were ``begins`` and had ``identities``.
-
-        It stays where no offset has moved, because Spark runs a batch for each offset that differs from the last.
-        """
-        places: dict[str, int] = {}
-        for key, offset in offsets.items():
-            store = self._stores.get(key[0])
-            if store is not None and begins.get(key) != offset and key[1:] in store.queues:
-                queue = store.queues[key[1:]]
-                places[key[0]] = max(places.get(key[0], -1), queue.place_of(max(offset - 1, queue.begin)))
-        current = dict(identities)
-        for path, place in places.items():
-            digest = self._stores[path].fingerprint_at(place)
-            if digest is not None:
-                current[path] = Identity(place, digest)
-        return current
+    def _located(self, offset: Document) -> Positions:
+        """Return the positions of ``offset`` in the open stores."""
+        unless = _UNLESS if self._options.fail_on_data_loss else None
+        return Positions.parse(offset).located(self._stores, unless, self._warned)
 
     def _ends(self) -> dict[Key, int]:
         return {
@@ -446,27 +349,3 @@ def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:
     for key in by_remainder[:left]:
         shares[key] += 1
     return shares
-
-
-def nested(offsets: Mapping[Key, int], identities: Mapping[str, Identity] | None = None) -> Offset:
-    """Return queue offsets, and the identities of their stores, in Spark's form."""
-    nested: Offset = {}
-    for (path, topic, queue_id), queue_offset in sorted(offsets.items()):
-        nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
-    if identities:
-        nested[IDENTITIES] = {
-            path: {"physicalOffset": identity.physical_offset, "fingerprint": identity.fingerprint}
-            for path, identity in sorted(identities.items())
-        }
-    return nested
-
-
-def flat(offset: Offset) -> dict[Key, int]:
-    """Return queue offsets by queue."""
-    return {
-        (path, topic, int(queue_id)): queue_offset
-        for path, topics in offset.items()
-        if path != IDENTITIES
-        for topic, queues in topics.items()
-        for queue_id, queue_offset in queues.items()
-    }

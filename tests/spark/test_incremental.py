@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,13 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     other = add(tmp_path / "other", 0, 3, "Elsewhere")
     assert incremental(path, other) == 3
     for paths, settings, text in (
-        ([path], {}, "name all stores"),
         ([path, other], {"window": "5"}, "keep them, or name another folder"),
         ([path, other], {"starting_offsets": "{}"}, "chooses the offsets"),
     ):
         with pytest.raises(ConfigError, match=text):
             incremental(*paths, **settings)
+    with pytest.raises(DataLossError, match="/other: this store was read, and none of the named folders holds it now"):
+        incremental(path)
     with pytest.raises(ConfigError, match="present state"):
         run_incrementally(spark, "backlog", str(path), str(tmp_path / "o2"))
     assert len(list((tmp_path / "out" / "runs").iterdir())) <= 2
@@ -124,6 +126,27 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     (path / "librmq" / "closed.json").unlink()
     with pytest.raises(DataLossError, match=r"topic 'Late', queue 0: it is new since the last run, but begins at"):
         run_incrementally(spark, "duplicates", [str(path), str(other)], out)
+
+
+def test_incremental_runs_know_what_they_have_read(tmp_path: Path) -> None:
+    """A renamed store goes on; another store in its folder is a loss, or by the setting read from its start."""
+    spark, out, path = shared_session(), str(tmp_path / "out"), add(tmp_path / "s", 0, 20)
+
+    def incremental(**settings: str) -> tuple[int, int]:
+        found = run_incrementally(spark, "skew", str(path), out, settings)
+        result = spark.read.parquet(found.path)
+        assert {row["store"] for row in result.collect()} == {str(path)}
+        return found.messages, result.groupBy().sum("messages").first()[0]
+
+    assert incremental() == (20, 20)
+    path = add(path.rename(tmp_path / "moved"), 20, 5)
+    assert incremental() == (5, 25)
+    shutil.rmtree(path)
+    add(path, 100, 35)
+    with pytest.raises(DataLossError, match=r"its log has another record at .* holds another store"):
+        incremental()
+    assert incremental(damaged="skip") == (35, 60)
+    assert incremental() == (0, 60)
 
 
 class Killed(BaseException):

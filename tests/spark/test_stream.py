@@ -24,8 +24,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
 from librmq.spark._options import StreamLimits, parse_read_options
+from librmq.spark._positions import Key, flat
 from librmq.spark._source import arrow_schema, schema_of
-from librmq.spark._stream import Key, StreamLag, StreamReader, flat, share, stream_lags
+from librmq.spark._stream import StreamLag, StreamReader, share, stream_lags
 from tests.job_histories import JobHistory, Row
 from tests.spark_session import shared_session
 
@@ -55,7 +56,25 @@ def delete_log_files(path: Path, count: int) -> None:
     """Delete the first files of the log, as a broker does: librmq would note the new begin."""
     for file in sorted((path / "commitlog").iterdir())[:count]:
         file.unlink()
-    (path / "librmq" / "closed.json").unlink()
+    (path / "librmq" / "closed.json").unlink(missing_ok=True)
+
+
+def store_of(path: Path, first: int, count: int, topic: str = "A", at_ms: int = START_MS) -> Path:
+    """Make a store, or add to it: four messages fill a file of the log."""
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)
+    with MessageStore.open(path, config, clock=ManualClock(at_ms)) as store:
+        for number in range(first, first + count):
+            store.append(Message(topic, b"%d " % number + b"x" * 800), 0)
+    return path
+
+
+def create_again(path: Path, first: int, count: int) -> None:
+    """Delete topic A, whose queue a broker cleans when retention has deleted its messages, and fill it again."""
+    store_of(path, 0, 5, "Other")
+    delete_log_files(path, len(list((path / "commitlog").iterdir())) - 1)
+    with MessageStore.open(path) as store:
+        assert store.clean_unused_topics(["Other"]) == [("A", 0)]
+    store_of(path, first, count)
 
 
 class Sink:
@@ -243,7 +262,7 @@ def test_a_checkpoint_of_paths_alone_is_understood(tmp_path: Path) -> None:
         assert advance(reader(same), offset) == (offset, 0)
     path.rename(tmp_path / "moved")
     with pytest.raises(
-        DataLossError, match=r"/s: the stream has read this store.*; the checkpoint is of a librmq that"
+        DataLossError, match=r"/s: this store was read.*; the record of what was read is of a librmq that"
     ):
         advance(reader(tmp_path / "moved"), old)
 
@@ -257,9 +276,7 @@ def test_a_store_that_is_gone_is_a_loss(tmp_path: Path) -> None:
     stream = reader(tmp_path / "*")
     offset, _ = advance(stream, stream.initialOffset())
     paths[0].rename(tmp_path.parent / f"{tmp_path.name}-away")
-    with pytest.raises(
-        DataLossError, match=r"/a: the stream has read this store, and no folder in option path holds it"
-    ):
+    with pytest.raises(DataLossError, match=r"/a: this store was read, and none of the named folders holds it now"):
         advance(reader(tmp_path / "*"), offset)
     end, count = advance(reader(tmp_path / "*", {"failOnDataLoss": "false"}), offset)
     assert (end, count) == (offset, 0)
@@ -270,6 +287,121 @@ def test_a_store_that_is_gone_is_a_loss(tmp_path: Path) -> None:
         fill(store, "B", 0, 9)
     with pytest.raises(DataLossError, match=r"/a: its log has another record at \d+, .* holds another store"):
         advance(reader(tmp_path / "*"), offset)
+
+
+LENIENT = {"failOnDataLoss": "false"}
+
+
+@pytest.mark.parametrize("later", [5, 20, 30])
+def test_a_topic_that_was_created_again(tmp_path: Path, later: int) -> None:
+    """It is a loss, whether it has fewer messages than were read or more; by the option it is read from its start."""
+    path, strict, lenient = store_of(tmp_path / "s", 0, 20), {"topic": "A"}, {"topic": "A", "failOnDataLoss": "false"}
+    running = reader(path, lenient)
+    first = running.latestOffset(running.initialOffset(), ReadAllAvailable())
+    store_of(path, 100, 3)
+    planned = running.latestOffset(first, ReadAllAvailable())
+    create_again(path, 20, later)
+    for offset in (first, planned):
+        with pytest.raises(DataLossError, match=r"topic 'A', queue 0: (offset \d+ is another message|read up to)"):
+            advance(reader(path, strict), offset)
+    with pytest.raises(DataLossError, match="topic 'A', queue 0"):
+        reader(path, strict).partitions(first, planned)
+    assert running.partitions(first, planned) == []  # these messages are gone; the new ones are of the next batch
+    assert advance(running, planned)[1] == later
+    end, count = advance(reader(path, lenient), first)
+    assert count == later
+    assert advance(reader(path, strict), end) == (end, 0)
+    store_of(path, 200, 2)
+    assert advance(reader(path, strict), end)[1] == 2
+
+
+def test_another_store_in_the_place_is_read_from_its_start(tmp_path: Path) -> None:
+    path, stream = store_of(tmp_path / "s", 0, 20), reader(tmp_path / "s")
+    offset, _ = advance(stream, stream.initialOffset())
+    for number, count in enumerate((15, 20, 40)):
+        shutil.rmtree(path)
+        store_of(path, 0, count, at_ms=START_MS + 1 + number)
+        with pytest.raises(DataLossError, match=r"its log has another record at \d+|its log ends at \d+, before"):
+            advance(reader(path), offset)
+        assert advance(reader(path, LENIENT), offset)[1] == count
+
+
+def test_a_queue_without_the_last_message_that_was_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If retention took it and no other, it is said once; a queue that has another one in that place is another."""
+    path, stream = store_of(tmp_path / "s", 0, 20), reader(tmp_path / "s")
+    offset, _ = advance(stream, stream.initialOffset())
+    store_of(path, 20, 4)
+    delete_log_files(path, 5)
+    stream = reader(path)
+    assert read_up_to(stream.latestOffset(offset, ReadAllAvailable())) == 24
+    assert advance(stream, offset)[1] == 4
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "librmq.spark"]
+    assert "retention has deleted the last message that was read of A/0" in line
+    for before, deleted, error in ((0, 0, "its log has another record"), (8, 5, "offset 19 is another message"),
+                                   (0, 6, "expected offsets 20 to 40, found 24")):  # fmt: skip
+        shutil.rmtree(path)
+        store_of(store_of(path, 0, before, "Other", START_MS + 1), 0, 40, at_ms=START_MS + 1)
+        delete_log_files(path, deleted)
+        with pytest.raises(DataLossError, match=error):
+            advance(reader(path, {"topic": "A"}), offset)
+
+
+def test_a_checkpoint_of_earlier_versions_takes_fingerprints(tmp_path: Path) -> None:
+    """It stays as it is until a batch has messages; then a topic that is created again is seen."""
+    path, stream = store_of(tmp_path / "s", 0, 20), reader(tmp_path / "s")
+    offset, _ = advance(stream, stream.initialOffset())
+    place, digest = offset["fingerprints"][str(path)]["A"]["0"]
+    identities = {str(path): {"physicalOffset": place, "fingerprint": digest}}
+    for old in ({str(path): offset[str(path)]}, {str(path): offset[str(path)], "identities": identities}):
+        assert advance(reader(path), old) == (old, 0)
+    assert advance(reader(path.rename(tmp_path / "moved")), old) == ({str(tmp_path / "moved"): old[str(path)]} | {
+        "fingerprints": {str(tmp_path / "moved"): {"": {"-1": [place, digest]}}}}, 0)  # fmt: skip
+    end, _ = advance(reader(store_of(tmp_path / "moved", 20, 1)), old)
+    create_again(tmp_path / "moved", 50, 30)
+    with pytest.raises(DataLossError, match="offset 20 is another message"):
+        advance(reader(tmp_path / "moved", {"topic": "A"}), end)
+
+
+def test_what_a_lost_store_can_be(tmp_path: Path) -> None:
+    """A renamed store without what it was known by can be linked; a replica that was behind is no other store."""
+    path, stream = store_of(tmp_path / "s", 0, 20), reader(tmp_path / "s")
+    offset, _ = advance(stream, stream.initialOffset())
+    shutil.copytree(store_of(tmp_path / "behind", 0, 10), tmp_path / "replica")
+    moved = store_of(path.rename(tmp_path / "moved"), 20, 4)
+    delete_log_files(moved, 5)
+    with pytest.raises(DataLossError, match=r"moved can be this store, but retention .* name it by a link at .*/s"):
+        advance(reader(moved), offset)
+    path.symlink_to(moved)
+    assert advance(reader(path), offset)[1] == 4
+    path.unlink()
+    (tmp_path / "replica").rename(path)
+    with pytest.raises(DataLossError, match=r"its log ends at \d+, before \d+, the last .* a replica that was behind"):
+        advance(reader(path), offset)
+
+
+def test_a_copy_beside_its_store_is_refused(tmp_path: Path) -> None:
+    """Whether it was there at the start or came later, and by whatever it is behind; a store alone is not a copy."""
+    shutil.copytree(store_of(tmp_path / "a", 0, 20), tmp_path / "copy")
+    store_of(tmp_path / "a", 20, 5)
+    both, alone = reader(tmp_path / "*"), reader(tmp_path / "a")
+    copied = r"/copy has the messages of .*/a, up to the one at \d+ at least"
+    with pytest.raises(ConfigError, match=copied):
+        advance(both, both.initialOffset())
+    offset, _ = advance(alone, alone.initialOffset())
+    with pytest.raises(ConfigError, match=copied):
+        advance(reader(tmp_path / "*"), offset)
+
+
+def test_a_batch_of_a_topic_that_the_options_leave_out(tmp_path: Path) -> None:
+    path = store_of(store_of(tmp_path / "s", 0, 3), 0, 4, "B")
+    both = reader(path)
+    begin = both.initialOffset()
+    end = both.latestOffset(begin, ReadAllAvailable())
+    narrow = reader(path, {"topic": "A"})
+    with pytest.raises(ConfigError, match=r"topic 'B', queue 0: the options leave it out, .* the former options"):
+        narrow.partitions(begin, end)
+    assert len(both.partitions(begin, end)) == 1
+    assert advance(narrow, end) == (end, 0)
 
 
 def test_a_delay_without_a_minimum_is_refused() -> None:
@@ -358,12 +490,27 @@ def test_loss_is_reported(tmp_path: Path) -> None:
     shutil.rmtree(path)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         fill(store, "A", 100, 4)
-    with pytest.raises(
-        PySparkException, match=r"\[RMQ_DATA_LOSS\] .*its log has another record at .* holds another store"
-    ):
+    with pytest.raises(PySparkException, match=r"\[RMQ_DATA_LOSS\] .*its log ends at .* holds another store"):
         run(path, sink, checkpoint)
     run(path, sink, checkpoint, failOnDataLoss="false")
     assert sorted(int(row.body) for row in sink.rows()) == [*range(20), *range(100, 104)]
+
+
+@pytest.mark.spark
+def test_a_topic_that_is_created_again_under_a_stream(tmp_path: Path) -> None:
+    """The query that runs fails, and so does a restart; by the option a restart reads the new topic once."""
+    path, checkpoint, sink = store_of(tmp_path / "s", 0, 20), tmp_path / "checkpoint", Sink(tmp_path / "sink")
+    stream = shared_session().readStream.format("rocketmq").option("topic", "A").load(str(path))
+    query = stream.writeStream.foreachBatch(sink.take).option("checkpointLocation", str(checkpoint)).start()
+    query.processAllAvailable()
+    create_again(path, 20, 30)
+    with pytest.raises(PySparkException, match=r"\[RMQ_DATA_LOSS\] .*topic 'A', queue 0: offset 19 is another"):
+        query.processAllAvailable()
+    with pytest.raises(PySparkException, match=r"\[RMQ_DATA_LOSS\] .*topic 'A', queue 0: offset 19 is another"):
+        run(path, sink, checkpoint, topic="A")
+    run(path, sink, checkpoint, topic="A", failOnDataLoss="false")
+    run(path, sink, checkpoint, topic="A")
+    assert sorted(int(row.body.split()[0]) for row in sink.rows()) == [*range(50)]
 
 
 @pytest.mark.spark

@@ -1,0 +1,242 @@
+"""Positions in queues of stores: each offset with the record by which it is known what the offset counts.
+
+::
+
+    {store: {topic: {queue id: queue offset of the next message}},
+     "fingerprints": {store: {topic: {queue id: [physical offset, digest]}}}}
+
+The fingerprint of a queue is that of the last entry before its offset. A store or a topic that was made again can have
+the same names and offsets, but not that record in that place. Streams keep positions in Spark's checkpoint, incremental
+runs in their state. Earlier ones have an ``identities`` with the last record of each store, or nothing beside offsets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from librmq.columns import DataLossError
+from librmq.columns.planned_store import PlannedStore
+from librmq.errors import ConfigError
+from librmq.runtime.event_log import EventLog
+
+_log = EventLog("librmq.spark")
+_FINGERPRINTS: Final = "fingerprints"
+"""Key of a document beside its stores, whose paths are absolute."""
+_IDENTITIES: Final = "identities"
+_WHOLE_STORE: Final = ("", -1)
+"""The queue of a fingerprint from ``identities``."""
+
+Document = dict[str, dict[str, dict[str, Any]]]
+Key = tuple[str, str, int]
+"""Store, topic, queue id."""
+Stores = Mapping[str, PlannedStore]
+
+
+class Fingerprint(NamedTuple):
+    """What distinguishes a record from those of other stores, and of other times."""
+
+    physical_offset: int
+    digest: str
+    """As from `PlannedStore.fingerprint_at`."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The next offset of each queue, and the fingerprint of the entry before it where that was seen."""
+
+    offsets: Mapping[Key, int] = field(default_factory=dict)
+    fingerprints: Mapping[Key, Fingerprint] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, document: Document) -> Positions:
+        """Return the positions in a document, of any version."""
+        fingerprints = {key: Fingerprint(*pair) for key, pair in flat(document.get(_FINGERPRINTS, {})).items()}
+        for path, fields in document.get(_IDENTITIES, {}).items():
+            fingerprints[path, *_WHOLE_STORE] = Fingerprint(fields["physicalOffset"], str(fields["fingerprint"]))
+        return cls(flat(document), fingerprints)
+
+    def document(self) -> Document:
+        """Return the document of these positions, which is JSON."""
+        marks = nested({key: list(mark) for key, mark in self.fingerprints.items()})
+        return nested(self.offsets) | ({_FINGERPRINTS: marks} if marks else {})
+
+    def moved_to(self, offsets: Mapping[Key, int], stores: Stores) -> Positions:
+        """Return these positions, moved to ``offsets`` in ``stores``.
+
+        They stay equal where no offset has moved, because Spark runs a batch for each offset that differs.
+
+        Raises:
+            ConfigError: A store that was not read before is a copy of another one.
+        """
+        if offsets == self.offsets:
+            return self
+        fingerprints: dict[Key, Fingerprint] = {}
+        for key, offset in offsets.items():
+            store, known = stores.get(key[0]), self.fingerprints.get(key)
+            if known is not None and (offset == self.offsets[key] or store is None):
+                fingerprints[key] = known
+            elif store is not None and key[1:] in store.queues:
+                place = store.queues[key[1:]].place_of(offset - 1)
+                digest = store.fingerprint_at(place) if place >= 0 else None
+                if digest is not None:
+                    fingerprints[key] = Fingerprint(place, digest)
+        moved = Positions(offsets, fingerprints)
+        moved._refuse_copies(stores, {path for path, _, _ in self.fingerprints})
+        return moved
+
+    def _refuse_copies(self, stores: Stores, read_before: set[str]) -> None:
+        for path, last in self._last_of_stores().items():
+            for other, store in stores.items():
+                is_new = path not in read_before or other not in read_before
+                if path != other and is_new and store.fingerprint_at(last.physical_offset) == last.digest:
+                    raise ConfigError(
+                        f"{max(path, other)} has the messages of {min(path, other)}, up to the one at "
+                        f"{last.physical_offset} at least, as a snapshot or a replica of it: they would be read twice; "
+                        "name only one of them"
+                    )
+
+    def located(self, stores: Stores, unless: str | None, warned: set[str]) -> Positions:
+        """Return the positions by the present paths of their stores, without the queues that are others now.
+
+        A queue of which retention has deleted the last entry that was read, and no other, counts as the same; the log
+        says so for each store that is not in ``warned``.
+
+        Args:
+            stores: The stores to read, by path.
+            unless: What to set in order to go on after a loss; None if it is set.
+            warned: The stores of which the log has said that a queue is not known for certain.
+
+        Raises:
+            DataLossError: A store is gone, or a store or queue is another one now, and ``unless`` is not None.
+        """
+        present = self.present_paths(stores)
+        for path in dict.fromkeys(path for path, _, _ in self.offsets):
+            now = os.path.realpath(path)
+            if path in present or any(now == os.path.realpath(other) for other in present.values()):
+                continue  # a link to a store that has another path in the offset: it is read once
+            if unless is not None:
+                raise DataLossError(self._loss_of(path, stores, present.values(), unless))
+            if path not in stores:  # it may come back
+                present[path] = path
+        found = Positions(
+            {(present[key[0]], *key[1:]): offset for key, offset in self.offsets.items() if key[0] in present},
+            {(present[key[0]], *key[1:]): mark for key, mark in self.fingerprints.items() if key[0] in present},
+        )
+        others = {key for key in found.offsets if found._is_other(key, stores, unless, warned)}
+        return Positions(
+            {key: offset for key, offset in found.offsets.items() if key not in others},
+            {key: mark for key, mark in found.fingerprints.items() if key not in others},
+        )
+
+    def _is_other(self, key: Key, stores: Stores, unless: str | None, warned: set[str]) -> bool:
+        """Return whether a queue is another one than that of which the offset counts the entries."""
+        store, mark, offset = stores.get(key[0]), self.fingerprints.get(key), self.offsets[key]
+        queue = None if store is None else store.queues.get(key[1:])
+        if store is None or queue is None or offset < queue.begin:
+            return False  # the caller sees that messages are gone
+        what = f"read up to offset {offset}, but it ends at {queue.end}"
+        if offset <= queue.end:
+            place = -1 if mark is None else queue.place_of(offset - 1)
+            digest = store.fingerprint_at(place) if mark is not None and place == mark.physical_offset else ""
+            if mark is None or (place >= 0 and digest == mark.digest):
+                return False
+            if place < 0 or digest is None:
+                if key[0] not in warned:
+                    warned.add(key[0])
+                    _log.warning(
+                        "%(path)s: retention has deleted the last message that was read of %(queue)s, so it can't be "
+                        "checked that it is still the same queue; it is read from offset %(queue_offset)d on",
+                        path=key[0],
+                        queue=f"{key[1]}/{key[2]}",
+                        queue_offset=offset,
+                    )
+                return False
+            what = (
+                f"offset {offset - 1} is another message than the last one that was read, at {mark.physical_offset} of "
+                "the log: the topic was deleted and created again, or the log lost its end"
+            )
+        if unless is not None:
+            raise DataLossError(
+                f"{key[0]}: topic {key[1]!r}, queue {key[2]}: {what} ({unless} reads from its beginning)"
+            )
+        return True
+
+    def present_paths(self, stores: Stores) -> dict[str, str]:
+        """Return where the stores are now; those that are gone are left out."""
+        marks = {path: self._marks_of(path) for path, _, _ in self.offsets}
+
+        def has_last(path: str, now: str) -> bool:
+            """Return whether the store at ``now`` has the last record that was read of the one at ``path``."""
+            return any(stores[now].fingerprint_at(mark.physical_offset) == mark.digest for mark in marks[path][:1])
+
+        def can_be(path: str, now: str) -> bool:
+            """Return whether it has an earlier one, or no longer the place of the last one."""
+            digests = ((stores[now].fingerprint_at(mark.physical_offset), mark.digest) for mark in marks[path])
+            return not marks[path] or any(found in (None, digest) for found, digest in digests)
+
+        rounds: tuple[Callable[[str, str], bool], ...] = (
+            # The surest first, so that of a store and its copy each keeps its offsets.
+            lambda path, now: path == now and has_last(path, now),
+            has_last,
+            lambda path, now: path == now and can_be(path, now),
+            lambda path, now: os.path.realpath(path) == os.path.realpath(now) and can_be(path, now),
+        )
+        present: dict[str, str] = {}
+        for matches in rounds:
+            for path in marks:
+                free = () if path in present else stores.keys() - present.values()
+                matching = sorted(now for now in free if matches(path, now))
+                if matching:
+                    present[path] = matching[0]
+        return present
+
+    def _loss_of(self, path: str, stores: Stores, known: Iterable[str], unless: str) -> str:
+        """Return what is wrong with a store that no path leads to."""
+        marks = self._marks_of(path)
+        if path in stores and marks:
+            place, end = marks[0].physical_offset, stores[path].log_end
+            what = f"its log {f'ends at {end}, before' if place >= end else 'has another record at'} {place}"
+            return (
+                f"{path}: {what}, the last that was read: the folder holds another store, a replica that was behind, "
+                f"or a log that lost its end ({unless} reads from its beginning)"
+            )
+        gone = f"{path}: this store was read, and none of the named folders holds it now"
+        if not marks:
+            gone += "; the record of what was read is of a librmq that knew stores by their paths alone"
+        for now in sorted(stores.keys() - set(known)) if marks else ():
+            if stores[now].fingerprint_at(marks[0].physical_offset) is None:
+                gone += (
+                    f"; {now} can be this store, but retention has deleted the messages by which it was known: if "
+                    f"it is, name it by a link at {path}"
+                )
+        return f"{gone} (add its folder, or {unless} goes on without it)"
+
+    def _last_of_stores(self) -> dict[str, Fingerprint]:
+        """Return the fingerprint of the last record of each store."""
+        return {key[0]: mark for key, mark in sorted(self.fingerprints.items(), key=lambda item: item[1])}
+
+    def _marks_of(self, path: str) -> list[Fingerprint]:
+        """Return the fingerprints of a store, the last record's first."""
+        return sorted((mark for key, mark in self.fingerprints.items() if key[0] == path), reverse=True)
+
+
+def nested(values: Mapping[Key, Any]) -> Document:
+    """Return what belongs to queues by store, topic and queue id."""
+    nested: Document = {}
+    for (path, topic, queue_id), value in sorted(values.items()):
+        nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = value
+    return nested
+
+
+def flat(document: Document) -> dict[Key, Any]:
+    """Return what belongs to queues by queue."""
+    return {
+        (path, topic, int(queue_id)): value
+        for path, topics in document.items()
+        if path not in (_FINGERPRINTS, _IDENTITIES)
+        for topic, queues in topics.items()
+        for queue_id, value in queues.items()
+    }
