@@ -375,26 +375,31 @@ def test_a_full_disk_of_a_broker_reaches_the_producer(used: str, is_full: bool) 
 
 
 @pytest.mark.parametrize(
-    ("topic", "queue_id", "next_offset", "error"),
+    ("places", "next_offset", "error"),
     [
-        ("payments", 0, 1, "expected messages of queue 0, found one of 'payments', queue 0"),
-        ("orders", 1, 1, "expected messages of queue 0, found one of 'orders', queue 1"),
-        ("orders", 0, 0, "expected messages from offset 0 on, found 1 with 0 as the next"),
-        (None, 0, 1, "expected messages from offset 0 on, found 0 with 1 as the next"),
+        ([("payments", 0, 0)], 1, "expected messages of queue 0, found one of 'payments', queue 0"),
+        ([("orders", 1, 0)], 1, "expected messages of queue 0, found one of 'orders', queue 1"),
+        ([("orders", 0, 0)], 0, "expected messages from offset 0 on, found 1 with 0 as the next"),
+        ([], 1, "expected messages from offset 0 on, found 0 with 1 as the next"),
+        ([("orders", 0, 1), ("orders", 0, 0)], 2, "expected a message of offsets 2 to 1, found one of 0"),
+        ([("orders", 0, 0), ("orders", 0, 0)], 2, "expected a message of offsets 1 to 1, found one of 0"),
+        ([("orders", 0, 0), ("orders", 0, 2)], 2, "expected a message of offsets 1 to 1, found one of 2"),
     ],
 )
-def test_messages_of_another_queue_are_not_handed_out(
-    topic: str | None, queue_id: int, next_offset: int, error: str
+def test_messages_that_a_pull_did_not_ask_for_are_not_handed_out(
+    places: list[tuple[str, int, int]], next_offset: int, error: str
 ) -> None:
     with Broker.temporary() as broker:
         for name in ("orders", "payments"):
             for queue in (0, 1):
-                librmq.Producer(broker, f"shop-{name}-{queue}").send(name, b"x", queue=queue)
-        bodies = {(message.topic, message.queue_id): message.raw for message in broker.store}
+                with librmq.Producer(broker, f"shop-{name}-{queue}") as producer:
+                    for _ in range(3):
+                        producer.send(name, b"x", queue=queue)
+        raws = {(message.topic, message.queue_id, message.queue_offset): message.raw for message in broker.store}
 
     def answer(frame: Frame) -> Frame:
         offsets = {"nextBeginOffset": str(next_offset), "minOffset": "0", "maxOffset": "9", "suggestWhichBrokerId": "0"}
-        return answer_to(frame, fields=offsets, body=b"" if topic is None else bodies[topic, queue_id])
+        return answer_to(frame, fields=offsets, body=b"".join(raws[place] for place in places))
 
     with (
         FakeServer(answer) as server,

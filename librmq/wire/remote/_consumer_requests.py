@@ -299,7 +299,7 @@ def _is_reset(answer: Frame | RmqError) -> TypeGuard[Frame]:
 
 
 def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_offset: int) -> None:
-    """Refuse what would be delivered as messages of another queue, or again and again.
+    """Refuse what would be delivered as messages of another queue, again and again, or in another order.
 
     Raises:
         MalformedError: The answer to a pull has them.
@@ -311,12 +311,18 @@ def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_o
         )
     if request.topic.startswith(_SHARED_PREFIX):
         return
+    least = request.queue_offset
     for message in messages:
         if message.topic != request.topic or message.queue_id != request.queue_id:
             raise MalformedError(
                 f"expected messages of queue {request.queue_id}, found one of {message.topic!r:.80}, "
                 f"queue {message.queue_id}"
             )
+        if not least <= message.queue_offset < next_offset:
+            raise MalformedError(
+                f"expected a message of offsets {least} to {next_offset - 1}, found one of {message.queue_offset}"
+            )
+        least = message.queue_offset + 1
 
 
 def _asked(request: PullMessage) -> tuple[object, ...]:
