@@ -273,6 +273,9 @@ class ConsumeQueue(Closing):
                 else store_timestamp_of(entry.physical_offset, entry.size)
             )
 
+        return self._nearest_in_time(stored, timestamp_ms)
+
+    def _nearest_in_time(self, stored: Callable[[int], int | None], timestamp_ms: int) -> int:
         per_file = self._files.file_size // ENTRY_SIZE
         return stored_entries.nearest_in_time(stored, self.min_offset, self.max_offset, per_file, timestamp_ms)
 

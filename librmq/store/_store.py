@@ -586,9 +586,8 @@ class MessageStore(Closing):
             ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
         """
         timestamp_ms = to_timestamp_ms("time", time)
-        parts = self._handle.up_to_date()
-        queue = parts.queues.find((topic, queue_id))
-        return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
+        queue = self._handle.up_to_date().queues.find((topic, queue_id))
+        return 0 if queue is None else self.times.nearest(queue, timestamp_ms)
 
     def first_offset_from(self, topic: str, queue_id: int, time: datetime | int) -> int:
         """Return the queue offset of the first message stored at a time or later; the queue's end without one.

@@ -354,3 +354,32 @@ def test_the_checksum_of_a_whole_record_is_compared(tmp_path: Path) -> None:
                 assert records() == sent, bit
             except RmqError:
                 assert not verify(folder).sound
+
+
+# ---- times
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["order known", "order unknown"])
+@pytest.mark.parametrize(("file", "step"), [(QUEUE, 8 * 20 + 3), (LOG, 613)], ids=["queue", "log"])
+def test_a_search_by_time_passes_no_damaged_message(tmp_path: Path, file: str, step: int, is_known: bool) -> None:
+    """Only the damaged one comes before what was stored then. A changed time, or where it is, is not noticed."""
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path, CONFIG, clock=clock) as store:
+        for number in range(COUNT):
+            for topic in ("orders", "others"):
+                store.append(Message(topic, b"%03d" % number))
+            clock.advance(seconds=1)
+        begins = [message.physical_offset for message in store]
+        end = {QUEUE: 20 * COUNT, LOG: store.log.end}[file]
+    if not is_known:
+        (tmp_path / "librmq" / "closed.json").unlink()
+    without_check = range(record.span("size", "physical_offset"), record.span("size", "store_timestamp"))
+    for bit in range(0, 8 * end, step):
+        if file == LOG and bit // 8 - max(begin for begin in begins if begin <= bit // 8) in without_check:
+            continue
+        with flipped(tmp_path, file, bit), MessageStore.open(tmp_path, read_only=True) as store:
+            for number in range(0, COUNT, 7):
+                time_ms = START_MS + 1000 * number
+                first, nearest = (f("orders", 0, time_ms) for f in (store.first_offset_from, store.queue_offset_at))
+                assert max(first, nearest) <= number, (bit, number, first, nearest)
+                assert min(first, nearest) >= number - 1 or store.condition.damage, (bit, number, first, nearest)

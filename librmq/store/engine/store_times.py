@@ -19,23 +19,27 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import HOLE_SIZE, Entries, QueueEntry
+from librmq.consumequeue import HOLE_SIZE, ConsumeQueue, Entries, QueueEntry
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import record
 from librmq.runtime import lazy_numpy as np
+from librmq.store.engine.derivation import MULTI_DISPATCH
 from librmq.store.format.documents import CLOSED_FILE, read_document
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 UNKNOWN: Final = -(1 << 63)
-"""The store time where no record can be read."""
+"""The store time where the log has no record any more."""
+_DAMAGED: Final = UNKNOWN + 1
+"""The store time where a record is not the one of its entry, or unreadable. Searches take it for any time beside it."""
 _LATEST: Final = (1 << 63) - 1
 _FIRST_BLOCK: Final = 64
 _BLOCK: Final = 1 << 16
@@ -139,34 +143,54 @@ def _leave_out(log: CommitLog, place: int) -> None:
     log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
 
 
-def times_at(log: CommitLog, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the same as an array, with `UNKNOWN` for None; places of one file are read together.
+def times_at(log: CommitLog, places: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """Return the times of a queue's records from queue offset ``first`` on, or `UNKNOWN` or `_DAMAGED`.
+
+    Places of one file are read together.
 
     Raises:
         CorruptionError: A file of the log has a wrong length.
     """
-    times = np.full(len(places), UNKNOWN)
+    times = np.where((places >= log.begin) | (places < -1), _DAMAGED, UNKNOWN)
     starts = places - places % log.file_size
     bounds = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(places)] if len(places) else []
-    for first, until in pairwise(bounds):
-        start = int(starts[first])
+    for begin_at, until in pairwise(bounds):
+        start = int(starts[begin_at])
         file = log.sequence.file_at(start)
         if file is None:
             continue
         begin, end = max(log.begin, start), min(log.end, start + log.file_size) - record.FIXED_SIZE
-        inside = (places[first:until] >= begin) & (places[first:until] <= end)
-        at = places[first:until][inside] - start
+        inside = begin_at + np.flatnonzero((places[begin_at:until] >= begin) & (places[begin_at:until] <= end))
+        at = places[inside] - start
         raw = np.frombuffer(file.buffer, np.uint8)
         flags = record.gather(raw, at + record.SYS_FLAG_AT, ">i4")
         time_at = at + record.STORE_TIMESTAMP_AT + record.HOST_V6_EXTRA * ((flags & record.BORN_HOST_V6) != 0)
         read: NDArray[np.int64] = record.gather(raw, time_at, ">i8").astype(np.int64)
-        is_record = record.gather(raw, at + record.PHYSICAL_OFFSET_AT, ">i8") == at + start
-        read[~is_record] = UNKNOWN
-        times[first:until][inside] = read
-        if not is_record.all():
-            _leave_out(log, int(at[~is_record][0]) + start)
-        log._note_looks(int(places[first]), int(places[until - 1]), until - first)
+        is_own = record.gather(raw, at + record.PHYSICAL_OFFSET_AT, ">i8") == places[inside]
+        is_own &= record.gather(raw, at + record.QUEUE_OFFSET_AT, ">i8") == first + inside
+        for number in np.flatnonzero(~is_own).tolist():
+            queue_offset, place = first + int(inside[number]), int(places[inside[number]])
+            is_own[number] = _is_own(log, log.data_at(place, record.FIXED_SIZE), place, queue_offset)
+        times[inside[is_own]] = read[is_own]
+        log._note_looks(int(places[begin_at]), int(places[until - 1]), until - begin_at)
+    if (times == _DAMAGED).any():
+        _leave_out(log, int(places[times == _DAMAGED][0]))
     return times
+
+
+def _is_own(log: CommitLog, raw: bytes, physical_offset: int, queue_offset: int) -> bool:
+    """Return whether a record is the one of an entry, by its beginning: it can be in other queues too."""
+    stated, flags, _ = _PLACE_AND_TIME(raw, record.PHYSICAL_OFFSET_AT)
+    if stated != physical_offset:
+        return False
+    if (
+        flags & record.INNER_BATCH
+        or int.from_bytes(raw[record.QUEUE_OFFSET_AT : record.PHYSICAL_OFFSET_AT]) == queue_offset
+    ):
+        return True
+    with suppress(CorruptionError):
+        return MULTI_DISPATCH in (log.read(physical_offset) or b"")
+    return False
 
 
 # ---- the times of a queue
@@ -234,7 +258,7 @@ class StoreTimes:
                     pieces = self._pieces_of_extremes(queue, part, first, last) if self._setback_ms else []
             for piece in pieces:
                 for _, block in self._blocks(queue, piece):
-                    if len(readable := block[block != UNKNOWN]):
+                    if len(readable := block[block > _DAMAGED]):
                         times += (int(readable.min()), int(readable.max()))
         return (min(times), max(times)) if times else None
 
@@ -263,7 +287,7 @@ class StoreTimes:
             return None
         if last.physical_offset not in self._ordered:
             return None
-        first_ms, last_ms = self._time_of(first), self._time_of(last)
+        first_ms, last_ms = self._time_of(first, offsets.start), self._time_of(last, offsets.stop - 1)
         return None if first_ms is None or last_ms is None else (first_ms, last_ms)
 
     def before(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
@@ -297,30 +321,47 @@ class StoreTimes:
     # ---- searches
 
     def _first(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
-        """Return the first offset with a time in a window, both ends included."""
+        """Return the first offset with a time in a window, both ends included, or of damaged ones right before it."""
+        damaged: int | None = None  # the first of those that end where the walk is
         for part, is_ordered in self._parts(queue, offsets):
             begin = self._bisect(queue, part, least_ms - self._setback_ms) if is_ordered else part.start
-            if begin < part.stop and self._is_within(queue, begin, least_ms, most_ms):  # as in times that ascend
-                return begin
+            damaged = damaged if begin == part.start else None
+            if damaged is None and begin < part.stop and self._is_within(queue, begin, least_ms, most_ms):
+                return begin  # as in times that ascend
             for first, times in self._blocks(queue, range(begin, part.stop)):
-                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
+                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times > _DAMAGED))
+                end = int(hits[0]) if len(hits) else len(times)
+                others = np.flatnonzero(times[:end] != _DAMAGED)
+                if len(others) or damaged is None:
+                    damaged = first + (int(others[-1]) + 1 if len(others) else 0)
                 if len(hits):
-                    return first + int(hits[0])
+                    return damaged
+                if damaged == first + end:
+                    damaged = None
                 if is_ordered and int(times.min()) > most_ms + self._setback_ms:
                     break
-        return None
+        return damaged
 
     def _last(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
+        """Return the last offset with a time in a window, or of damaged ones right behind it."""
+        damaged: int | None = None  # the end of those that begin where the walk is
         for part, is_ordered in reversed(self._parts(queue, offsets)):
             limit_ms = most_ms + self._setback_ms + 1
             end = self._bisect(queue, part, limit_ms, unreadable=False) if is_ordered else part.stop
-            if end > part.start and self._is_within(queue, end - 1, least_ms, most_ms):
+            damaged = damaged if end == part.stop else None
+            if damaged is None and end > part.start and self._is_within(queue, end - 1, least_ms, most_ms):
                 return end - 1
             for first, times in self._blocks(queue, range(part.start, end), backwards=True):
-                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
+                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times > _DAMAGED))
+                begin = int(hits[-1]) + 1 if len(hits) else 0
+                others = np.flatnonzero(times[begin:] != _DAMAGED)
+                if len(others) or damaged is None:
+                    damaged = first + (begin + int(others[0]) if len(others) else len(times))
                 if len(hits):
-                    return first + int(hits[-1])
-        return None
+                    return damaged - 1
+                if damaged == first:
+                    damaged = None
+        return None if damaged is None else damaged - 1
 
     def _is_within(self, queue: TimedQueue, queue_offset: int, least_ms: int, most_ms: int) -> bool:
         stored_ms = self.stored_at(queue, queue_offset)
@@ -351,14 +392,50 @@ class StoreTimes:
 
     def stored_at(self, queue: TimedQueue, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it can't be read."""
-        return self._time_of(queue.entry(queue_offset))
+        return self._time_of(queue.entry(queue_offset), queue_offset)
 
-    def _time_of(self, entry: QueueEntry | None) -> int | None:
+    def _time_of(self, entry: QueueEntry | None, queue_offset: int) -> int | None:
         if entry is None or entry.size == HOLE_SIZE:
             return None
         if self._fetch is not None:
             self._fetch(np.array([entry.physical_offset]), np.array([entry.size]))
-        return self._log.store_timestamp_ms(entry.physical_offset, entry.size)
+        log, place = self._log, entry.physical_offset
+        try:
+            raw = log.read(place, entry.size)
+        except CorruptionError as error:
+            log.leave_out(error)
+            return None
+        if raw is None:
+            return None
+        if not _is_own(log, raw, place, queue_offset):
+            _leave_out(log, place)
+            return None
+        return record.store_timestamp_ms(raw)
+
+    def _is_damaged(self, queue: TimedQueue, queue_offset: int) -> bool:
+        """Return whether a message has no store time although the log has its place."""
+        entry = queue.entry(queue_offset)
+        if entry is None or entry.size == HOLE_SIZE or entry.physical_offset < self._log.begin:
+            return False
+        return self._time_of(entry, queue_offset) is None
+
+    def nearest(self, queue: ConsumeQueue, time_ms: int) -> int:
+        """Return what `ConsumeQueue.queue_offset_at` does, for which damaged messages have the time of the one before.
+
+        Damaged messages right before the result come with it, for they can have been stored at that time.
+        """
+        begin = queue.min_offset
+
+        def stored(queue_offset: int) -> int | None:
+            while self._is_damaged(queue, queue_offset) and queue_offset > begin:
+                queue_offset -= 1
+            return self.stored_at(queue, queue_offset)
+
+        found = queue._nearest_in_time(stored, time_ms)
+        behind = int(not self._is_damaged(queue, found))
+        while found > begin and self._is_damaged(queue, found - behind):
+            found -= 1
+        return found
 
     def _bisect(self, queue: TimedQueue, offsets: range, time_ms: int, *, unreadable: bool = True) -> int:
         """Return a place between times below and not below a limit.
@@ -382,9 +459,9 @@ class StoreTimes:
             entries: Any = queue.entries(first, until)
             if len(entries):
                 places, sizes = entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64)
-                places[(sizes <= 0) | (sizes == HOLE_SIZE)] = -1
+                places[sizes == HOLE_SIZE] = -1
                 if self._fetch is not None:
                     self._fetch(places, sizes)
-                yield first, times_at(self._log, places)
+                yield first, times_at(self._log, places, first)
             begin, end = (begin, first) if backwards else (until, end)
             size = min(8 * size, _BLOCK)
