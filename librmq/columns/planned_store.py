@@ -35,12 +35,14 @@ from librmq.files.rolling import MappingPool, file_name
 from librmq.message.topics import is_system_topic
 from librmq.override import override
 from librmq.runtime.closing import Closing
+from librmq.runtime.event_log import EventLog
 from librmq.store import Condition, MessageStore
 from librmq.store.engine.store_parts import QueueName, ShortQueue
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
 
+_log = EventLog("librmq.columns")
 _AT_ONCE: Final = 4096
 """Most entries of a queue to read at once, instead of searching among them one by one."""
 
@@ -126,6 +128,8 @@ class PlannedStore(Closing):
     _ends_as_recovered: bool = True
     _past_end: int | None = None
     """The end of the log at the moment at which the store is read."""
+    _note: str = ""
+    """What was logged of a copy that lacks what its other files cover."""
     _is_lent: bool = False
     """Whether the caller opened the store, and closes it."""
 
@@ -177,7 +181,7 @@ class PlannedStore(Closing):
 
     def _plan_queues(self) -> None:
         files, store, as_recovered = self._files, self._store, self.options.as_recovered
-        condition = None if store is None else store.condition
+        condition = None if store is None else self._noted(store.condition)
         cut = None if condition is None else condition.cut
         known = 0 if condition is None else len(condition.derived)
         if condition is not None and not as_recovered:
@@ -208,6 +212,13 @@ class PlannedStore(Closing):
                         self.damage.append(_damage_of(error))
         if condition is not None and not as_recovered and len(condition.derived) > known:
             self._refuse_short(condition)  # the store has made queues again that could not be opened
+
+    def _noted(self, condition: Condition) -> Condition:
+        """Log once that the store is a copy that lacks what its other files cover."""
+        if condition.note not in ("", self._note):
+            self._note = condition.note
+            _log.warning("%(path)s: %(_note)s", path=self.path, _note=self._note)
+        return condition
 
     def _refuse_short(self, condition: Condition) -> None:
         """Raise `CorruptionError` if the store is short of something and damage raises; else note missing files."""
