@@ -16,7 +16,7 @@ from librmq.files import File
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import PullMessage, SendBack, Subscription, UpdateOffset
 from librmq.runtime import ManualRunner
-from librmq.store.format.group_page import GroupPage, PlaceName, table_digest
+from librmq.store.format.group_page import FlightRow, GroupPage, PlaceName, table_digest
 from tests.budget import examples
 from tests.file_seams import CrashImages, Event, FailingFiles, RecordingFiles, on_a_disk
 
@@ -114,6 +114,57 @@ def test_a_damaged_page_is_refused_or_has_places(at: int, data: bytes) -> None:
     files.open(SEGMENT, writable=True).buffer[at : at + len(data)] = data
     found = positions(GroupPage.open(files, STORE, lambda: 0))
     assert all(position >= -1 for position in found.values())
+
+
+def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> None:
+    """The page is refused with a warning, or says what it said, or less: then messages come again."""
+    files = SameMachine()
+    page = GroupPage.make(files, STORE, (1, 2))
+    names = [PlaceName("g", "t", 0), PlaceName("g", "u", 1)]
+    for name in names:
+        place = page.add(name, 2)
+        place.set(1)
+        place = page.hold(place)
+        place.advance(4100)
+        for queue_offset in (2050, 4101, 4105):  # the first one counts no more, and could count again by one bit
+            place.finish(queue_offset)
+        place.set_next_offset(4120)
+        page.free_flight(page.add_flight(place.number, None, 4099, 9, 5, 60, 1, 65))
+        for queue_offset in (4110, 4115):
+            cell = page.add_flight(place.number, None, queue_offset, 7000, 5, 60, 1, 65)
+        page.end_flight(cell)
+
+    def read() -> tuple[dict[PlaceName, int], dict[PlaceName, set[int]], list[int | None], set[FlightRow]] | None:
+        found = GroupPage.open(files, STORE, lambda: 2)
+        if found is None:
+            return None
+        rows = {row for flights in found.flights.values() for row in flights}
+        places = [place for _, place in found.opened]
+        finished = {name: place.finished() for name, place in found.opened}
+        return positions(found), finished, [place.next_offset for place in places], rows
+
+    sound, buffer = read(), files.open(SEGMENT, writable=True).buffer
+    assert sound is not None
+    assert sound[0] == dict.fromkeys(names, 4100)
+    assert sound[1] == {name: {4101, 4105} for name in names}
+    assert sound[2] == [4120, 4120]
+    assert len(sound[3]) == 4
+    used = [at for at in range(len(buffer)) if any(buffer[at - at % 8 : at - at % 8 + 8])]
+    for at in used:
+        for bit in range(8):
+            buffer[at : at + 1] = bytes([buffer[at] ^ 1 << bit])
+            caplog.clear()
+            found = read()
+            buffer[at : at + 1] = bytes([buffer[at] ^ 1 << bit])
+            if found is None:
+                assert "known as of the last save of the table" in caplog.text, (at, bit)
+                continue
+            assert found[0] == sound[0], (at, bit)
+            assert all(found[1][name] <= sound[1][name] for name in names), (at, bit)
+            assert all(queue_offset in (4120, None) for queue_offset in found[2]), (at, bit)
+            assert {row._replace(visible_ms=65) for row in found[3]} == sound[3] or any(
+                row.visible_ms == 0 and row[:4] in {other[:4] for other in sound[3]} for row in found[3]
+            ), (at, bit)
 
 
 def test_an_order_of_rows_makes_no_other_table() -> None:

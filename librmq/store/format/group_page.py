@@ -6,24 +6,31 @@
 
     cells 0 to 7, the header      0 magic, 1 the number of used cells
                                   2 and 3 digests of ``consumerOffset.json``: as written last, and before that
-                                  8 to 63 the identity of folder and machine: its length, then its bytes
-    a place, 2 cells              0 PLACE, 1 position: the queue offset of the next message, -1 without one
+                                  8 to 63 the identity of folder and machine: length, checksum << 16; then its bytes
+    a place, 2 cells              0 PLACE, checksum of its number and words 3 to 5 << 8
+                                  1 position: the queue offset of the next message, -1 without one
                                   2 number of the times that it was set back, 3 queue id
                                   4 and 5 the cells of the names of group and topic
-                                  6 the queue offset that a receive reads next, 7 word 2 when that began to count
+                                  6 the queue offset that a receive reads next, sealed with word 2 of when that was
                                   8 the cell of its window, 0 without one
-    a window, 257 cells           0 WINDOW, 8 to 2055 a slot for each queue offset, by its remainder: the queue offset
-                                  plus one, and word 2 of the place << 48, of a message that is finished although the
-                                  position has not passed it
-    a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight) or FREE, 1 the cell of its place
+    a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
+                                  remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
+                                  << 56, of a message that is finished although the position has not passed it
+    a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight), with checksums of words 1 to 3
+                                  << 8 and of the others << 40, or FREE, 1 the cell of its place
                                   2 queue offset, 3 physical offset, 4 time of the receive, 5 invisible time
                                   6 attempt, 7 time at which it is visible again; all times in ms
-    a name                        0 NAME, its cells << 8, its bytes << 32; then the bytes
+    a name                        0 NAME, its cells << 8, its bytes << 32, their checksum << 48; then the bytes
     the rest of a segment         0 GAP, its cells << 8
 
 The word of used cells is stored last, so what a kill has left half made is not there. A position is one aligned word,
 which a kill does not tear. Each place has one writer at a time: the consumer that holds the queue, in the process of
 the broker or in another one of a share. No lock is on its way.
+
+**A flipped bit passes no message.** The number of used cells, digests, positions and word 6 are sealed: each is a
+number plus one, and the remainder of that << 48. A damaged page is refused, and the tables count. A slot or word 6 with
+another remainder does not count, and a message whose times do not match is visible at once, as after a kill between
+the two writes of a change.
 
 **When the page counts.** A kill undoes no write, so in the same folder on a machine that has not restarted, the page is
 newer than the broker's tables, and what it passes is in the log. After a loss of power neither is sure: the kernel
@@ -56,7 +63,7 @@ from librmq.store.format.documents import OWN_FOLDER, checked, folder_part
 
 _log = EventLog("librmq.store")
 _FOLDER: Final = os.path.join(OWN_FOLDER, "groups")
-_MAGIC: Final = 0x6C696272_67700001
+_MAGIC: Final = 0x6C696272_67700002
 _CELL: Final = 8  # words
 _CELLS: Final = 4096
 _SEGMENT_SIZE: Final = _CELLS * _CELL * 8
@@ -65,12 +72,45 @@ _USED, _DIGESTS, _IDENTITY = 1, 2, 8
 _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
 _PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW = 1, 2, 3, 4, 5, 6, 7
 _PLACE_CELLS: Final = 2
-_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _NEXT_SINCE, _WINDOW_AT = 1, 2, 3, 4, 5, 6, 7, 8
+_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT = 1, 2, 3, 4, 5, 6, 8
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
 _WINDOW_CELLS: Final = 1 + SLOTS // _CELL
 _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
+_NUMBER: Final = (1 << 48) - 1
+_PRIME: Final = 32749
+"""The greatest one below 2 ** 15: no power of 2 has the remainder 0, so each flipped bit changes the remainder."""
+_SLOT_PRIME: Final = 127
+
+
+def _sealed(number: int, salt: int = 0) -> int:
+    """Return the word of a number from -1 on, from which no other one comes by a flipped bit; it is never 0."""
+    number += 1
+    return number | (number + salt) % _PRIME + 1 << 48
+
+
+def _unsealed(word: int, salt: int = 0) -> int | None:
+    """Return the number of a word; None if the word is not one of `_sealed`."""
+    number = (word & _NUMBER) - 1
+    return number if word == _sealed(number, salt) else None
+
+
+def _slot(tag: int, queue_offset: int) -> int:
+    return tag + queue_offset + ((queue_offset + 37 * (tag >> 48)) % _SLOT_PRIME << 56)
+
+
+def _kind_of_place(number: int, queue_id: int, group: int, topic: int) -> int:
+    return _PLACE | zlib.crc32(b"%d %d %d %d" % (number, queue_id, group, topic)) << 8
+
+
+def _kind_of_name(data: bytes) -> int:
+    cells = -(-(8 + len(data)) // (8 * _CELL))
+    return _NAME | cells << 8 | len(data) << 32 | zlib.crc32(data) >> 17 << 48
+
+
+def _checks_of_flight(data: bytes) -> tuple[int, int]:
+    return zlib.crc32(data[:24]) << 8, zlib.crc32(data[24:]) >> 9 << 40
 
 
 class _Words(Protocol):
@@ -118,17 +158,18 @@ class Place:
         """Its first cell."""
         self._set_back = words[self._at + _SET_BACK]
         self.window: tuple[_Words, int, int] | None = None
-        """Words, where the slots begin in them, and what is added to an offset: the word ``begin + offset % SLOTS`` is
-        ``tag + offset`` of a message that is finished although the position has not passed it."""
+        """Words, where the slots begin in them, and the `_slot` of offset 0 without its remainder: the word ``begin +
+        offset % SLOTS`` is the `_slot` of a message that is finished although the position has not passed it."""
         cell = words[self._at + _WINDOW_AT]
-        if 0 < cell < len(page.words) * _CELLS and page.words[cell // _CELLS][cell % _CELLS * _CELL] == _WINDOW:
-            tag = (self._set_back & 0x7FFF) << 48
-            self.window = page.words[cell // _CELLS], (cell % _CELLS + 1) * _CELL, tag + 1
+        if 0 < cell < len(page.words) * _CELLS:
+            begin, window = cell % _CELLS * _CELL, page.words[cell // _CELLS]
+            if (window[begin], window[begin + 1]) == (_WINDOW, number):
+                self.window = window, begin + _CELL, ((self._set_back & 0xFF) << 48) + 1
 
     @property
     def position(self) -> int:
         """The queue offset of the group's next message; -1 without one."""
-        return self._words[self._at + _POSITION]
+        return (self._words[self._at + _POSITION] & _NUMBER) - 1
 
     def advance(self, position: int) -> bool:
         """Move the position forward; return False, and move nothing, if it was set back since `Place` was made.
@@ -140,8 +181,9 @@ class Place:
         try:
             if words[at + _SET_BACK] != self._set_back:
                 return False
-            if words[at + _POSITION] < position:
-                words[at + _POSITION] = position
+            number = position + 1
+            if words[at + _POSITION] & _NUMBER < number:
+                words[at + _POSITION] = number | number % _PRIME + 1 << 48  # `_sealed`, inlined
         except ValueError:
             return False
         if self.changed is not None:
@@ -153,34 +195,38 @@ class Place:
         if self.window is not None:
             words, begin, tag = self.window
             with suppress(ValueError):  # the broker has ended
-                words[begin + queue_offset % SLOTS] = tag + queue_offset
+                words[begin + queue_offset % SLOTS] = _slot(tag, queue_offset)
 
     def finished(self) -> set[int]:
         """Return the queue offsets from the position on whose messages are finished."""
         if self.window is None:
             return set()
         words, begin, tag = self.window
-        position, slots = max(self.position, 0), (words[begin + slot] - tag for slot in range(SLOTS))
-        return {offset for offset in slots if position <= offset < 1 << 48}
+        position, slots = max(self.position, 0), [words[begin + slot] for slot in range(SLOTS)]
+        offsets = ((word & _NUMBER) - 1 for word in slots)
+        return {
+            offset
+            for number, offset in enumerate(offsets)
+            if offset >= position and offset % SLOTS == number and slots[number] == _slot(tag, offset)
+        }
 
     @property
     def next_offset(self) -> int | None:
         """The queue offset that a receive reads next; None if the position was set back since that was noted."""
         words, at = self._words, self._at
-        return words[at + _NEXT] if words[at + _NEXT_SINCE] == words[at + _SET_BACK] else None
+        return _unsealed(words[at + _NEXT], 7919 * words[at + _SET_BACK])
 
     def set_next_offset(self, queue_offset: int) -> None:
         """Note where a receive reads next: what is in flight before it counts, and nothing behind it."""
         words, at = self._words, self._at
-        words[at + _NEXT] = queue_offset
-        words[at + _NEXT_SINCE] = words[at + _SET_BACK]
+        words[at + _NEXT] = _sealed(queue_offset, 7919 * words[at + _SET_BACK])
 
     def set(self, position: int) -> None:
         """Set the position, also back; what a holder reaches from before then counts no more. -1 removes it."""
         words, at = self._words, self._at
-        if position < words[at + _POSITION]:
+        if position < self.position:
             words[at + _SET_BACK] += 1
-        words[at + _POSITION] = position
+        words[at + _POSITION] = _sealed(position)
 
 
 class PlaceName(NamedTuple):
@@ -192,7 +238,7 @@ class PlaceName(NamedTuple):
 
 
 _SAVED: Final = os.path.join(OWN_FOLDER, "groups.saved")
-_SAVED_MAGIC: Final = 0x6C696272_67730001
+_SAVED_MAGIC: Final = 0x6C696272_67730002
 _SAVED_HEADER: Final = struct.Struct("=4q")  # magic, the two digests, the checksum of the page
 
 
@@ -244,7 +290,7 @@ class GroupPage:
             page._map(0)
             if page.identity != identity or table() not in page.digests:
                 return None
-            page._map((page.words[0][_USED] - 1) // _CELLS)
+            page._map((page._used - 1) // _CELLS)
             page.opened += page._places()
         except StoreIOError:  # another process deletes it meanwhile
             return None
@@ -266,7 +312,7 @@ class GroupPage:
         text = (_identity(files, store) or "").encode()[:_MOST_IDENTITY]
         page._segments[0].buffer[8 * (_IDENTITY + 1) : 8 * (_IDENTITY + 1) + len(text)] = text
         words = page.words[0]
-        words[_IDENTITY], words[_USED] = len(text), _HEADER_CELLS
+        words[_IDENTITY], page._used = len(text) | zlib.crc32(text) << 16, _HEADER_CELLS
         page.note(digests)
         words[0] = _MAGIC
         return page
@@ -278,7 +324,7 @@ class GroupPage:
 
     def copied(self) -> bytes:
         """Return a copy, for `save`."""
-        size = self.words[0][_USED] * _CELL * 8
+        size = self._used * _CELL * 8
         return b"".join(file.buffer[:] for file in self._segments)[:size]
 
     @staticmethod
@@ -359,53 +405,79 @@ class GroupPage:
     def identity(self) -> str:
         """The folder and machine that it was made for."""
         words = self.words[0]
-        size = words[_IDENTITY] if words[0] == _MAGIC else 0
-        if not 0 < size <= _MOST_IDENTITY:
+        begin, size = 8 * (_IDENTITY + 1), words[_IDENTITY] & 0xFFFF
+        text = self._segments[0].buffer[begin : begin + min(size, _MOST_IDENTITY)]
+        if words[0] != _MAGIC or not text or words[_IDENTITY] != len(text) | zlib.crc32(text) << 16:
             raise CorruptionError(self._segments[0].path, 0, "config", "no page of groups of this version")
-        begin = 8 * (_IDENTITY + 1)
-        return self._segments[0].buffer[begin : begin + size].decode("utf-8", "replace")
+        return text.decode("utf-8", "replace")
+
+    @property
+    def _used(self) -> int:
+        """The number of used cells."""
+        used = _unsealed(self.words[0][_USED])
+        if used is None or used < _HEADER_CELLS:
+            raise self._damage(0, "expected a number of used cells")
+        return used
+
+    @_used.setter
+    def _used(self, cells: int) -> None:
+        self.words[0][_USED] = _sealed(cells)
 
     @property
     def digests(self) -> tuple[int, int]:
         """The digests of the tables that librmq has written last."""
-        words = self.words[0]
-        return words[_DIGESTS], words[_DIGESTS + 1]
+        last, before = (_unsealed(self.words[0][at]) for at in (_DIGESTS, _DIGESTS + 1))
+        if last is None or before is None:
+            raise self._damage(0, "expected digests of tables")
+        return last, before
 
     def note(self, digests: tuple[int, int]) -> None:
         """Note the digests of the table that is about to be written, and of the one before. Thread-safe."""
         words = self.words[0]
-        words[_DIGESTS + 1] = digests[1]
-        words[_DIGESTS] = digests[0]
+        words[_DIGESTS + 1] = _sealed(digests[1])
+        words[_DIGESTS] = _sealed(digests[0])
 
     # ---- places
 
     def _places(self) -> Iterator[tuple[PlaceName, Place]]:
         """Yield all places, in the order in which they were made; raise `CorruptionError` for a damaged page."""
         names: dict[int, str] = {}
-        number, used = _HEADER_CELLS, self.words[0][_USED]
+        number, used = _HEADER_CELLS, self._used
         while number < used:
             words, at = self.words[number // _CELLS], number % _CELLS * _CELL
             kind, cells = words[at] & 0xFF, words[at] >> 8 & 0xFFFF
             if kind == _PLACE:
                 group, topic = words[at + _GROUP], words[at + _TOPIC]
-                if group not in names or topic not in names or words[at + _POSITION] < -1:
+                if (
+                    group not in names
+                    or topic not in names
+                    or words[at] != _kind_of_place(number, words[at + _QUEUE], group, topic)
+                    or _unsealed(words[at + _POSITION]) is None
+                ):
                     raise self._damage(number, "expected a place with names and a position")
                 yield PlaceName(names[group], names[topic], words[at + _QUEUE]), Place(self, number)
                 cells = _PLACE_CELLS
             elif kind == _NAME:
                 names[number] = name = self._name(number)
                 self._names[name] = number
-            elif kind == _WINDOW:
+            elif words[at] == _WINDOW:
                 cells = _WINDOW_CELLS
-            elif kind in (_FREE, _IN_FLIGHT, _HANDED_OUT):
+            elif words[at] == _FREE:
                 cells = 1
                 self._flight_cells += 1
-                if kind == _FREE:
-                    self._free.append(number)
-                else:
-                    flight = FlightRow(number, kind == _IN_FLIGHT, *[words[at + field] for field in range(2, _CELL)])
-                    self.flights.setdefault(words[at + 1], []).append(flight)
-            elif kind != _GAP:
+                self._free.append(number)
+            elif kind in (_IN_FLIGHT, _HANDED_OUT):
+                cells = 1
+                self._flight_cells += 1
+                place, *fields = [words[at + field] for field in range(1, _CELL)]
+                own, times = _checks_of_flight(_FLIGHT.pack(place, *fields))
+                if words[at] & (1 << 40) - 1 != own | kind:
+                    raise self._damage(number, "expected a received message")
+                flight = FlightRow(number, kind == _IN_FLIGHT, *fields)
+                if words[at] >> 40 << 40 != times:
+                    flight = flight._replace(visible_ms=0)
+                self.flights.setdefault(place, []).append(flight)
+            elif kind != _GAP or cells != -number % _CELLS:
                 raise self._damage(number, f"expected a place or a name, found {kind}")
             if not 0 < cells <= _CELLS - number % _CELLS:
                 raise self._damage(number, f"expected a number of cells, found {cells}")
@@ -416,8 +488,8 @@ class GroupPage:
         with suppress(CorruptionError, StoreIOError):
             self._map(number // _CELLS)
             words, at = self.words[number // _CELLS], number % _CELLS * _CELL
-            if words[at] == _PLACE and words[at + _QUEUE] == name.queue_id:
-                group, topic = words[at + _GROUP], words[at + _TOPIC]
+            group, topic = words[at + _GROUP], words[at + _TOPIC]
+            if words[at] == _kind_of_place(number, name.queue_id, group, topic):
                 self._map(max(group, topic) // _CELLS)
                 if (self._name(group), self._name(topic)) == name[:2]:
                     self._map(words[at + _WINDOW_AT] // _CELLS)
@@ -433,10 +505,10 @@ class GroupPage:
         group, topic = self._named(name.group), self._named(name.topic)
         number = self._room(_PLACE_CELLS)
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
-        words[at + _POSITION], words[at + _SET_BACK], words[at + _QUEUE] = position, 0, name.queue_id
+        words[at + _POSITION], words[at + _SET_BACK], words[at + _QUEUE] = _sealed(position), 0, name.queue_id
         words[at + _GROUP], words[at + _TOPIC] = group, topic
-        words[at] = _PLACE
-        self.words[0][_USED] = number + _PLACE_CELLS
+        words[at] = _kind_of_place(number, name.queue_id, group, topic)
+        self._used = number + _PLACE_CELLS
         return Place(self, number)
 
     def hold(self, place: Place) -> Place:
@@ -449,8 +521,9 @@ class GroupPage:
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
         if not words[at + _WINDOW_AT]:
             cell = self._room(_WINDOW_CELLS)
-            self.words[cell // _CELLS][cell % _CELLS * _CELL] = _WINDOW
-            self.words[0][_USED] = cell + _WINDOW_CELLS
+            window, begin = self.words[cell // _CELLS], cell % _CELLS * _CELL
+            window[begin], window[begin + 1] = _WINDOW, number
+            self._used = cell + _WINDOW_CELLS
             words[at + _WINDOW_AT] = cell
         held = Place(self, number)
         held.changed = place.changed
@@ -468,18 +541,16 @@ class GroupPage:
         if cell is None:
             cell = free.pop() if free else self._new_flight()
         segment, at = cell // _CELLS, cell % _CELLS * _CELL
-        buffer = self._segments[segment].buffer
-        if type(buffer) is mmap.mmap:
-            _FLIGHT.pack_into(buffer, 8 * at + 8, place, *numbers)
-        else:
-            buffer[8 * at + 8 : 8 * at + 64] = _FLIGHT.pack(place, *numbers)
-        self.words[segment][at] = _IN_FLIGHT
+        data = _FLIGHT.pack(place, *numbers)
+        self._segments[segment].buffer[8 * at + 8 : 8 * at + 64] = data
+        own, times = _checks_of_flight(data)
+        self.words[segment][at] = own | times | _IN_FLIGHT
         return cell
 
     def _new_flight(self) -> int:
         cell = self._room(1)
         self.words[cell // _CELLS][cell % _CELLS * _CELL] = _FREE
-        self.words[0][_USED] = cell + 1
+        self._used = cell + 1
         self._flight_cells += 1
         return cell
 
@@ -490,27 +561,30 @@ class GroupPage:
 
     def end_flight(self, cell: int) -> None:
         """Note that a message is no longer in flight; its attempts still count."""
-        self.words[cell // _CELLS][cell % _CELLS * _CELL] = _HANDED_OUT
+        words, at = self.words[cell // _CELLS], cell % _CELLS * _CELL
+        words[at] = words[at] >> 8 << 8 | _HANDED_OUT
 
     def _named(self, name: str) -> int:
         """Return the cell of a name, which is added once."""
         if (number := self._names.get(name)) is None:
             data = name.encode("utf-8", "surrogatepass")
-            cells = -(-(8 + len(data)) // (8 * _CELL))
+            word = _kind_of_name(data)
+            cells = word >> 8 & 0xFFFF
             number = self._names[name] = self._room(cells)
             words, at = self.words[number // _CELLS], number % _CELLS * _CELL
             self._segments[number // _CELLS].buffer[8 * at + 8 : 8 * at + 8 + len(data)] = data
-            words[at] = _NAME | cells << 8 | len(data) << 32
-            self.words[0][_USED] = number + cells
+            words[at] = word
+            self._used = number + cells
         return number
 
     def _name(self, number: int) -> str:
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
-        size, begin = words[at] >> 32, 8 * at + 8
-        if words[at] & 0xFF != _NAME or not 0 <= size <= _SEGMENT_SIZE - begin:
+        size, begin = words[at] >> 32 & 0xFFFF, 8 * at + 8
+        data = self._segments[number // _CELLS].buffer[begin : begin + size]
+        if words[at] != _kind_of_name(data):
             raise self._damage(number, "expected a name")
         try:
-            return self._segments[number // _CELLS].buffer[begin : begin + size].decode("utf-8", "surrogatepass")
+            return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise self._damage(number, f"a name: {error}") from None
 
@@ -518,15 +592,14 @@ class GroupPage:
 
     def _room(self, cells: int) -> int:
         """Return the first of so many free cells of one segment."""
-        number: int = self.words[0][_USED]
+        number = self._used
         left = -number % _CELLS
         if left < cells:
             if left:
                 self.words[number // _CELLS][number % _CELLS * _CELL] = _GAP | left << 8
             if len(self._segments) == (number + left) // _CELLS:
                 self._grow()
-            number += left
-            self.words[0][_USED] = number
+            self._used = number = number + left
         return number
 
     def close(self, *, deletes: bool) -> None:
@@ -581,10 +654,10 @@ def table_digest(data: bytes | None) -> int:
     if not data:
         return 0
     rows = data.translate(None, b" \t\r\n").strip(b"{}").split(b"},")
-    digest = blake2b(digest_size=8)
+    digest = blake2b(digest_size=5)
     for row in sorted(row.removeprefix(b'"offsetTable":{') for row in rows):
         digest.update(row + b"\n")
-    return _WORD.unpack(digest.digest())[0] or 1
+    return int.from_bytes(digest.digest()) or 1
 
 
 def take_positions(places: Iterable[tuple[PlaceName, Place]], rows: dict[str, dict[int, int]]) -> bool:
