@@ -123,8 +123,8 @@ def purge_expired(connection: Any, table: str, key: str, now_ms: int) -> int:
 _PURGE_EVERY: Final = 256
 
 
-def purge_now_and_then(link: Link, table: str, key: str, now_ms: int) -> None:
-    """Delete expired rows after one key in 256, more of them than are written meanwhile.
+def purge_now_and_then(link: Link, table: str, column: str, key: str, now_ms: int) -> None:
+    """Delete expired rows after one key of ``column`` in 256, more of them than are written meanwhile.
 
     The key decides, so all processes and threads share the work, and none counts. The caller's effect is committed
     already, so an error is only logged.
@@ -134,7 +134,7 @@ def purge_now_and_then(link: Link, table: str, key: str, now_ms: int) -> None:
     try:
         link.begin()
         link.execute(
-            delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", link.dialect),
+            delete_statement(table, column, "expires_timestamp_ms <= :now_ms", link.dialect),
             now_ms=now_ms,
             limit=PURGE_ROWS,
         )

@@ -245,7 +245,7 @@ class Transactional:
                 part = "A part of the block may be kept, so the message becomes a dead letter"
                 raise ConfigError(f"{ENDED_INSIDE}. {'Nothing of the block is kept' if self._undo() else part}")
             if is_first and self._now_ms is not None and not link.is_joined:
-                purge_now_and_then(link, self._table, self._key, self._now_ms)
+                purge_now_and_then(link, self._table, "dedup_key", self._key, self._now_ms)
         finally:
             link.leave_block()
 
@@ -378,7 +378,8 @@ class LocalTransactions:
     """The states of local transactions in a table of the application's database. Thread-safe.
 
     `check` is the check of a `TransactionProducer`; `transaction` runs the business change. Rows are kept for ``keep``,
-    which must be longer than a broker keeps half messages (72 hours); `purge` deletes older rows.
+    which must be longer than a broker keeps half messages (72 hours). Later transactions delete older rows now and
+    then; with your own ``clock`` call `purge`.
     `librmq.idempotence.upgrade_tables` creates ``table``.
 
         with local.transaction(producer, message, session):     half message, then the row COMMITTED
@@ -422,7 +423,8 @@ class LocalTransactions:
 
         Raises:
             ConfigError: The session has an open transaction, or commits each statement; nothing is sent. Or the block
-                has rolled its transaction back, or gone on after an error that ended it; nothing is committed since.
+                has rolled its transaction back, or gone on after an error that ended it; the error says whether what
+                followed is kept.
             ClientError: The half message could not be stored; the block does not run.
             TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
             TypeError: The producer is not a `TransactionProducer`; nothing is sent.
@@ -468,6 +470,8 @@ class LocalTransactions:
                 failure = failure or error
         if failure is not None:
             raise failure
+        if self._clock is None:
+            purge_now_and_then(link, self._table, "transaction_id", transaction_id, self._now_ms())
 
     def _check_state(self, link: Link, transaction_id: str) -> None:
         """Refuse to commit after the block unless the state still stands in the transaction that is open."""
@@ -477,9 +481,14 @@ class LocalTransactions:
                 "state too: let the error propagate, or run a statement that may fail in a savepoint"
             )
         if self._read(link, transaction_id) != _COMMITTED:
+            kept = (
+                ". What followed is kept, because the driver commits each statement since"
+                if link.commits_each()
+                else ""
+            )
             raise ConfigError(
                 f"transaction {transaction_id}: a rollback in the block, or a deadlock after which it went on, has "
-                "undone its state too: use a savepoint, or open another session"
+                f"undone its state too: use a savepoint, or open another session{kept}"
             )
 
     def check(self, message: CheckedMessage) -> TransactionState:

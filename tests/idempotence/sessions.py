@@ -322,3 +322,9 @@ def _is_installed(module: str) -> bool:
 
 SESSIONS: Final[dict[str, Open]] = {name: opens for name, (module, opens) in _ALL.items() if _is_installed(module)}
 """By name, which begins with the database."""
+JOINED: Final = [
+    name for name in SESSIONS if name.endswith(("joined", "begin", "isolated", "peewee", "nested", "transaction"))
+]
+"""Those of which the block is in a transaction of the caller's."""
+ALONE: Final = [name for name in SESSIONS if name not in JOINED and not any(word in name for word in ("aio", "async"))]
+"""Those whose transaction librmq begins, without an event loop."""

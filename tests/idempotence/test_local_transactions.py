@@ -359,6 +359,22 @@ def test_old_rows_are_purged(shop: Shop) -> None:
         assert local.purge(session) == 1
 
 
+def test_old_rows_are_purged_by_later_transactions(database: Callable[[str], Database]) -> None:
+    """The table grows no further, though the application never purges it; the rows of a check go too."""
+    place = database("sqlite")
+    with Shop(place) as shop, opened(place, "driver") as session:
+        session.execute("INSERT INTO rmq_transactions VALUES ('of a check', 2, 1)")
+        session.commit()
+        for _ in range(3_000):
+            with shop.local.transaction(shop.producer, message(), session):
+                pass
+            if not session.execute("SELECT 1 FROM rmq_transactions WHERE expires_timestamp_ms = 1").fetchall():
+                break
+        else:
+            raise AssertionError("an old row is still there")
+        assert session.execute("SELECT COUNT(*) FROM rmq_transactions").fetchone()[0] > 0
+
+
 # --- naive ways to answer a check
 
 

@@ -7,16 +7,18 @@ delivered until it is acknowledged or a dead letter, and then once more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
 
+from librmq import Broker, ManualRunner, Message, TransactionProducer
+from librmq.idempotence import LocalTransactions
 from librmq.listener import DeadLetter
 from tests.budget import many
 from tests.idempotence.conftest import Database
-from tests.idempotence.sessions import SESSIONS, Opened
+from tests.idempotence.sessions import ALONE, SESSIONS, Opened
 from tests.idempotence.test_listener import Delivery
 
 DELIVERIES: Final = 4
@@ -260,3 +262,45 @@ def test_whatever_a_block_does(prepared: Callable[[str], Database], session: str
         assert (is_acknowledged, halves) == (True, [1, 1])
     if base in what.is_fine:
         assert deliveries == 1
+
+
+ROLLBACKS: Final = ("rolls-back-by-sql", "rolls-back-by-the-driver")
+"""After them a driver that Django or psycopg2 has told to begin no transaction commits statements one by one."""
+
+
+@many
+@pytest.mark.parametrize(
+    ("session", "behaviour"),
+    [
+        (session, behaviour)
+        for session in ALONE
+        for behaviour in BEHAVIOURS
+        if base_of(session) in BEHAVIOURS[behaviour].bases
+    ],
+)
+def test_whatever_a_local_transaction_does(
+    prepared: Callable[[str], Database], session: str, behaviour: str, name: str
+) -> None:
+    """The message comes if and only if something of the block is kept: its end, or a commit inside, decides."""
+    place, runner = prepared(base_of(session)), ManualRunner()
+    with closing(Broker.temporary(runner=runner)) as broker:
+        local = LocalTransactions(place.engine)
+        producer = TransactionProducer(broker, "shop", local.check)
+        failure = ""
+        try:
+            with (
+                SESSIONS[session](place) as opened,
+                local.transaction(producer, Message("orders", b"x"), opened.session),
+            ):
+                BEHAVIOURS[behaviour].act(Block(opened, place, name))
+        except Exception as error:
+            failure = str(error)
+        runner.advance(180_000)
+        messages = len(list(broker.messages("orders")))
+    halves = [place.effects(f"{name}-{half}") for half in "ab"]
+    if "What followed is kept" in failure:
+        assert (messages, halves, behaviour in ROLLBACKS) == (0, [0, 1], True)
+    else:
+        assert messages == max(halves)
+    if base_of(session) in BEHAVIOURS[behaviour].is_fine:
+        assert halves == [1, 1]
