@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,7 +61,8 @@ class Link:
     _scope: Any = None
     """What stands for the savepoint in the caller's transaction; None in a transaction of librmq's own."""
     _is_explicit = False
-    _is_outermost = False
+    _entered: tuple[int, ...] = ()
+    """The connections for which this link has noted its block, by their ids."""
 
     def execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement; its rows are tuples or can be read like tuples."""
@@ -294,19 +296,24 @@ class Link:
         Raises:
             ConfigError: The connection is in a block of another one, whose statements would mix with these.
         """
-        entry = (self.connection, worker)
-        first = _blocks.setdefault(id(self.connection), entry)
-        self._is_outermost = first is entry
-        if first[1] != worker:
-            name = next((thread.name for thread in threading.enumerate() if thread.ident == first[1]), first[1])
+        self._enter(self.connection, worker)
+
+    def _enter(self, connection: Any, worker: object) -> None:
+        entry = (connection, worker)
+        first = _blocks.setdefault(id(connection), entry)
+        if first is entry:
+            self._entered = (*self._entered, id(connection))
+        elif first[1] != worker:
+            names: dict[object, str] = {thread.ident: thread.name for thread in threading.enumerate()}
+            name = first[1].get_name() if isinstance(first[1], asyncio.Task) else names.get(first[1], "another thread")
             raise ConfigError(
                 f"session: {type(self.connection).__name__} is in a block of {name}: give each thread and task its own"
             )
 
     def leave_block(self) -> None:
         """Note the end of the block."""
-        if self._is_outermost:
-            del _blocks[id(self.connection)]
+        for connection in self._entered:
+            del _blocks[connection]
 
 
 _savepoints = itertools.count()

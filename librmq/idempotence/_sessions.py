@@ -34,6 +34,8 @@ _IDLE = TransactionStatus.IDLE
 class AlchemyLink(Link):
     """A link to a SQLAlchemy ``Session`` or ``Connection``."""
 
+    _worker: object = None
+
     def __init__(self, connection: Any) -> None:
         if hasattr(connection, "registry"):
             connection = connection.registry()  # of a scoped session
@@ -44,6 +46,11 @@ class AlchemyLink(Link):
         self._bind = connection.get_bind() if self._is_session else connection
         name: str = self._bind.dialect.name
         self.dialect = "mysql" if name == "mariadb" else name
+
+    @override
+    def enter_block(self, worker: object) -> None:
+        super().enter_block(worker)
+        self._worker = worker
 
     @override
     def begin(self) -> None:
@@ -58,6 +65,12 @@ class AlchemyLink(Link):
     def _begin_at_once(self) -> None:
         if not self.connection.in_transaction():
             self.connection.begin()
+        self._enter_driver()
+
+    def _enter_driver(self) -> None:
+        # Sessions of several threads share a connection in a StaticPool, as of a database in memory.
+        if self._worker is not None:
+            self._enter(self._driver_connection(), self._worker)
 
     def _core(self) -> Any:
         return self.connection.connection() if self._is_session else self.connection
@@ -110,6 +123,7 @@ class AlchemyLink(Link):
 
     @override
     def _set_savepoint(self) -> Any:
+        self._enter_driver()
         if self.dialect == "sqlite" and self.status() is _IDLE:
             self._run("BEGIN", {})  # else the driver's transaction would begin, and end, with the savepoint
         return self.connection.begin_nested()

@@ -12,6 +12,7 @@ import duckdb
 import pytest
 import sqlalchemy
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import StaticPool
 
 from librmq import Broker, ManualRunner, Message, Outbox, TransactionProducer
 from librmq.errors import ConfigError
@@ -19,7 +20,7 @@ from librmq.idempotence import LocalTransactions, transactional, upgrade_tables
 from tests.conftest import in_ci
 from tests.idempotence.conftest import DATABASES, Database
 from tests.idempotence.servers import Absent, Server, pgbouncer
-from tests.idempotence.sessions import SESSIONS, django_connection
+from tests.idempotence.sessions import JOINED, SESSIONS, django_connection
 from tests.idempotence.test_listener import Delivery
 
 
@@ -143,6 +144,30 @@ def test_a_connection_in_a_block_of_another_thread_is_refused(
         assert "is in a block of MainThread" in str(refused[0])
 
 
+def test_sessions_of_one_connection_in_two_threads(name: str) -> None:
+    """Each would commit half of the other's block; a database in memory has one connection for all sessions."""
+    engine = sqlalchemy.create_engine("sqlite://", poolclass=StaticPool, connect_args={"check_same_thread": False})
+    upgrade_tables(engine)
+    refused: list[str] = []
+
+    def intrude() -> None:
+        session = Session(engine)
+        try:
+            transactional(session, message_of(name + "b"), group="billing").__enter__()
+        except ConfigError as error:
+            refused.append(str(error))
+
+    with Session(engine) as session, transactional(session, message_of(name), group="billing") as first:
+        assert first
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
+    assert "is in a block of MainThread" in refused[0]
+    with Session(engine) as session, transactional(session, message_of(name + "b"), group="billing") as first:
+        assert first
+
+
 @pytest.mark.parametrize("base", DATABASES)
 def test_a_session_within_a_transaction_of_its_connection_is_refused(
     database: Callable[[str], Database], base: str, name: str
@@ -218,11 +243,6 @@ def test_a_database_that_is_not_known_gets_no_tables() -> None:
 
 
 # --- a transaction of the caller's
-
-
-JOINED = [
-    name for name in SESSIONS if name.endswith(("joined", "begin", "isolated", "peewee", "nested", "transaction"))
-]
 
 
 @pytest.mark.parametrize("session", JOINED)
