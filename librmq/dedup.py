@@ -36,7 +36,7 @@ from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
 from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background, run_in_background
 from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator, returned_failure
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock
 
@@ -209,7 +209,7 @@ class DedupListener:
         self._consumes_unguarded = self.config.when_store_fails == "consume"
         self._batch = self.config.batch
         self._must_return = self.config.must_return
-        self._metrics: Metrics | None = metrics
+        self._metrics: Metrics | None = outside(metrics)
         clock = clock or getattr(store, "clock", None)
         self._clock: Clock = clock or SystemClock()
         self._purges = clock is None

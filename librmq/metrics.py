@@ -14,6 +14,7 @@ from librmq.errors import ConfigError, MissingExtraError
 from librmq.override import override
 from librmq.printable import printable
 from librmq.runtime.locks import Lock
+from librmq.runtime.outside import call_outside
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -199,6 +200,37 @@ class Metrics:
             if observed_values := observe():
                 values[name] = {tuple(map(printable, place)): value for place, value in observed_values.items()}
         return {name: values[name] for name in METRICS if values.get(name)}
+
+
+class _Outside(Metrics):
+    """A subclass of the application, whose code runs without the locks of librmq, and in the order of the calls."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    @override
+    def count(self, name: str, n: float = 1, **labels: str) -> None:
+        call_outside(partial(self._metrics.count, name, n, **labels))
+
+    @override
+    def gauge(
+        self, name: str, value: float | Callable[[], float | None] | None, *, owner: Hashable = None, **labels: str
+    ) -> None:
+        call_outside(partial(self._metrics.gauge, name, value, owner=owner, **labels))
+
+    @override
+    def observe(self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None) -> None:
+        call_outside(partial(self._metrics.observe, name, values))
+
+    @override
+    def remove_gauges(self, owner: Hashable) -> None:
+        call_outside(partial(self._metrics.remove_gauges, owner))
+
+
+def outside(metrics: Metrics | None) -> Metrics | None:
+    """Return what librmq's own code counts by; a subclass is application code, which no lock of librmq may enclose."""
+    return metrics if metrics is None or type(metrics) is Metrics else _Outside(metrics)
 
 
 def _check(key: _Series, kind: str) -> None:

@@ -1,7 +1,8 @@
 """The order of locks: every lock of librmq that a test takes is recorded, by thread, and compared with the one list.
 
 `docs/design.md` lists the locks by level, outer ones first. A thread that holds a lock may take those of a further
-level. Anything else is a fault, whether two threads meet or not, and fails the test.
+level. Anything else is a fault, whether two threads meet or not, and fails the test. So is code of the application that
+librmq calls within a lock: handlers of log lines, notifications, subclasses of `Metrics`, strategies, listeners.
 """
 
 # ruff: noqa: SLF001 (frames, and the methods of a reentrant lock that conditions call)
@@ -155,6 +156,11 @@ def elsewhere() -> Iterator[None]:
         _held.locks = before
 
 
+def hold(lock: _Held.Lock) -> None:
+    """Let this thread hold a lock until the end of the block `elsewhere`, as code of librmq does."""
+    _held.locks.append(lock)
+
+
 _ours: dict[CodeType, bool] = {}
 
 
@@ -254,6 +260,7 @@ def install() -> None:
                 setattr(module, kind, make)
     _record_page_files()
     _separate_processes()
+    _watch_applications()
 
 
 def _record_page_files() -> None:
@@ -277,6 +284,84 @@ def _record_page_files() -> None:
         release(self)
 
     AppendPage.take, AppendPage.release = take_it, release_it  # type: ignore[assignment, method-assign]
+
+
+def _watch_applications() -> None:
+    """Let code of the application check, where librmq calls it, that its thread holds no lock of librmq."""
+    from librmq.client import allocation
+    from librmq.metrics import Metrics
+    from librmq.runtime import event_log, outside
+    from librmq.runtime.runner import Runner
+
+    def call_checked(call: Callable[[], object]) -> None:
+        def checked() -> None:
+            _check_application("what call_outside has got")
+            call()
+
+        call_outside(checked)
+
+    def own_share_checked(client_id: str, queues: Any, clients: Any, *strategy: Any) -> Any:
+        if strategy and getattr(allocation, getattr(strategy[0], "__name__", ""), None) is not strategy[0]:
+            _check_application("a strategy")
+        return own_share(client_id, queues, clients, *strategy)
+
+    def write_checked(self: Any, *fields: Any) -> None:  # also lines that no handler gets at this level
+        if outside._thread.calls is None:
+            _check_application("a log line", queues=True)
+        write(self, *fields)
+
+    def call_work_checked(self: Runner, work: Any) -> object:
+        _check_application("work of a runner")
+        return call_work(self, work)
+
+    call_outside, own_share = outside.call_outside, allocation.own_share
+    write, call_work = event_log.EventLog._write, Runner._call
+    _replace(call_outside, call_checked)
+    _replace(own_share, own_share_checked)
+    Runner._call = call_work_checked  # type: ignore[method-assign]
+    event_log.EventLog._write = write_checked  # type: ignore[method-assign, assignment]
+    event_log._DEEP += 1  # type: ignore[misc]
+    Metrics.__init_subclass__ = classmethod(_watch_subclass)  # type: ignore[assignment]
+
+
+def _replace(function: Callable[..., object], checked: Callable[..., object]) -> None:
+    for module in list(sys.modules.values()):
+        name = function.__name__
+        if getattr(module, "__name__", "").startswith("librmq") and getattr(module, name, None) is function:
+            setattr(module, name, checked)
+
+
+def _watch_subclass(cls: type[Any]) -> None:
+    for name, method in list(vars(cls).items()):
+        if callable(method) and not name.startswith("_"):
+            setattr(cls, name, _checking(method))
+
+
+def _checking(method: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(method)
+    def called(*arguments: object, **fields: object) -> object:
+        _check_application(f"{method.__qualname__} of a subclass")
+        return method(*arguments, **fields)
+
+    return called
+
+
+def _check_application(what: str, *, queues: bool = False) -> None:
+    """Note a fault if this thread holds a lock of librmq, but for those of calls, and that of a runner by hand.
+
+    ``queues``: what comes under the lock of a runner waits for its release.
+    """
+    from librmq.runtime.outside import _all
+
+    names = [lock.name for lock in _held.locks if lock.is_held() and levels().get(lock.name, [9])[-1] > 1]
+    if not names:
+        return
+    if "Runner.lock" in names and (queues or not any((one := at()) is not None and one._is_held() for at in _all)):
+        return
+    pair = what, names[-1]
+    if pair not in _known:
+        _known.add(pair)
+        _note_fault(f"{what} is called within {', '.join(names)}")
 
 
 def _separate_processes() -> None:

@@ -48,7 +48,7 @@ from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
@@ -238,7 +238,7 @@ class Broker(StoreRoute, Endpoint):
                 self.cluster_name,
                 config,
                 store,
-                self.metrics,
+                outside(self.metrics),
                 tables,
                 registrations,
                 was_killed=was_killed,

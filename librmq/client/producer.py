@@ -32,7 +32,7 @@ from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     TOOL_PRODUCERS,
@@ -108,10 +108,11 @@ class Producer(Member):
         self.group = group
         config = ProducerConfig.of(config, settings)
         check_kind("metrics", metrics, Metrics)
+        counts = outside(metrics)
         self.route = route
         topic = trace_topic(trace)
         self.traces: TraceWriter | None = (
-            None if topic is None else TraceWriter(self.client, group, topic, metrics, "PRODUCE")
+            None if topic is None else TraceWriter(self.client, group, topic, counts, "PRODUCE")
         )
         self.hooks: list[SendHook] = [*([] if self.traces is None else [self.traces.begin_send]), *hooks]
         self.metrics = metrics
@@ -120,7 +121,7 @@ class Producer(Member):
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self.sender: Sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
+        self.sender: Sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, counts)
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 

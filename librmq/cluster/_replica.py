@@ -53,7 +53,7 @@ from librmq.protocol import (
     Request,
     ResponseCode,
 )
-from librmq.runtime import Runner, Step, ThreadRunner, Work
+from librmq.runtime import Runner, Step, ThreadRunner, Work, calls_later
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -371,7 +371,7 @@ class Replica(Closing):
             ReplicaError: It is another store, or has lost messages that the replica has. The replica stays as it is.
             BrokerUnreachableError: It is closed.
         """
-        with self._following:
+        with calls_later(), self._following:
             self._admit(master)
             if isinstance(self._master, StoredMaster) and self._master is not master:
                 self._master.close()
@@ -421,6 +421,7 @@ class Replica(Closing):
             if not self.dead:
                 runner.wake(self._step, runner.now_ms() + round(1000 * self._config.follow_after_s))
 
+    @calls_later()
     def _follow_for_send(self) -> int:
         """Copy immediately, in the thread of a waiting send, unless another thread is already copying.
 
@@ -439,6 +440,7 @@ class Replica(Closing):
             self._copied(queues)  # without the lock: the thread that holds the runner's may be waiting for this
         return self._copied_end
 
+    @calls_later()
     def _take_for_send(self, master: Broker, at: int, data: bytes) -> int:
         """Add bytes that the master has in memory, or copy as `_follow_for_send` does."""
         self._is_send_waiting = True
@@ -460,7 +462,7 @@ class Replica(Closing):
     def _copy_log(self, limit: int | None) -> bool:
         """Copy up to ``limit`` bytes, or everything if None; return whether the master was reachable."""
         while True:
-            with self._following:
+            with calls_later(), self._following:
                 self._is_send_waiting = False
                 queues, reached = self._copy(limit)
             self._copied(queues)
@@ -672,7 +674,7 @@ class Replica(Closing):
         """Stop following, and close the copy. A second call does nothing."""
         if self._stop_turns():
             try:
-                with self._following:
+                with calls_later(), self._following:
                     self._leave()
                     self.broker.close()
             finally:
@@ -682,7 +684,7 @@ class Replica(Closing):
         """Release everything without saving, like a killed process. The next `open` recovers the copy."""
         if self._stop_turns():
             try:
-                with self._following:
+                with calls_later(), self._following:
                     self.broker.abandon()
             finally:
                 self._release_resources()

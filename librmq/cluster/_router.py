@@ -23,7 +23,7 @@ from librmq.cluster._cluster import RouteTable, SiteRoute
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
 from librmq.protocol import check_site, watch_all
-from librmq.runtime import Runner, Step, Work
+from librmq.runtime import Runner, Step, Work, calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
 
@@ -172,7 +172,7 @@ class SiteRouter:
         return self._routed(site, factory, moves=self._moves_consumers)
 
     def _routed(self, site: str, factory: Callable[[SiteRoute], C], *, moves: bool) -> RoutedClient[C]:
-        with self._lock:
+        with calls_later(), self._lock:
             self._check_site(site)
             name = self._at[site] if moves else self._homes[site]
             client = RoutedClient(site, factory, self._clusters[name].at(site), moves)
@@ -194,7 +194,7 @@ class SiteRouter:
             ConfigError: There is no such site or cluster; nothing was changed.
             CapacityError: The cluster cannot also take the site's load; nothing was changed.
         """
-        with self._lock:
+        with calls_later(), self._lock:
             self._check_site(site)
             if to not in self._clusters:
                 raise ConfigError(f"unknown cluster {to!r}: expected one of {', '.join(self._clusters)}")

@@ -507,7 +507,7 @@ class ConcurrentDelivery:
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
     ) -> None:
         self.calls.counts.consumed += consumed
-        if self._instance.metrics is not None:
+        if self._instance._counts is not None:
             self.calls.count_messages(assigned, consumed, "success")
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):

@@ -332,8 +332,8 @@ class Rests:
         self._times[key] = now_ms, now_ms + rest_ms
         self.is_probing |= key is None
         consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
-        if consumer.metrics is not None:
-            consumer.metrics.count("rests", topic=queue.topic, group=consumer.group)
+        if consumer._counts is not None:
+            consumer._counts.count("rests", topic=queue.topic, group=consumer.group)
         consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
         return rest_ms
 

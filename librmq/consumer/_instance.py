@@ -73,6 +73,8 @@ class Instance:
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
         self._offsets: Offsets
         self.metrics: Metrics | None = None
+        self._counts: Metrics | None = None
+        """What this package counts by, also under locks."""
         self.recorder: ConsumerRecorder | None = None
         """Records queues and deliveries for a history, where the route asks for one."""
         self._log: EventLog = _log.with_fields(consumer=self._label, group=group)

@@ -98,7 +98,7 @@ class DeliveryCall(Work):
                 instance.recorder.begins(self.assigned.queue, self.messages)
             observer = instance.client.observer
             is_observed = observer is not None and observer.is_active()
-            if is_observed or calls.hooks or instance.metrics is not None or calls.before_last_attempt is not None:
+            if is_observed or calls.hooks or instance._counts is not None or calls.before_last_attempt is not None:
                 return self.call_listener(partial(calls.call_with_hooks, self.listener, self.assigned))
             return self.call_listener(None)
         finally:
@@ -252,8 +252,8 @@ class ListenerCalls:
                     self.before_last_attempt(message)
         context = ConsumeContext(instance.group, assigned.queue, tuple(messages), listener)
         callbacks = [callback for hook in self.hooks if (callback := hook(context)) is not None]
-        if instance.metrics is not None:
-            callbacks.append(self._stopwatch(messages[0].topic, instance.metrics))
+        if instance._counts is not None:
+            callbacks.append(self._stopwatch(messages[0].topic, instance._counts))
         observer = instance.client.observer
         if observer is not None and observer.is_active():
             callbacks.append(self._observe(observer, listener, assigned, messages))
@@ -298,9 +298,9 @@ class ListenerCalls:
         )
 
     def count_messages(self, assigned: AssignedQueue, count: int, result: str) -> None:
-        if count and self.instance.metrics is not None:
+        if count and self.instance._counts is not None:
             topic, group = assigned.queue.topic, self.instance.group
-            self.instance.metrics.count("consumed", count, topic=topic, group=group, result=result)
+            self.instance._counts.count("consumed", count, topic=topic, group=group, result=result)
 
     # ---- for diagnosis
 

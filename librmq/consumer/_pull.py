@@ -24,7 +24,7 @@ from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     MaxOffset,
@@ -106,6 +106,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
+        self._counts = outside(metrics)
         self._predicates: dict[str, TopicPredicate[DeliveredMessage]] = {}
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
@@ -164,7 +165,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     ) -> dict[str, TopicPredicate[DeliveredMessage]]:
         if predicate is None:
             return {}
-        return {topic: TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)}
+        return {topic: TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)}
 
     def assign(
         self,
@@ -225,7 +226,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if self._assigned is not None:
             self._take_assigned()
         else:
-            self._rebalancing.run_due(self.runner.now_ms())  # It runs now, so that the first poll has its queues.
+            self._rebalancing.run_due(self.runner.now_ms())  # now, so that the first poll has queues
 
     @property
     @override

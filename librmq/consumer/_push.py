@@ -44,7 +44,7 @@ from librmq.errors import (
 from librmq.filter import Policy, WatchedPredicate
 from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ConsumeDirectly,
@@ -208,7 +208,7 @@ class Fetcher:
                 return None
             assigned.next_offset = max_offset
             assigned.pulled_timestamp_ms = now_ms
-            if consumer.metrics is not None:
+            if consumer._counts is not None:
                 self._count_pull("pulls", assigned, PullStatus.FOUND)
         except BaseException:  # Ctrl-C in the main thread: the queue is taken again, with all that it has begun
             consumer.calls.count_running()
@@ -267,7 +267,7 @@ class Fetcher:
         return None if response.is_held and not self.is_full(assigned) else now_ms + self._interval_ms
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
-        metrics = self._consumer.metrics
+        metrics = self._consumer._counts
         if metrics is None:
             return
         topic, group = assigned.queue.topic, self._consumer.group
@@ -378,9 +378,10 @@ class PushConsumer(Consumer[ConsumerConfig]):
             check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
+        self._counts = outside(metrics)
         topic = trace_topic(trace)
         self.traces: TraceWriter | None = (
-            None if topic is None else TraceWriter(self.client, group, topic, metrics, "CONSUME")
+            None if topic is None else TraceWriter(self.client, group, topic, self._counts, "CONSUME")
         )
         if self.traces is not None:
             timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
@@ -522,7 +523,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             check_arguments(f"topic {topic!r}: the listener", function, argument)
             called: Callable[..., Any] = function
             if predicate is not None:
-                judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+                judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)
                 if as_list and judge.watched.on_error is Policy.STOP:
                     raise ConfigError(
                         f"topic {topic!r}: predicate: on_error=STOP lets one message fail, so its listener takes "
@@ -583,8 +584,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             except RuntimeError:
                 self.calls.loop = None
         super()._join_group()
-        if self.metrics is not None:
-            show_gauges(self, self.metrics)
+        if self._counts is not None:
+            show_gauges(self, self._counts)
 
     @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
@@ -597,8 +598,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         try:
             in_time = self._stop(timeout, self.delivery.stop)
         finally:
-            if self.metrics is not None:
-                self.metrics.remove_gauges(self)
+            if self._counts is not None:
+                self._counts.remove_gauges(self)
             if self.traces is not None:
                 self.traces.close()
         if not in_time:

@@ -9,11 +9,13 @@ lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
-from librmq.client.allocation import own_share
+from librmq.client import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
+from librmq.client.allocation import AllocationStrategy, own_share
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import SETTLED_MS, Instance, next_from_first
 from librmq.errors import RmqError
@@ -29,7 +31,7 @@ from librmq.protocol import (
     QueueData,
     QueueOffsetAt,
 )
-from librmq.runtime import Step
+from librmq.runtime import Step, Work
 from librmq.runtime.event_log import counted
 
 INTERVAL_MS: Final = 20_000
@@ -40,6 +42,12 @@ _STARTS: Final = {
     ConsumeFrom.LAST: "at the end",
     ConsumeFrom.TIMESTAMP: "at the first message stored since consume_from_timestamp_ms",
 }
+_OWN_STRATEGIES: Final = frozenset((allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash))
+"""Strategies without code of the application, which may run under the runner's lock."""
+_Asked: TypeAlias = Mapping[str, tuple[list[MessageQueue], tuple[str, ...]]]
+"""The queues of each topic, and the clients that share them."""
+_Shares: TypeAlias = Mapping[str, list[MessageQueue] | Exception]
+"""The share of each topic, or why a strategy has not computed it."""
 
 
 def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue]:
@@ -50,6 +58,16 @@ def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue
         if broker.permission & PERM_READ
         for number in range(broker.read_queues)
     ]
+
+
+def _share_out(client_id: str, asked: _Asked, strategy: AllocationStrategy) -> _Shares:
+    shares: dict[str, list[MessageQueue] | Exception] = {}
+    for topic, (queues, clients) in asked.items():
+        try:
+            shares[topic] = own_share(client_id, queues, clients, strategy)
+        except Exception as error:  # A user's strategy can fail.
+            shares[topic] = error
+    return shares
 
 
 class Rebalancing:
@@ -81,6 +99,8 @@ class Rebalancing:
         self._route_of = route.known_route
         self._is_remote = route.is_remote
         self._is_incomplete = False
+        self._is_sharing_out = False  # the application's strategy runs
+        self._is_due_again = False
         self._has_others = False
         self._is_reported = False
         self._brokers: frozenset[str] = frozenset()
@@ -126,9 +146,37 @@ class Rebalancing:
         member = self._member
         if member._stopping or not member._shares_queues:
             return None
+        if self._is_sharing_out:
+            self._is_due_again = True
+            return None
         self._is_incomplete = False
+        asked, shares = self._ask(), dict[str, list[MessageQueue] | Exception]()
+        strategy = member.config.strategy
+        if member.config.model is not MessageModel.CLUSTERING:
+            shares.update((topic, queues) for topic, (queues, _) in asked.items())
+        elif strategy in _OWN_STRATEGIES or not asked:
+            shares.update(_share_out(member.client.client_id, asked, strategy))
+        else:
+            self._is_sharing_out = True
+            call = partial(_share_out, member.client.client_id, asked, strategy)
+            member.runner.submit(Work(f"{self.step.label} strategy", call, self._shared_out, member.client))
+            return None
+        return self._apply(shares, now_ms)
+
+    def _shared_out(self, shares: _Shares | None, error: Exception | None) -> None:
+        self._is_sharing_out = False
+        due_ms = None if self._member._stopping else self._apply(shares or {}, self._member.runner.now_ms())
+        if self._is_due_again:
+            self._is_due_again = False
+            self.wake()
+        elif due_ms is not None:
+            self._member.runner.wake(self.step, due_ms)
+
+    def _apply(self, shares: _Shares, now_ms: int) -> int | None:
+        """Take and release queues by the share of each topic, and return when to compute them again."""
+        member = self._member
         before = set(member.assigned)
-        changed = [topic for topic in member.subscriptions if self._rebalance_topic(topic, now_ms)]
+        changed = [topic for topic in member.subscriptions if self._rebalance_topic(topic, shares.get(topic), now_ms)]
         for assigned in list(member.assigned.values()):
             if assigned.queue.topic not in member.subscriptions:
                 self._release_queue(assigned, now_ms)
@@ -145,9 +193,9 @@ class Rebalancing:
             self.report_start()
             member._save_soon()
         if changed:
-            if member.metrics is not None:
+            if member._counts is not None:
                 for topic in changed:
-                    member.metrics.count("rebalances", topic=topic, group=member.group)
+                    member._counts.count("rebalances", topic=topic, group=member.group)
             # Raise the versions, so that the broker keeps this instance's subscription if instances differ.
             for topic in changed:
                 member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
@@ -173,30 +221,34 @@ class Rebalancing:
             meaning="; ".join(meaning for count, meaning in meanings if count),
         )
 
-    def _rebalance_topic(self, topic: str, now_ms: int) -> bool:
+    def _ask(self) -> _Asked:
+        """Return what is shared out; the assigned queues of a topic that is left out stay, as in 4.9."""
+        asked: dict[str, tuple[list[MessageQueue], tuple[str, ...]]] = {}
+        for topic in self._member.subscriptions:
+            queues, clients = self._queues(topic), None
+            if not queues:
+                # A remote route drops a missing topic that no consumer asks for, so ask again at the next round.
+                self._is_incomplete |= self._is_remote
+                continue
+            if self._member.config.model is MessageModel.CLUSTERING:
+                clients = self._clients([data.broker_name for data in self._route_of(topic)])
+                if not clients:  # No broker answers, or it does not know the group.
+                    self._is_incomplete = True
+                    continue
+                self._has_others = len(clients) > 1
+            asked[topic] = queues, clients or ()
+        return asked
+
+    def _rebalance_topic(self, topic: str, share: list[MessageQueue] | Exception | None, now_ms: int) -> bool:
         """Rebalance one topic, and return whether anything has changed."""
-        member = self._member
-        queues = self._queues(topic)
-        if not queues:
-            # A remote route drops a missing topic that no consumer asks for, so ask again at the next round.
-            self._is_incomplete |= self._is_remote
-            return False  # Assigned queues stay, as in 4.9.
-        if member.config.model is MessageModel.CLUSTERING:
-            clients = self._clients([data.broker_name for data in self._route_of(topic)])
-            if not clients:  # No broker answers, or it does not know the group, so assigned queues stay.
-                self._is_incomplete = True
-                return False
-            self._has_others = len(clients) > 1
-            key, what = ("share", topic), f"sharing out the queues of {topic}"
-            try:
-                share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except Exception as error:  # A user's strategy can fail. Assigned queues stay, as in 4.9.
-                member._states.failing(key, what, error, logging.ERROR, traceback=True)
-                self._is_incomplete = True
-                return False
-            member._states.works(key, what)
-        else:
-            share = queues
+        key, what = ("share", topic), f"sharing out the queues of {topic}"
+        if isinstance(share, Exception):  # Assigned queues stay, as in 4.9.
+            self._member._states.failing(key, what, share, logging.ERROR, traceback=True)
+            self._is_incomplete = True
+            return False
+        if share is None:
+            return False
+        self._member._states.works(key, what)
         return self._update(topic, dict.fromkeys(share), now_ms)
 
     def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:

@@ -36,7 +36,7 @@ from librmq.errors import (
 )
 from librmq.message import MessageQueue
 from librmq.message.topics import check_receive_retry_topic, validate_group
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -164,6 +164,7 @@ class SimpleConsumer(Member):
         self._states = StateLog(_log.with_fields(group=group), group)
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
+        self._counts = outside(metrics)
         self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
         self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
         self._waits: set[_Wait] = set()
@@ -195,7 +196,7 @@ class SimpleConsumer(Member):
         subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
         judge: TopicPredicate[ReceivedMessage] | None = None
         if predicate is not None:
-            judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+            judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)
         self._check_retry_topic(topic)
         check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:

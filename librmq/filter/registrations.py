@@ -34,6 +34,7 @@ from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter.filters import Compiled, compiled
 from librmq.filter.parser import Dialect
 from librmq.java.lang import INT_MAX
+from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 
@@ -254,7 +255,7 @@ class Registrations:
             return False
         assert expression_type is not None
         bloom = self.bloom.bloom_positions(f"{group}#{topic}")
-        with self._lock:
+        with calls_later(), self._lock:
             old = self.get(topic, group)
             if old is not None and client_version <= old.client_version:
                 if client_version < old.client_version or not old.dead:

@@ -1,15 +1,18 @@
 """Calls of the application's code that wait until its thread has released the locks of runners.
 
 A logging handler, a subclass of `Metrics` or a notification can call librmq, and takes locks of its own. Another thread
-can hold such a lock while it calls librmq, and wait for the lock of a runner. So none of these is called within that.
+can hold such a lock while it calls librmq, and wait for the lock of a runner. So none of these is called within that,
+nor within another lock of librmq: code that logs under one takes it in a block of `calls_later`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from librmq.runtime.locks import Lock, if_free
@@ -37,8 +40,8 @@ class Outside:
         return True
 
     def run(self) -> None:
-        """Make the calls that wait, unless this thread has the lock, or a thread makes them already."""
-        if self._is_held():
+        """Make the calls that wait, unless this thread has the lock or defers calls, or another thread makes them."""
+        if self._is_held() or _thread.calls is not None:
             return
         for _ in if_free(self._running):
             try:
@@ -56,8 +59,34 @@ _log: Final = logging.getLogger("librmq.runner")
 _all: Final[list[weakref.ref[Outside]]] = []
 
 
+class _Thread(threading.local):
+    calls: list[Callable[[], object]] | None = None
+    """What this thread calls at the end of `calls_later`."""
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def calls_later() -> Iterator[None]:
+    """Make the calls of the application's code that come up within the block at its end."""
+    if _thread.calls is not None:
+        yield
+        return
+    calls = _thread.calls = []
+    try:
+        yield
+    finally:
+        _thread.calls = None
+        for call in calls:
+            call_outside(call)
+
+
 def call_outside(call: Callable[[], object]) -> None:
     """Call the application's code: now, or as soon as this thread has released the locks of runners."""
+    if _thread.calls is not None:
+        _thread.calls.append(call)
+        return
     for reference in list(_all):
         outside = reference()
         if outside is not None and outside.takes(call):

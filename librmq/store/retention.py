@@ -47,7 +47,7 @@ from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullE
 from librmq.files import Files, is_folder
 from librmq.message import record
 from librmq.message.topics import SystemTopic, TopicPrefix, has_no_row
-from librmq.runtime import critical
+from librmq.runtime import calls_later, critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append import Appender
@@ -452,7 +452,7 @@ class Retention:
         return used, used > self._refuse or self._is_full_without_readers()
 
     def _check_disk(self, now_ms: int) -> None:
-        with critical, self._check_guard:
+        with calls_later(), critical, self._check_guard:
             self._checked_at_ms = now_ms
             self.used_ratio, refuses = self._look()
             if refuses and not self.refuses_writes:

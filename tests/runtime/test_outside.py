@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from librmq import Broker, ConsumeFrom, DeliveredMessage, Producer, PushConsumer, SimpleConsumer, ThreadRunner
-from librmq.runtime.locks import is_held_here
+from librmq import (
+    Broker,
+    ConsumeFrom,
+    DeliveredMessage,
+    Metrics,
+    Producer,
+    PushConsumer,
+    SimpleConsumer,
+    ThreadRunner,
+)
+from librmq.client.allocation import allocate_averagely
+from librmq.message import MessageQueue
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock, is_held_here
+from librmq.runtime.outside import calls_later
+from tests import lock_order
 
 
 class Watching(logging.Handler):
@@ -76,3 +91,101 @@ def test_a_notification_comes_without_the_lock(runner: ThreadRunner) -> None:
             producer.send("orders", b"x")
             assert is_told.wait(60)
     assert held == [False]
+
+
+def test_a_subclass_of_metrics_counts_without_the_lock(runner: ThreadRunner) -> None:
+    """All that librmq counts reaches it, in the order of the calls."""
+    held, is_consumed = list[bool](), threading.Event()
+
+    class Own(Metrics):
+        def count(self, name: str, n: float = 1, **labels: str) -> None:
+            held.append(is_held_here(runner.lock))
+            super().count(name, n, **labels)
+
+        def gauge(self, name: str, value: Any, **fields: Any) -> None:
+            held.append(is_held_here(runner.lock))
+            super().gauge(name, value, **fields)
+
+    metrics = Own()
+    with (
+        Broker.temporary(runner=runner, metrics=metrics) as broker,
+        Producer(broker, "shop", metrics=metrics) as producer,
+    ):
+        producer.send("orders", b"x")
+        consumer = PushConsumer(broker, "billing", consume_from=ConsumeFrom.FIRST, metrics=metrics)
+        consumer.subscribe("orders", lambda message: is_consumed.set())
+        consumer.start()
+        assert is_consumed.wait(60)
+        consumer.shutdown()
+    runner.shutdown()
+    counted = metrics.snapshot()
+    assert "clients" not in counted
+    assert {name: [*counted[name].values()] for name in ("sends", "messages_in", "consumed")} == {
+        "sends": [1], "messages_in": [1], "consumed": [1]
+    }  # fmt: skip
+    assert not any(held)
+
+
+def test_a_strategy_shares_out_without_the_lock(runner: ThreadRunner) -> None:
+    held, is_consumed = list[bool](), threading.Event()
+
+    def share_out(client: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
+        held.append(is_held_here(runner.lock))
+        return allocate_averagely(client, queues, clients)
+
+    with Broker.temporary(runner=runner) as broker, Producer(broker, "shop") as producer:
+        producer.send("orders", b"x")
+        consumer = PushConsumer(broker, "billing", consume_from=ConsumeFrom.FIRST, strategy=share_out)
+        consumer.subscribe("orders", lambda message: is_consumed.set())
+        consumer.start()
+        assert is_consumed.wait(60)
+        consumer.shutdown()
+    assert held
+    assert not any(held)
+
+
+class Own(Metrics):
+    """A subclass as an application has it."""
+
+    def count(self, name: str, n: float = 1, **labels: str) -> None:
+        super().count(name, n, **labels)
+
+
+def _log_line() -> None:
+    EventLog("librmq.store").debug("a line")
+
+
+def _call_outside() -> None:
+    from librmq.runtime.outside import call_outside
+
+    call_outside(lambda: None)
+
+
+def _share_out() -> None:
+    from librmq.client.allocation import own_share
+
+    own_share("c", [MessageQueue("orders", "b", 0)], ["c"], lambda client, queues, clients: list(queues))
+
+
+def _count() -> None:
+    Own().count("flow_controls", topic="orders", group="billing")
+
+
+@pytest.mark.parametrize("call", [_log_line, _call_outside, _share_out, _count])
+def test_code_of_the_application_within_a_lock_fails_a_test(call: Callable[[], object]) -> None:
+    """Of the kinds that `tests.lock_order` watches, each is found within a lock of the list."""
+    lock = lock_order.Recorded(Lock(), "Retention._check_guard")
+    with lock_order.elsewhere():
+        call()
+        assert lock_order.faults() == ""
+        lock_order.hold(lock)
+        call()
+    assert "is called within Retention._check_guard" in lock_order.faults()
+
+
+def test_what_comes_up_within_a_block_is_called_at_its_end(watching: Watching) -> None:
+    with calls_later():
+        with calls_later():
+            EventLog("librmq.store").info("a line")
+        assert watching.lines == []
+    assert watching.lines == ["a line"]

@@ -26,7 +26,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
-from librmq.runtime import Background, critical
+from librmq.runtime import Background, calls_later, critical
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -509,7 +509,7 @@ class HousekeepingThread:
         if background is not None:
             background.wake()
         elif self._may_start:
-            with critical, self._guard:
+            with calls_later(), critical, self._guard:
                 if self._background is None and self._may_start:
                     try:
                         self._background = Background(self._run_due, self._clock, "librmq-store")

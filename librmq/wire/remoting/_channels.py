@@ -45,6 +45,7 @@ from librmq.protocol import (
     SendMessage,
     Unregister,
 )
+from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
@@ -420,7 +421,7 @@ class ClientChannels:
         client_id, producers, consumers, checking = heartbeat_of(frame.body)
         if not client_id:
             return
-        with self._lock:  # also during the broker's call, so that a connection ends either before or after it
+        with calls_later(), self._lock:  # also during the broker's call, so that a connection ends before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             client = self.by_id.get(client_id)
@@ -449,7 +450,7 @@ class ClientChannels:
     def closed(self, channel: Channel) -> None:
         """Remove the clients of a connection that has ended, unless they have another one by now."""
         for client_id in list(channel.client_ids):
-            with self._lock:
+            with calls_later(), self._lock:
                 client = self.by_id.get(client_id)
                 if client is None or client.channel is not channel:
                     continue
