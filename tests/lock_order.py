@@ -269,12 +269,12 @@ def _record_page_files() -> None:
     take, release = AppendPage.take, AppendPage.release
 
     @functools.wraps(take)
-    def take_it(self: AppendPage, *arguments: Any) -> None:
+    def take_it(self: AppendPage, *arguments: Any, **fields: Any) -> None:
         lock = self.__dict__.setdefault("recorded", _PageFile(self))
         is_noted = _is_ours(sys._getframe(1))
         if is_noted:
             _wants(lock)
-        take(self, *arguments)
+        take(self, *arguments, **fields)
         if is_noted:
             _held.locks.append(lock)
 
@@ -283,7 +283,7 @@ def _record_page_files() -> None:
         _held.locks[:] = [lock for lock in _held.locks if lock is not self.__dict__.get("recorded")]
         release(self)
 
-    AppendPage.take, AppendPage.release = take_it, release_it  # type: ignore[assignment, method-assign]
+    AppendPage.take, AppendPage.release = take_it, release_it  # type: ignore[method-assign]
 
 
 def _watch_applications() -> None:

@@ -62,6 +62,7 @@ from librmq.protocol import (
 from librmq.runtime import Runner, ThreadRunner
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import is_held_here
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
 
@@ -537,7 +538,9 @@ class Broker(StoreRoute, Endpoint):
             return
         settings = {"cluster_name": self._context.cluster_name, "bell": bell, "held": sorted(HELD_PROPERTIES)}
         try:
-            shared = store.writer.share_appends(path, settings, self._followed, wait_s)
+            shared = store.writer.share_appends(
+                path, settings, self._followed, wait_s, partial(is_held_here, self.runner.lock)
+            )
         except (StoreError, OSError) as error:
             _log.warning(
                 "%(path)s: peers of the share send by its owner, and can't append by themselves: %(error)s",

@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
-from librmq.errors import RunnerClosedError
+from librmq.errors import BrokerUnreachableError, RunnerClosedError
 from librmq.override import override
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Inherited, Lock, RLock, is_held_here
 from librmq.runtime.outside import Outside
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_task_cancelled
@@ -85,6 +85,7 @@ class ThreadRunner(Runner):
         self._is_clock_there = False
         self._is_clock_missed = False  # no thread can be started
         self._is_start_refused = False
+        self._states = StateLog(_log, "librmq")  # of steps that wait for another process
         self._telling = Step("calls the application", self._tell_later)
         self._is_telling = False
         self.outside: Outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
@@ -209,6 +210,12 @@ class ThreadRunner(Runner):
                 self._latest_ms = now
             try:
                 top.run(self, now)
+                if self._states.causes:
+                    self._states.works((top.label,), top.label)
+            except BrokerUnreachableError as error:
+                # Another process keeps the log of a share, so the step has to come again.
+                self._states.failing((top.label,), top.label, error, again_ms=_START_AGAIN_MS)
+                self.wake(top, now + _START_AGAIN_MS)
             except BaseException:
                 # A thread of the runner has no caller to which an error could go, so log it and go on.
                 _log.exception("%(step)s: an internal step failed", step=top.label)

@@ -211,11 +211,17 @@ class Writer(StoreHandle):
         self._copier = LogCopier(parts)
 
     def share_appends(
-        self, path: str, settings: Mapping[str, Any], arrived: Callable[[AdoptedRecords], object], wait_s: float
+        self,
+        path: str,
+        settings: Mapping[str, Any],
+        arrived: Callable[[AdoptedRecords], object],
+        wait_s: float,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> SharedAppends:
         """Let other processes append too, by a page at ``path``; see `SharedAppends`."""
         fields = {name: getattr(self.config, name) for name in SharedAppends.SETTINGS}
-        shared = SharedAppends(self.appender, path, {**fields, **settings}, self.check_room, arrived, wait_s)
+        settings = {**fields, **settings}
+        shared = SharedAppends(self.appender, path, settings, self.check_room, arrived, wait_s, is_hurried)
         self.appender.shared = shared
         return shared
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -1349,3 +1349,36 @@ def test_a_process_has_an_address_of_its_own(process: int) -> None:
     host = host_of_process(process)
     assert ip_address(host).is_loopback
     assert process_of_host(host) == process
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_delays_that_meet_a_process_stopped_within_an_append_come_after_it(tmp_path: Path) -> None:
+    """A step of the owner waits a moment only, because it holds the lock of the runner, and comes again."""
+    received, is_there = list[bytes](), threading.Event()
+
+    def take(message: DeliveredMessage) -> None:
+        received.append(message.body)
+        if {b"by level", b"by time"} <= set(received):
+            is_there.set()
+
+    with (
+        librmq.share(tmp_path) as owner,
+        librmq.share(tmp_path) as peer,
+        Producer(owner, "shop") as producer,
+        Producer(peer, "shop") as of_peer,
+    ):
+        page = AppendPage.open(appends_path(str(tmp_path)))
+        assert page is not None
+        with closing(page):
+            consumer = PushConsumer(owner, "billing", consume_from=ConsumeFrom.FIRST)
+            consumer.subscribe("orders", take)
+            consumer.start()
+            producer.send("orders", b"by level", delay_level=1)
+            producer.send("orders", b"by time", delay=1)
+            while page.numbers[append_page.STATE] != append_page.OPEN:
+                of_peer.send("orders", b"x")
+            page.take(20)
+            assert not is_there.wait(2)
+            page.release()
+            assert is_there.wait(60)
+            consumer.shutdown()

@@ -82,6 +82,8 @@ IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 _TRIES: Final = 64
 _PAUSE_S: Final = 0.0002
 _LONG_PAUSE_S: Final = 0.005
+_HURRIED_S: Final = 0.05
+"""Time that a caller waits for whom others wait."""
 _UNSURE: Final = "the message is in the log, and may be stored"
 
 
@@ -182,8 +184,15 @@ class AppendPage:
                 "itself forever: let the handler record the signal, and call the store after it has returned"
             )
 
-    def take(self, wait_s: float, wake: Callable[[], object] | None = None) -> None:
+    def take(
+        self,
+        wait_s: float,
+        wake: Callable[[], object] | None = None,
+        is_hurried: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Take the lock of the file, with ``mutex`` held; call ``wake()`` before a wait.
+
+        A caller for whom others wait, as ``is_hurried()`` says, waits a moment at most.
 
         Raises:
             BrokerUnreachableError: Another process has it, and did not release it while this process waited so long.
@@ -191,15 +200,17 @@ class AppendPage:
         try:
             fcntl.flock(self._descriptor, _TRY)
         except BlockingIOError:
-            self._wait(wait_s, wake)
+            self._wait(wait_s, wake, is_hurried=is_hurried())
         self.holds = True
         numbers = self.numbers
         numbers[HOLDER] = self._process
         numbers[TAKES] += 1
 
-    def _wait(self, wait_s: float, wake: Callable[[], object] | None) -> None:
+    def _wait(self, wait_s: float, wake: Callable[[], object] | None, *, is_hurried: bool) -> None:
         """Wait for the lock of the file, and take it."""
         clock = SystemClock()
+        if is_hurried:
+            wait_s = min(wait_s, _HURRIED_S)
         end = clock.monotonic() + wait_s
         for number in range(1 << 62):
             if number < _TRIES:
@@ -214,7 +225,7 @@ class AppendPage:
             takes = self.numbers[TAKES]
             # Only the first of several threads waits for a process that is stopped.
             if number >= _TRIES and (clock.monotonic() >= end or takes == self._stuck_at):
-                self._stuck_at = takes
+                self._stuck_at = self._stuck_at if is_hurried else takes
                 raise BrokerUnreachableError(
                     f"{self.path}: {self._holder()} has written to the log for {wait_s:g} s: it is stopped, by Ctrl-Z "
                     "or a debugger, or waits for its disk: let it run again, or end it"

@@ -58,14 +58,17 @@ class SharedAppends:
         check_room: Callable[[], object],
         arrived: Callable[[AdoptedRecords], object],
         wait_s: float,
+        is_hurried: Callable[[], bool],
     ) -> None:
         """Make the page at ``path``, and call ``arrived(records)`` for what peers have appended.
 
         ``check_room()`` raises if the store has no room for messages. ``settings["bell"]`` is the path of a new socket,
-        by which peers wake the thread that follows them. ``wait_s`` is the time for another process to end its append.
+        by which peers wake the thread that follows them. ``wait_s`` is the time for another process to end its append;
+        where ``is_hurried()``, other threads wait for the caller, which waits a moment only.
         """
         self._appender, self._check_room, self._arrived = appender, check_room, arrived
         self.wait_s: float = wait_s
+        self._is_hurried = is_hurried
         self._lock = appender.lock
         self._own_bell, self._ring = socket.socketpair()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -113,7 +116,7 @@ class SharedAppends:
             return False
         self._has_turn = True
         try:
-            page.take(self.wait_s)
+            page.take(self.wait_s, is_hurried=self._has_to_hurry)
         except BrokerUnreachableError:
             self._has_turn = False
             raise
@@ -131,6 +134,10 @@ class SharedAppends:
         numbers[page_format.WRITING] = page_format.OWNERS
         log.open_to_writes(self._sure)
         return True
+
+    def _has_to_hurry(self) -> bool:
+        # The thread of this page comes again soon, and waits with the lock of the writers.
+        return self._is_hurried() or get_ident() == self._thread.ident
 
     def end_turn(self) -> None:
         """Show peers what was written, and leave the lock of the page, if this process has it."""

@@ -22,7 +22,7 @@ Raises:
 _BACK_OFF_S: Final = (0.1, 5.0)
 _SHORT_S: Final = 1.0
 """After a connection that ends sooner, the next one waits."""
-_PATIENCE_S: Final = 1.0
+_PATIENCE_S: Final = 0.05
 _HANDLER: Final = "!"
 """In place of a client id: the connection for signal handlers that interrupt a request on the one before."""
 _Key = tuple[str, str]
