@@ -241,6 +241,8 @@ class Progress:
         self._now_ms = context.runner.now_ms
         self._await_device = context.await_device
         self.reset_hooks: list[ResetHook] = []
+        self._holders: dict[tuple[str, str, int], str] = {}
+        """The clients that took places last, by group, topic and queue id."""
         self._unknown: set[tuple[str, str]] = set()
         """Groups and topics with progress, one of which did not exist when it came."""
         self._known_counts = (0, 0, 0)
@@ -301,9 +303,14 @@ class Progress:
 
     def hold_place(self, request: HoldPlace) -> Place | None:
         """Return the place of a group's progress; None for what does not exist."""
-        if self._is_unknown(request.group, request.topic):
+        group, topic, queue_id = key = request.group, request.topic, request.queue_id
+        if self._is_unknown(group, topic):
             return None
-        return self._offsets.place(request.topic, request.group, request.queue_id, is_held=True)
+        former, self._holders[key] = self._holders.get(key), request.client_id
+        members, was_left = self._clients.consumers.get(group), not request.was_held
+        if members is not None and former != request.client_id:
+            was_left &= former not in members.clients
+        return self._offsets.place(topic, group, queue_id, is_held=True, was_left=was_left)
 
     def _has_room_for_unknown(self) -> bool:
         """Return whether progress of one more group and topic can be kept, one of which does not exist."""

@@ -85,10 +85,13 @@ class GroupOffsets:
                 self._table.rows[f"{topic}@{group}"] = {**row, **positions}
                 self._table.revision += 1
 
-    def place(self, topic: str, group: str, queue_id: int, *, is_held: bool = False) -> Place | None:
+    def place(
+        self, topic: str, group: str, queue_id: int, *, is_held: bool = False, was_left: bool = False
+    ) -> Place | None:
         """Return the place on the page of groups of a queue's progress; None if there is no room for one.
 
-        A consumer that holds the queue has a `Place` of its own, which a position that is set back ends.
+        A consumer that holds the queue has a `Place` of its own, which a position that is set back ends. ``was_left``
+        says that the former holder has ended.
         """
         page, places = self.page, self._places.setdefault((group, topic), {})
         place = places.get(queue_id)
@@ -99,7 +102,7 @@ class GroupOffsets:
                 row = self._table.rows.get(f"{topic}@{group}", {})
                 place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
                 place.changed = self.changed
-            return place.page.hold(place) if is_held else place
+            return place.page.hold(place, was_left=was_left) if is_held else place
         except StoreIOError as error:
             self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
             return place

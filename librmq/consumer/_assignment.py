@@ -10,7 +10,7 @@ from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
 from librmq.override import override
-from librmq.protocol import Endpoint, Place
+from librmq.protocol import Endpoint, Place, Suspect
 from librmq.runtime import Step
 
 _V6_HOSTS: Final = 0x30
@@ -206,16 +206,36 @@ class ProcessQueue:
         assert 0 <= self._lined_up <= len(self._begun)
 
 
+class LeftWork:
+    """What the former holders of a queue have left behind its position."""
+
+    __slots__ = ("finished", "suspects")
+
+    def __init__(self, place: Place) -> None:
+        self.finished: set[int] = place.finished()
+        """Queue offsets to pull whose messages they have finished."""
+        self.suspects: dict[int, Suspect] = place.suspects()
+        """The messages to pull at which a process has ended, by queue offset."""
+
+    def pulled(self, messages: Sequence[StoredMessage], begin: int, end: int) -> list[StoredMessage]:
+        """Return the messages of a pull that are not finished; forget what it has passed from ``begin`` to ``end``."""
+        messages = [message for message in messages if message.queue_offset not in self.finished]
+        self.finished = {offset for offset in self.finished if offset >= end}
+        passed = set(range(begin, end)).difference(message.queue_offset for message in messages)
+        self.suspects = {offset: suspect for offset, suspect in self.suspects.items() if offset not in passed}
+        return messages
+
+
 class AssignedQueue:
     """One queue from its assignment until it is released. Changed under the runner's lock."""
 
     __slots__ = (
         "delivering",
         "endpoint",
-        "finished",
         "is_chosen",
         "is_retry",
         "label",
+        "left",
         "lock_timestamp_ms",
         "locked",
         "lost",
@@ -261,8 +281,8 @@ class AssignedQueue:
         """The progress that was last read or stored; 0 can also be read where none is stored."""
         self.place: Place | None = None
         """The progress on the page of groups; None where the broker has none for this consumer."""
-        self.finished: set[int] = set()
-        """Queue offsets to pull whose messages former holders have finished, behind one that they had not."""
+        self.left: LeftWork | None = None
+        """What former holders have left, as long as there is any."""
         self.may_be_passed: bool = False
         """Whether another instance may have stored later progress: the former reader, since this one took the queue,
         or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
@@ -295,6 +315,36 @@ class AssignedQueue:
         """
         self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
         self.lock_timestamp_ms = None
+
+    def take_suspect(self, queue_offset: int) -> Suspect | None:
+        """Return the suspect that a message is, once; None for any other."""
+        left = self.left
+        suspect = None if left is None else left.suspects.pop(queue_offset, None)
+        self.forget_left()
+        return suspect
+
+    def keep_suspect(self, suspect: Suspect) -> None:
+        """Return a suspect, which is delivered later."""
+        if self.left is None and self.place is not None:
+            self.left = LeftWork(self.place)
+            self.left.finished, self.left.suspects = set(), {}
+        if self.left is not None:
+            self.left.suspects[suspect.queue_offset] = suspect
+
+    def forget_left(self) -> None:
+        """Take the usual way again once nothing is left of former holders."""
+        if self.left is not None and not self.left.finished and not self.left.suspects:
+            self.left = None
+
+    def end(self, messages: Iterable[DeliveredMessage]) -> None:
+        """Remove the marks of messages that have begun, and are not finished."""
+        if self.place is not None:
+            for message in messages:
+                self.place.end(message.queue_offset)
+
+    def leave_marks(self) -> None:
+        """Remove the marks of all that has begun: this holder ends in order, or gives the queue up."""
+        self.end(self.messages._begun.values())
 
     def choose(self, queue_offset: int) -> None:
         """Continue at a chosen offset, which is stored even if the broker has later progress."""

@@ -9,20 +9,22 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from librmq.clock import moves_by_itself
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import REDELIVERY_MS, Rests, Retries, outcome
 from librmq.consumer._instance import next_from_first
-from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls, SuspectCall
 from librmq.consumer._listeners import DeliveredMessage, Listener
+from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown
 from librmq.message import StoredMessage
 from librmq.override import override
-from librmq.protocol import SLOTS, MessageModel
+from librmq.protocol import BEGUN, SLOT_PRIME, SLOTS, MessageModel, Suspect
 from librmq.runtime import Step
 
 # ---- weights of listeners: which of the messages that wait for a thread begins next
@@ -137,6 +139,7 @@ LOOK_MS: Final = 5
 was seen."""
 EXPIRED_LEVEL: Final = 3  # A message that exceeds consume_timeout goes back with this level, as in 4.9.
 MAX_EXPIRED: Final = 16  # One round sends back no more of a queue, as in 4.9, because it keeps the lock.
+_NO_WINDOW: Final = [0] * SLOTS, 0, 0
 
 
 class Run(DeliveryCall):
@@ -169,20 +172,25 @@ class Run(DeliveryCall):
         """Call the listener for one message after the other, up to one that is not consumed."""
         function, must_return = self.listener.function, self.listener.must_return
         assigned, place, result = self.assigned, self.assigned.place, None
-        words, begin, tag = (None, 0, 0) if place is None or place.window is None else place.window
+        words, begin, tag = _NO_WINDOW if place is None or place.window is None else place.window
+        begun, salt = tag + BEGUN, 37 * (tag >> 48)
         for message in self._remaining:
+            offset = message.queue_offset
+            slot = begin + offset % SLOTS
+            try:  # This is `Place.begin`, and below `Place.finish`, inlined, because they run for each message.
+                words[slot] = begun + offset
+            except ValueError:  # the broker has ended
+                break
             self._begun += 1
             result = function(message) if with_hooks is None else with_hooks([message])
             if result is not True and (must_return or result is not None):  # a failure, a coroutine, or odd
                 break
             if assigned.released:
                 break
-            if words is not None:  # This is `Place.finish`, inlined, because it runs for each message.
-                offset = message.queue_offset
-                try:
-                    words[begin + offset % SLOTS] = tag + offset
-                except ValueError:  # the broker has ended
-                    break
+            try:
+                words[slot] = tag + offset + ((offset + salt) % SLOT_PRIME << 56)
+            except ValueError:
+                break
         return result
 
     @property
@@ -262,7 +270,7 @@ class ConcurrentDelivery:
 
         ``bounds`` are the minimum and maximum offset of the queue.
         """
-        if len(messages) == 1 and self.try_begin(assigned, messages[0].raw, bounds, now_ms):
+        if len(messages) == 1 and assigned.left is None and self.try_begin(assigned, messages[0].raw, bounds, now_ms):
             return
         count = assigned.messages.put(messages, *bounds)
         if count:
@@ -278,6 +286,9 @@ class ConcurrentDelivery:
         self._take(pulled)
         by_listener: dict[int, tuple[Listener, list[DeliveredMessage]]] = {}
         for message in pulled.messages or ():
+            if pulled.assigned.left is not None and (suspect := pulled.assigned.take_suspect(message.queue_offset)):
+                self._judge(pulled.assigned, message, suspect)
+                continue
             listener = self.calls.listener_for(pulled.assigned, message)
             by_listener.setdefault(id(listener), (listener, []))[1].append(message)
         batches = [
@@ -318,7 +329,7 @@ class ConcurrentDelivery:
         Return False, and do nothing, if it has to be `pulled`.
         """
         calls = self.calls
-        if self._backlog.lanes or calls.running >= self.config.threads or self._instance._stopping:
+        if self._backlog.lanes or calls.running >= self.config.threads or not calls.may_begin:
             return False
         if self._rests.is_probing or assigned.queue in self._rests:
             return False
@@ -337,7 +348,7 @@ class ConcurrentDelivery:
             backlog.lanes.clear()
             return
         lanes = backlog.lanes
-        while lanes and calls.running < limit and self._run is None and not self._rests.is_whole:
+        while lanes and calls.running < limit and calls.may_begin and self._run is None and not self._rests.is_whole:
             # Without weights the first message in order is next, and asking the lanes for their turns is left out.
             first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
             assigned = first.assigned
@@ -350,21 +361,9 @@ class ConcurrentDelivery:
                 backlog.remove(first)
                 self._resting.append(first)
                 continue
-            run_listener = None
-            if first.messages is not None:
-                messages = first.messages
-                assigned.messages._lined_up -= len(messages)
-                backlog.remove(first)
-                backlog.charge(first.weight, len(messages))
-            else:
-                count, run_listener = first.count, self._run_listener(assigned) if self.is_fast else None
-                batch = calls.batch_size(assigned) if run_listener is None else RUN
-                messages = assigned.messages.take(count if count < batch else batch)
-                first.count = count = count - len(messages)
-                if count <= 0 or not messages:
-                    backlog.remove(first)
-                if not messages:
-                    continue
+            messages, run_listener = self._next_batch(first)
+            if not messages:
+                continue
             for message in messages:
                 message.consume_start_timestamp_ms = now_ms
             if run_listener is None or len(messages) == 1:
@@ -377,6 +376,26 @@ class ConcurrentDelivery:
                 calls.submit(self._run)
             if self._expiring.at is None:
                 self._watch_timeouts(now_ms)
+
+    def _next_batch(self, first: Pulled) -> tuple[list[DeliveredMessage], Listener | None]:
+        """Take what begins next, and the listener of a run of it; nothing if that was passed over."""
+        assigned, backlog = first.assigned, self._backlog
+        if first.messages is not None:
+            assigned.messages._lined_up -= len(first.messages)
+            backlog.remove(first)
+            backlog.charge(first.weight, len(first.messages))
+            return first.messages, None
+        run_listener = self._run_listener(assigned) if self.is_fast and assigned.left is None else None
+        batch = 1 if assigned.left is not None else RUN if run_listener is not None else self.calls.batch_size(assigned)
+        messages = assigned.messages.take(min(first.count, batch))
+        first.count -= len(messages)
+        if first.count <= 0 or not messages:
+            backlog.remove(first)
+        if messages and assigned.left is not None and (suspect := assigned.take_suspect(messages[0].queue_offset)):
+            assigned.messages._lined_up += 1
+            self._judge(assigned, messages[0], suspect)
+            return [], None
+        return messages, run_listener
 
     def _watch_timeouts(self, now_ms: int) -> None:
         self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
@@ -483,8 +502,40 @@ class ConcurrentDelivery:
         """Let messages that were taken from their queue wait again, before all others."""
         for message in messages:
             message.consume_start_timestamp_ms = None
+        assigned.end(messages)
         assigned.messages._lined_up += len(messages)
         self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+
+    # ---- suspects
+
+    def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> None:
+        """Let a suspect, which counts as waiting, have its turn; or make it a dead letter."""
+        error = conviction(suspect, self.config.max_process_deaths)
+        if error is None:
+            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message)))
+            return
+        assigned.messages._lined_up -= 1
+        self._apply(assigned, [message], 0, error)
+        if assigned.messages.holds(message):  # no broker has accepted it
+            assigned.keep_suspect(suspect)
+
+    def _begin_suspect(self, assigned: AssignedQueue, message: DeliveredMessage, turn: Turn, now_ms: int) -> bool:
+        if assigned.released or self._instance._stopping or not assigned.messages.holds(message):
+            return False
+        if assigned.queue in self._rests:
+            assigned.keep_suspect(turn.suspect)
+            self._resting.append(Pulled(assigned, 1, [message]))
+            return False
+        assigned.messages._lined_up -= 1
+        message.consume_start_timestamp_ms = now_ms
+        self.calls.submit(SuspectCall(self.calls, self._apply_result, assigned, message, turn))
+        if self._expiring.at is None:
+            self._watch_timeouts(now_ms)
+        return True
+
+    def go_on(self, now_ms: int) -> None:
+        """Begin what has waited for a suspect."""
+        self._begin_waiting(now_ms)
 
     # ---- rests
 
@@ -539,6 +590,7 @@ class ConcurrentDelivery:
         for message in messages:
             message._count_failure()
             message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
+        assigned.end(messages)
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self._runner.now_ms() + REDELIVERY_MS
         assigned.messages._lined_up += len(messages)

@@ -9,7 +9,7 @@ from typing import Final
 
 from librmq.client import Client
 from librmq.client.recorder import ConsumerRecorder
-from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._assignment import AssignedQueue, LeftWork
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.consumer._offsets import Offsets
 from librmq.consumer.config import ConsumerConfig
@@ -105,7 +105,8 @@ class Instance:
         assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
         assigned.place = self._offsets.hold(queue)
         if assigned.place is not None:
-            assigned.finished = assigned.place.finished()
+            assigned.left = LeftWork(assigned.place)
+            assigned.forget_left()
         return assigned
 
     @property

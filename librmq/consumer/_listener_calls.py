@@ -27,6 +27,7 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, is_requested, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners, OrderlyResult
+from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import ClientStateError
 from librmq.listener import returned_failure
 from librmq.message import MessageQueue, traces
@@ -109,6 +110,10 @@ class DeliveryCall(Work):
 
     def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
         """Call the listener, by ``with_hooks(messages)`` unless that is None."""
+        place = self.assigned.place
+        if place is not None:
+            for message in self.messages:
+                place.begin(message.queue_offset)
         if with_hooks is not None:
             return with_hooks(self.messages)
         return self.listener.function(self.messages if self.listener.as_list else self.messages[0])
@@ -122,8 +127,10 @@ class DeliveryCall(Work):
     def done(self, result: object, error: Exception | None) -> None:
         calls = self.calls
         calls.running -= 1
-        if calls.all_ended is not None and not calls.running:
-            calls.all_ended.set()
+        if not calls.may_begin and not calls.running:
+            if calls.all_ended is not None:
+                calls.all_ended.set()
+            calls.turns.look()
         if result is not None and result is not True and error is None:
             error = returned_failure(result)
             if error is None:
@@ -140,6 +147,28 @@ class DeliveryCall(Work):
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
         broker_name = self.assigned.queue.broker_name
         return [(broker_name, message.physical_offset) for message in self.at_listener]
+
+
+class SuspectCall(DeliveryCall):
+    """The call for a suspect, which has its turn."""
+
+    __slots__ = ("turn",)
+
+    def __init__(
+        self,
+        calls: ListenerCalls,
+        apply_result: Callable[[Any, object, Exception | None], None],
+        assigned: AssignedQueue,
+        message: DeliveredMessage,
+        turn: Turn,
+    ) -> None:
+        super().__init__(calls, apply_result, calls.listener_for(assigned, message), assigned, [message])
+        self.turn: Turn = turn
+
+    @override
+    def done(self, result: object, error: Exception | None) -> None:
+        super().done(result, error)
+        self.calls.turns.ended(self.turn)
 
 
 class ListenerCalls:
@@ -166,6 +195,9 @@ class ListenerCalls:
         self._warned: set[int] = set()
         self.all_ended: threading.Event | None = None
         """Set when no listener runs any more; None until the consumer stops."""
+        self.turns: Turns = Turns.of(instance.runner)
+        self.may_begin: bool = True
+        """Whether listeners may begin: not while a suspect has its turn, nor when the consumer stops."""
 
     # ---- which call
 
@@ -196,7 +228,8 @@ class ListenerCalls:
         self.running = sum(isinstance(work, DeliveryCall) and work.calls is self for work in works)
 
     def wait_for_end(self) -> threading.Event | None:
-        """Return an event that is set when all listeners have ended, None if none runs."""
+        """Begin nothing more; return an event that is set when all listeners have ended, None if none runs."""
+        self.may_begin = False
         if not self.running:
             return None
         self.all_ended = Event()

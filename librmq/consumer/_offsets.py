@@ -103,12 +103,16 @@ class BrokerOffsets:
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.route.endpoint(queue.broker_name).call(request)
 
-    def hold(self, queue: MessageQueue) -> Place | None:
-        """Return the place of a queue that is taken, at a broker with a page of groups that this process can write."""
+    def hold(self, queue: MessageQueue, *, was_held: bool = False) -> Place | None:
+        """Return the place of a queue that is taken, or ``was_held``.
+
+        None without a page of groups that this process can write.
+        """
         endpoint = self._client.route.endpoint(queue.broker_name)
         if not endpoint.has_page:
             return None
-        place = endpoint.call(HoldPlace(self._group, queue.topic, queue.queue_id))
+        request = HoldPlace(self._group, queue.topic, queue.queue_id, self._client.client_id, was_held)
+        place = endpoint.call(request)
         return place if isinstance(place, Place) else None
 
     def save(self, queues: Iterable[AssignedQueue]) -> bool:
@@ -126,7 +130,7 @@ class BrokerOffsets:
                     request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
                     self._client.route.endpoint(queue.broker_name).call(request)
                 if assigned.place is None or not assigned.place.advance(progress):  # it was set back
-                    assigned.place = self.hold(queue)
+                    assigned.place = self.hold(queue, was_held=True)
             except RmqError as error:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
@@ -203,7 +207,7 @@ class LocalOffsets:
         """Return the stored progress, None if there is none."""
         return self._table.get(queue)
 
-    def hold(self, queue: MessageQueue) -> None:
+    def hold(self, queue: MessageQueue, *, was_held: bool = False) -> None:
         """Return None: this progress is on no page."""
 
     def save(self, queues: Iterable[AssignedQueue]) -> bool:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
-from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls, SuspectCall
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
 from librmq.consumer._rebalancing import Rebalancing
+from librmq.consumer._suspects import EndsProcess, Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown
@@ -120,20 +122,68 @@ class OrderlyDelivery:
 
     def _begin_waiting(self, now_ms: int) -> None:
         calls, waiting, limit = self.calls, self._waiting, 1 if self._rests.is_probing else self.config.threads
-        while waiting and calls.running < limit and not self._instance._stopping and not self._rests.is_whole:
+        while waiting and calls.running < limit and calls.may_begin and not self._rests.is_whole:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
             elif self.locks is not None and not self.locks.holds(assigned, now_ms):
                 self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
-            else:
-                messages = assigned.messages.take(calls.batch_size(assigned))
+            elif assigned.left is None or not self._judge_first(assigned):
+                messages = assigned.messages.take(calls.batch_size(assigned) if assigned.left is None else 1)
                 if messages:
                     assigned.running = True
                     listener = calls.listener_for(assigned, messages[0])
                     calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
                 else:
                     assigned.delivering = False
+
+    # ---- suspects
+
+    def _judge_first(self, assigned: AssignedQueue) -> bool:
+        """Let the next message have its turn if it is a suspect, or make it a dead letter; False for any other."""
+        first = assigned.messages.peek()
+        suspect = None if first is None else assigned.take_suspect(first.queue_offset)
+        if suspect is None:
+            return False
+        error = conviction(suspect, self.config.max_process_deaths)
+        if error is None:
+            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned)))
+        elif self._convict(assigned, error):
+            self._continue(assigned)
+        else:
+            assigned.keep_suspect(suspect)
+            self._rest(assigned, suspension_ms(None, self._suspend_ms))
+        return True
+
+    def _convict(self, assigned: AssignedQueue, error: EndsProcess) -> bool:
+        """Make the next message a dead letter; return False if no broker accepts it."""
+        messages = assigned.messages.take(1)
+        self.calls.counts.failed += 1
+        if self._retries.send_exhausted(assigned, messages, error):
+            self._commit_messages(assigned, "later")
+            return True
+        assigned.messages.put_back(messages)
+        return False
+
+    def _begin_suspect(self, assigned: AssignedQueue, turn: Turn, now_ms: int) -> bool:
+        if assigned.released or self._instance._stopping:
+            assigned.delivering = False
+            return False
+        if self._rests.is_whole or (self.locks is not None and not self.locks.holds(assigned, now_ms)):
+            assigned.keep_suspect(turn.suspect)
+            self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
+            return False
+        messages = assigned.messages.take(1)
+        if not messages:  # A lock that was lost and found again has moved the position.
+            assigned.delivering = False
+            return False
+        assigned.running = True
+        self.calls.submit(SuspectCall(self.calls, self._apply_result, assigned, messages[0], turn))
+        return True
+
+    def go_on(self, now_ms: int) -> None:
+        """Begin what has waited for a suspect."""
+        self._begin_waiting(now_ms)
 
     def _rest(self, assigned: AssignedQueue, milliseconds: int | None) -> None:
         """Pause the queue for a time; None means until it is locked."""
@@ -169,12 +219,16 @@ class OrderlyDelivery:
                 rest_ms = REST_MS
             if rest_ms is not None:
                 self._rest(assigned, rest_ms)
-            elif assigned.messages.waiting:
-                # Before the others: as in 4.9, a thread stays with its queue until that is empty or rests.
-                self._waiting.appendleft(assigned)
             else:
-                assigned.delivering = False
+                self._continue(assigned)
         self._begin_waiting(now_ms)
+
+    def _continue(self, assigned: AssignedQueue) -> None:
+        """Deliver the queue's next messages before the others', unless it is empty."""
+        if assigned.messages.waiting:  # As in 4.9, a thread stays with its queue until that is empty or rests.
+            self._waiting.appendleft(assigned)
+        else:
+            assigned.delivering = False
 
     def _done_after_release(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
         assigned.delivering = False
@@ -192,14 +246,17 @@ class OrderlyDelivery:
         assigned, messages = call.assigned, call.messages
         if isinstance(error, DownstreamDown):
             self.calls.count_messages(assigned, len(messages), "downstream")
+            assigned.end(messages)
             assigned.messages.put_back(messages)
             return self._rests.begin_rest(error, assigned.queue)
         if self._rests.is_probing or self._instance._states.causes:
             self._rests.succeeded()
         if not _has_failed(call.listener, result, error):
             if result is OrderlyResult.HOLD:
+                assigned.end(messages)
                 return None
             if result is OrderlyResult.ROLLBACK:
+                assigned.end(messages)
                 assigned.messages.roll_back()
                 return suspension_ms(None, self._suspend_ms)
             self._commit_messages(assigned, "success")
@@ -210,6 +267,7 @@ class OrderlyDelivery:
             self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
         self.calls.count_messages(assigned, len(messages), "suspend")
+        assigned.end(messages)
         assigned.messages.put_back(messages)
         rest_ms = suspension_ms(error, self._suspend_ms)
         if attempt == 1:

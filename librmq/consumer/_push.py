@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack, cast, overload
@@ -43,7 +43,7 @@ from librmq.errors import (
 )
 from librmq.filter import Policy, WatchedPredicate
 from librmq.listener import is_coroutine_function, refuse_generator
-from librmq.message import MessageQueue
+from librmq.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
@@ -194,7 +194,7 @@ class Fetcher:
             or assigned.next_offset != max_offset - 1
             or assigned.pull.at is not None
             or assigned.released
-            or assigned.finished
+            or assigned.left is not None
             or assigned.progress is None
             or consumer.is_paused
             or consumer._states.causes
@@ -247,17 +247,16 @@ class Fetcher:
         if status is PullStatus.OFFSET_ILLEGAL:
             self._correct(assigned, response.next_offset, now_ms)
             return None
-        assigned.next_offset = response.next_offset
+        begin, assigned.next_offset = assigned.next_offset, response.next_offset
         if status is not PullStatus.FOUND:
+            self._messages_left(assigned, (), begin)
             self._pass_skipped(assigned)
             return None if status is PullStatus.HELD else now_ms + self._interval_ms
         messages = response.messages
         tag_filter = self._consumer._filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        if assigned.finished:
-            messages = [message for message in messages if message.queue_offset not in assigned.finished]
-            assigned.finished = {offset for offset in assigned.finished if offset >= response.next_offset}
+        messages = self._messages_left(assigned, messages, begin)
         if messages and assigned.progress is None and assigned.place is not None:
             # A kill before the first message has ended must not let the next process begin behind it.
             self._consumer._progressed(assigned, messages[0].queue_offset)
@@ -265,6 +264,16 @@ class Fetcher:
         self._consumer.delivery.pulled(assigned, messages, bounds, now_ms)
         self._pass_skipped(assigned)
         return None if response.is_held and not self.is_full(assigned) else now_ms + self._interval_ms
+
+    @staticmethod
+    def _messages_left(
+        assigned: AssignedQueue, messages: Sequence[StoredMessage], begin: int
+    ) -> Sequence[StoredMessage]:
+        """Return the messages of a pull that former holders have not finished."""
+        if (left := assigned.left) is not None:
+            messages = left.pulled(messages, begin, assigned.next_offset)
+            assigned.forget_left()
+        return messages
 
     def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
         metrics = self._consumer._counts
@@ -545,6 +554,20 @@ class PushConsumer(Consumer[ConsumerConfig]):
             return function
 
         return register if listener is None else register(listener)
+
+    @override
+    def hold_back(self) -> None:
+        self.calls.may_begin = False
+
+    @override
+    def go_on(self, now_ms: int) -> None:
+        self.calls.may_begin = not self._stopping
+        self.delivery.go_on(now_ms)
+
+    @property
+    @override
+    def in_work(self) -> int:
+        return 0 if self.client.dead else self.calls.running
 
     def _line_up(self) -> None:
         """Let the messages that wait go to the present listeners; orderly ones find theirs when they begin."""

@@ -20,6 +20,7 @@ from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
 from librmq.consumer._listeners import check_at_brokers, make_subscription
 from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
+from librmq.consumer._suspects import Turns
 from librmq.consumer.config import FIXED, ConsumerConfig
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, GroupMismatchError, RmqError
 from librmq.filter import TagFilter
@@ -61,6 +62,7 @@ class Consumer(Instance, Member, Generic[C]):
         self._rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
+        self._turns: Turns = Turns.of(self.runner)
         self._maximum_set_ms = 0
         self._times_removed = self.client.times_removed
         route.noted_consumer(self)
@@ -111,6 +113,7 @@ class Consumer(Instance, Member, Generic[C]):
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         self._save((assigned,))
+        assigned.leave_marks()
         return True
 
     def _lock(self, queue: MessageQueue) -> bool:
@@ -184,6 +187,7 @@ class Consumer(Instance, Member, Generic[C]):
         self.started_ms: int = self.runner.now_ms()
         self._maximum_set_ms = self.started_ms
         self.client.join(self)
+        self._turns.join(self)
         self._rebalancing.start()
 
     def _subscriptions_of_all(self) -> dict[str, dict[str, str]]:
@@ -244,12 +248,30 @@ class Consumer(Instance, Member, Generic[C]):
         return in_time
 
     def _leave(self) -> None:
+        self.leave_marks()
         for assigned in self.assigned.values():
             assigned.released = True
             if self.recorder is not None:
                 self.recorder.releases(assigned.queue)
         self.assigned.clear()
+        self._turns.leave(self)
         self.client.leave(self)
+
+    def leave_marks(self) -> None:
+        """Remove the marks of messages that have begun."""
+        for assigned in self.assigned.values() if not self.runner.is_inherited else ():
+            assigned.leave_marks()
+
+    def hold_back(self) -> None:
+        """Begin no message while a suspect has its turn."""
+
+    def go_on(self, now_ms: int) -> None:
+        """Begin messages again."""
+
+    @property
+    def in_work(self) -> int:
+        """The number of messages that have begun and not ended."""
+        return 0
 
     def _release_locks(self) -> None:
         """Release this instance's locks at the brokers."""
@@ -373,7 +395,7 @@ class Consumer(Instance, Member, Generic[C]):
             if is_removed or (name in names and assigned.endpoint not in (None, self.client.route.endpoint(name))):
                 assigned.doubt_progress(self.runner.now_ms() + REOPENED_MS)
                 with suppress(RmqError):  # Until it can be asked again, what is reached counts on the page before.
-                    assigned.place = self._offsets.hold(assigned.queue)
+                    assigned.place = self._offsets.hold(assigned.queue, was_held=True)
                 if not assigned.released and not assigned.throttled:
                     # The pull can wait for the next try after a failure.
                     self.runner.wake(assigned.pull)

@@ -86,9 +86,12 @@ from librmq.protocol._request import ReadRequest as ReadRequest
 from librmq.protocol._request import Request as Request
 from librmq.protocol._request import RequestHandler as RequestHandler
 from librmq.protocol._request import value as value
+from librmq.store.format.group_page import BEGUN as BEGUN
+from librmq.store.format.group_page import SLOT_PRIME as SLOT_PRIME
 from librmq.store.format.group_page import SLOTS as SLOTS
 from librmq.store.format.group_page import GroupPage as GroupPage
 from librmq.store.format.group_page import Place as Place
 from librmq.store.format.group_page import PlaceName as PlaceName
+from librmq.store.format.group_page import Suspect as Suspect
 
 __all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "RouteWrapper", "UnlockQueues"]

@@ -319,12 +319,15 @@ class HoldPlace(Request[object]):
     """Return the place of a group's progress in a queue, for the consumer that holds the queue.
 
     An endpoint that says `Endpoint.has_page` answers with the `Place`. Over the wire, the answer is its number. It is
-    None without a page of groups.
+    None without a page of groups. What has begun there is suspect, unless its holder still runs or ``was_held``.
     """
 
     group: str
     topic: str
     queue_id: int
+    client_id: str
+    was_held: bool = False
+    """Whether the client has the queue already, and asks for its place again."""
 
 
 class StartOutcome(enum.Enum):

@@ -152,6 +152,8 @@ class Runner:
         """Work that has begun and not ended, including waiting coroutines."""
         self.is_inherited = False
         """Reset in a child process after a fork: the threads belong to the parent, and running work never ends here."""
+        self.shared: dict[type[Any], object] = {}
+        """What the clients of this runner have together, by class."""
         self._heap: list[tuple[int, int, Step]] = []
         self._count = itertools.count()
 

@@ -12,10 +12,14 @@
                                   2 number of the times that it was set back, 3 queue id
                                   4 and 5 the cells of the names of group and topic
                                   6 the queue offset that a receive reads next, sealed with word 2 of when that was
-                                  8 the cell of its window, 0 without one
+                                  8 the cell of its window, 0 without one; 9 that of its first suspect, sealed
     a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
                                   remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
-                                  << 56, of a message that is finished although the position has not passed it
+                                  << 56, of a message that is finished although the position has not passed it; with
+                                  255 for the remainder, one that has only begun
+    a suspect                     0 SUSPECT, and sealed: 1 queue offset, 2 word 2 of the place when it began
+                                  3 how often its process has ended, 4 how often of these while it ran alone
+                                  5 whether it runs alone, 6 the cell of the next suspect of the place, 0 without one
     a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight), with checksums of words 1 to 3
                                   << 8 and of the others << 40, or FREE, 1 the cell of its place
                                   2 queue offset, 3 physical offset, 4 time of the receive, 5 invisible time
@@ -31,6 +35,9 @@ the broker or in another one of a share. No lock is on its way.
 number plus one, and the remainder of that << 48. A damaged page is refused, and the tables count. A slot or word 6 with
 another remainder does not count, and a message whose times do not match is visible at once, as after a kill between
 the two writes of a change.
+
+**Suspects.** A consumer that releases a queue removes its marks of what has begun. So the marks that the next holder
+finds are those of a process that has ended by surprise, and the broker makes suspects of them.
 
 **When the page counts.** A kill undoes no write, so in the same folder on a machine that has not restarted, the page is
 newer than the broker's tables, and what it passes is in the log. After a loss of power neither is sure: the kernel
@@ -70,18 +77,20 @@ _SEGMENT_SIZE: Final = _CELLS * _CELL * 8
 _HEADER_CELLS: Final = 8
 _USED, _DIGESTS, _IDENTITY = 1, 2, 8
 _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
-_PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW = 1, 2, 3, 4, 5, 6, 7
+_PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW, _SUSPECT = 1, 2, 3, 4, 5, 6, 7, 8
 _PLACE_CELLS: Final = 2
-_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT = 1, 2, 3, 4, 5, 6, 8
+_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS = 1, 2, 3, 4, 5, 6, 8, 9
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
+BEGUN: Final = -1 << 56
+"""What is added to a slot without its remainder, of a message that has begun, and not ended."""
 _WINDOW_CELLS: Final = 1 + SLOTS // _CELL
 _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
 _NUMBER: Final = (1 << 48) - 1
 _PRIME: Final = 32749
 """The greatest one below 2 ** 15: no power of 2 has the remainder 0, so each flipped bit changes the remainder."""
-_SLOT_PRIME: Final = 127
+SLOT_PRIME: Final = 127
 
 
 def _sealed(number: int, salt: int = 0) -> int:
@@ -97,7 +106,11 @@ def _unsealed(word: int, salt: int = 0) -> int | None:
 
 
 def _slot(tag: int, queue_offset: int) -> int:
-    return tag + queue_offset + ((queue_offset + 37 * (tag >> 48)) % _SLOT_PRIME << 56)
+    return tag + queue_offset + ((queue_offset + 37 * (tag >> 48)) % SLOT_PRIME << 56)
+
+
+def _begun_slot(tag: int, queue_offset: int) -> int:
+    return tag + BEGUN + queue_offset
 
 
 def _kind_of_place(number: int, queue_id: int, group: int, topic: int) -> int:
@@ -199,6 +212,10 @@ class Place:
 
     def finished(self) -> set[int]:
         """Return the queue offsets from the position on whose messages are finished."""
+        return self._marked(_slot)
+
+    def _marked(self, word_of: Callable[[int, int], int]) -> set[int]:
+        """Return the queue offsets from the position on whose slots have ``word_of(tag, offset)``."""
         if self.window is None:
             return set()
         words, begin, tag = self.window
@@ -207,8 +224,62 @@ class Place:
         return {
             offset
             for number, offset in enumerate(offsets)
-            if offset >= position and offset % SLOTS == number and slots[number] == _slot(tag, offset)
+            if offset >= position and offset % SLOTS == number and slots[number] == word_of(tag, offset)
         }
+
+    def begin(self, queue_offset: int) -> None:
+        """Note that a listener gets a message next."""
+        if self.window is not None:
+            words, begin, tag = self.window
+            try:  # noqa: SIM105 (twice as fast, for each message)
+                words[begin + queue_offset % SLOTS] = tag + BEGUN + queue_offset
+            except ValueError:  # the broker has ended
+                pass
+
+    def end(self, queue_offset: int) -> None:
+        """Note that no listener has a message any more, which is not finished."""
+        if self.window is not None:
+            words, begin, tag = self.window
+            with suppress(ValueError):
+                if words[begin + queue_offset % SLOTS] == tag + BEGUN + queue_offset:
+                    words[begin + queue_offset % SLOTS] = 0
+
+    def suspects(self) -> dict[int, Suspect]:
+        """Return the messages at which a process has ended by surprise, by queue offset."""
+        found, page = dict[int, Suspect](), self.page
+        cell = _unsealed(self._words[self._at + _SUSPECTS])
+        while (
+            cell
+            and 0 < cell < len(page.words) * _CELLS
+            and page.words[cell // _CELLS][cell % _CELLS * _CELL] == _SUSPECT
+            and (suspect := Suspect(page, cell)).queue_offset not in found
+        ):
+            found[suspect.queue_offset], cell = suspect, suspect.next
+        return found
+
+    def note_deaths(self) -> None:
+        """Make suspects of what the former holder had begun, which has ended by surprise. Called by the broker.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        words, at, page = self._words, self._at, self.page
+        begun, finished, position = self._marked(_begun_slot), self.finished(), self.position
+        first, suspects, stale = 0, self.suspects(), list[int]()
+        for offset, suspect in suspects.items():
+            if offset < position or offset in finished or suspect.since != self._set_back:
+                stale.append(suspect.cell)
+                continue
+            if offset in begun:
+                suspect.note_death()
+            suspect.next, first = first, suspect.cell
+        for offset in sorted(begun - suspects.keys()):
+            first = page.add_suspect(offset, self._set_back, first)
+        words[at + _SUSPECTS] = _sealed(first)
+        for cell in stale:
+            page.free_flight(cell)
+        for offset in begun:
+            self.end(offset)
 
     @property
     def next_offset(self) -> int | None:
@@ -227,6 +298,62 @@ class Place:
         if position < self.position:
             words[at + _SET_BACK] += 1
         words[at + _POSITION] = _sealed(position)
+
+
+class Suspect:
+    """A message at which a process has ended by surprise, on the page. Its holder writes whether it runs alone."""
+
+    __slots__ = ("_at", "_words", "cell")
+
+    def __init__(self, page: GroupPage, cell: int) -> None:
+        self.cell: int = cell
+        self._words = page.words[cell // _CELLS]
+        self._at = cell % _CELLS * _CELL
+
+    def _number(self, field: int) -> int:
+        return _unsealed(self._words[self._at + field]) or 0
+
+    @property
+    def queue_offset(self) -> int:
+        """Its place in the queue; -1 where that is damaged."""
+        number = _unsealed(self._words[self._at + 1])
+        return -1 if number is None else number
+
+    @property
+    def since(self) -> int:
+        """How often the position had been set back when it began."""
+        return self._number(2)
+
+    @property
+    def deaths(self) -> int:
+        """How often its process has ended by surprise."""
+        return self._number(3)
+
+    @property
+    def deaths_alone(self) -> int:
+        """How often of these it ran alone."""
+        return self._number(4)
+
+    @property
+    def next(self) -> int:
+        """The cell of the place's next suspect; 0 without one."""
+        return self._number(6)
+
+    @next.setter
+    def next(self, cell: int) -> None:
+        self._words[self._at + 6] = _sealed(cell)
+
+    def runs_alone(self, is_alone: bool) -> None:
+        """Note whether it runs alone in its process from now on."""
+        with suppress(ValueError):  # the broker has ended
+            self._words[self._at + 5] = _sealed(is_alone)
+
+    def note_death(self) -> None:
+        """Count an end of its process."""
+        was_alone = self._number(5)
+        self.runs_alone(False)  # first: a kill here counts it too little, and never twice
+        self._words[self._at + 3] = _sealed(self.deaths + 1)
+        self._words[self._at + 4] = _sealed(self.deaths_alone + was_alone)
 
 
 class PlaceName(NamedTuple):
@@ -462,10 +589,10 @@ class GroupPage:
                 self._names[name] = number
             elif words[at] == _WINDOW:
                 cells = _WINDOW_CELLS
-            elif words[at] == _FREE:
+            elif words[at] in (_FREE, _SUSPECT):
                 cells = 1
                 self._flight_cells += 1
-                self._free.append(number)
+                self._free += [number] * (words[at] == _FREE)
             elif kind in (_IN_FLIGHT, _HANDED_OUT):
                 cells = 1
                 self._flight_cells += 1
@@ -493,6 +620,10 @@ class GroupPage:
                 self._map(max(group, topic) // _CELLS)
                 if (self._name(group), self._name(topic)) == name[:2]:
                     self._map(words[at + _WINDOW_AT] // _CELLS)
+                    cell = _unsealed(words[at + _SUSPECTS])
+                    while cell:
+                        self._map(cell // _CELLS)
+                        cell = Suspect(self, cell).next
                     return Place(self, number)
         return None
 
@@ -511,8 +642,10 @@ class GroupPage:
         self._used = number + _PLACE_CELLS
         return Place(self, number)
 
-    def hold(self, place: Place) -> Place:
+    def hold(self, place: Place, *, was_left: bool = False) -> Place:
         """Return a place for a consumer that holds the queue from now on, with a window.
+
+        ``was_left`` says that what has begun there is a former holder's, which has ended.
 
         Raises:
             StoreIOError: The disk refuses.
@@ -527,7 +660,22 @@ class GroupPage:
             words[at + _WINDOW_AT] = cell
         held = Place(self, number)
         held.changed = place.changed
+        if was_left:
+            held.note_deaths()
         return held
+
+    def add_suspect(self, queue_offset: int, since: int, next_cell: int) -> int:
+        """Add a message at which a process has ended, before other suspects of its place; return its cell.
+
+        Raises:
+            StoreIOError: The disk refuses.
+        """
+        cell = self._free.pop() if self._free else self._new_flight()
+        words, at = self.words[cell // _CELLS], cell % _CELLS * _CELL
+        for field, number in enumerate((queue_offset, since, 1, 0, 0, next_cell), 1):
+            words[at + field] = _sealed(number)
+        words[at] = _SUSPECT
+        return cell
 
     # ---- received messages
 

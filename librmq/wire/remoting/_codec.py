@@ -614,7 +614,9 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
     QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
     SaveProgress: _by_fields(SaveProgress, _C.SAVE_PROGRESS, "consumer_group=group", _NOTHING),
-    HoldPlace: _by_fields(HoldPlace, _C.HOLD_PLACE, "consumer_group=group topic queue_id", _HELD_PLACE),
+    HoldPlace: _by_fields(
+        HoldPlace, _C.HOLD_PLACE, "consumer_group=group topic queue_id client_id was_held", _HELD_PLACE
+    ),
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,

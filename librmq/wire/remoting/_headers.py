@@ -290,6 +290,12 @@ class GroupQueueHeader:
 
 
 @value
+class HoldPlaceHeader(GroupQueueHeader):
+    client_id: str
+    was_held: bool = False
+
+
+@value
 class GroupProgressHeader(GroupQueueHeader):
     """A group's progress in a queue."""
 
@@ -736,7 +742,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
     RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
     RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, OffsetHeader),
-    RequestCode.HOLD_PLACE: RequestForm(GroupQueueHeader, OffsetHeader),
+    RequestCode.HOLD_PLACE: RequestForm(HoldPlaceHeader, OffsetHeader),
     RequestCode.SAVE_PROGRESS: RequestForm(ConsumerGroupHeader),
     RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
     RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),

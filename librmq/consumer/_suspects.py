@@ -1,0 +1,194 @@
+"""Suspects: messages that a process had begun when it ended by surprise. Each runs alone, to be convicted or acquitted.
+
+::
+
+    begun ── the process ends ──> suspect ──> waits for its turn ──> runs alone ──> ends: as any other message
+                                     ^                                    │
+                                     └────── the process ends again ──────┘   counted; after ``max_process_deaths`` of
+                                                                              these the message is a dead letter
+
+While a suspect has its turn, this process begins no other message of its runner's brokers. A turn is bounded, so that
+a long message that was in work at a restart does not keep the others waiting. Who runs beyond that, or can't get alone,
+runs in company, where no end of the process counts.
+
+**An end by SIGTERM's default action** runs no Python, and looks like a crash. Alone it makes no dead letter: the first
+makes suspects, and only a message that is within its turn at three more of them becomes one. A process that handles the
+signal, or ends by Ctrl-C, removes its marks.
+
+RocketMQ has nothing like it: there a message that ends its consumer comes again without end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, Protocol
+from weakref import WeakSet
+
+from librmq.listener import DeadLetter
+from librmq.protocol import Suspect
+from librmq.runtime import Runner, Step
+
+PATIENCE_MS: Final = 10_000
+"""Time for which a turn waits until no other message is in work."""
+TURN_MS: Final = 10_000
+"""Longest time alone after the first end of a process; twice as long after each further one."""
+_MOST_DOUBLED: Final = 7
+
+
+class EndsProcess(DeadLetter):
+    """Why a message is a dead letter: processes have ended at it."""
+
+
+def conviction(suspect: Suspect, limit: int) -> EndsProcess | None:
+    """Return why a suspect becomes a dead letter; None if it may run. A ``limit`` of 0 lets all run."""
+    deaths = suspect.deaths_alone
+    if not limit or deaths < limit:
+        return None
+    return EndsProcess(f"its process ended {deaths} times while it ran alone (max_process_deaths={limit})")
+
+
+class Member(Protocol):
+    """A consumer whose messages a turn keeps waiting."""
+
+    @property
+    def in_work(self) -> int:
+        """The number of messages, or of listeners, that have begun and not ended; 0 for a dead client."""
+
+    def hold_back(self) -> None:
+        """Begin no message from now on; call `Turns.look` when the last one in work has ended."""
+
+    def go_on(self, now_ms: int) -> None:
+        """Begin messages again."""
+
+    def leave_marks(self) -> None:
+        """Remove the marks of what has begun, because the process ends in order."""
+
+
+class Turn:
+    """A suspect that waits to run, or runs."""
+
+    __slots__ = ("begin", "suspect")
+
+    def __init__(self, suspect: Suspect, begin: Callable[[Turn, int], bool]) -> None:
+        """``begin(turn, now_ms)`` begins the message, and returns False if it needs no turn any more."""
+        self.suspect: Suspect = suspect
+        self.begin: Callable[[Turn, int], bool] = begin
+
+
+class Turns:
+    """The turns of the suspects of one runner's consumers, one after the other. Called under the runner's lock."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.members: list[Member] = []
+        self.process: int = os.getpid()
+        self._runner = runner
+        self._waiting: deque[Turn] = deque()
+        self._present: Turn | None = None
+        self._is_alone = False
+        self._until_ms = 0
+        self._step = Step("turns of suspects", self._run_due)
+        _all.add(self)
+
+    @classmethod
+    def of(cls, runner: Runner) -> Turns:
+        """Return the turns that the consumers of a runner share."""
+        turns = runner.shared.get(cls)
+        if not isinstance(turns, Turns):
+            turns = runner.shared[cls] = Turns(runner)
+        return turns
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a turn waits or runs alone, so that nothing else begins."""
+        return self._present is not None
+
+    def join(self, member: Member) -> None:
+        """Add a consumer."""
+        self.members.append(member)
+        if self.is_held:
+            member.hold_back()
+
+    def leave(self, member: Member) -> None:
+        """Remove a consumer; its turns are passed over by ``begin``."""
+        with suppress(ValueError):
+            self.members.remove(member)
+        if self.is_held:
+            self.look()
+
+    def ask(self, turn: Turn) -> None:
+        """Let a suspect run when it is its turn; nothing else begins before it."""
+        self._waiting.append(turn)
+        if self._present is None:
+            self._next(self._runner.now_ms())
+        self.look()
+
+    def look(self) -> None:
+        """Look soon whether a turn can begin."""
+        self._runner.wake(self._step)
+
+    def ended(self, turn: Turn) -> None:
+        """Note that a suspect has ended; others begin, or the next one."""
+        turn.suspect.runs_alone(False)
+        if turn is self._present:
+            self._present = None
+            if not self._waiting:
+                self._let_go(self._runner.now_ms())
+        self.look()
+
+    def _let_go(self, now_ms: int) -> None:
+        for member in list(self.members):
+            member.go_on(now_ms)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        while (turn := self._present or self._next(now_ms)) is not None:
+            is_over = not now_ms < self._until_ms <= now_ms + (TURN_MS << _MOST_DOUBLED)
+            if self._is_alone and is_over:
+                self.ended(turn)  # It goes on in company. The next one waits for its end.
+            elif not self._is_alone and not any(member.in_work for member in self.members):
+                self._begin_alone(turn, now_ms)
+            elif is_over:
+                self._begin_in_company(now_ms)
+            else:
+                return self._until_ms
+        return None
+
+    def _next(self, now_ms: int) -> Turn | None:
+        if not self._waiting:
+            return None
+        turn = self._present = self._waiting.popleft()
+        self._is_alone, self._until_ms = False, now_ms + PATIENCE_MS
+        for member in self.members:
+            member.hold_back()
+        return turn
+
+    def _begin_alone(self, turn: Turn, now_ms: int) -> None:
+        self._is_alone = True
+        self._until_ms = now_ms + (TURN_MS << min(turn.suspect.deaths - 1, _MOST_DOUBLED))
+        turn.suspect.runs_alone(True)
+        if not turn.begin(turn, now_ms):
+            self.ended(turn)
+
+    def _begin_in_company(self, now_ms: int) -> None:
+        """Begin all suspects that wait: what is in work would keep each of them from being alone."""
+        turn, self._present = self._present, None
+        waiting = [turn, *self._waiting] if turn is not None else []
+        self._waiting.clear()
+        for turn in waiting:
+            turn.begin(turn, now_ms)
+        self._let_go(now_ms)
+
+
+_all: Final[WeakSet[Turns]] = WeakSet()
+
+
+@atexit.register
+def _end_in_order() -> None:
+    """Remove the marks of consumers that this process has not shut down: it ends by itself, and no message ends it."""
+    for turns in list(_all):
+        if turns.process == os.getpid():
+            for member in list(turns.members):
+                member.leave_marks()

@@ -1,0 +1,212 @@
+"""A message that ends its process becomes a dead letter, and everything else runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq import Broker, ConsumeFrom, DeliveredMessage, Producer, PushConsumer
+from librmq.broker import AdministeredRoute
+from tests.programs import Fork
+
+pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+
+MESSAGES = 40
+POISON = b"7"
+DEATHS: dict[str, Callable[[], object]] = {
+    "exit": lambda: os._exit(1),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fault": lambda: ctypes.string_at(0),
+}
+
+
+def opened(path: Path, *, is_shared: bool) -> AdministeredRoute:
+    return librmq.share(path, wait=60) if is_shared else Broker.open(path, wait=60)
+
+
+def fill(path: Path) -> None:
+    with Broker.open(path) as broker, Producer(broker, "p") as producer:
+        broker.create_topic("t", 2)
+        for number in range(MESSAGES):
+            producer.send("t", b"%d" % number)
+
+
+def write_line(path: Path, line: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return path.read_bytes().split() if path.exists() else []
+
+
+def listen(route: AdministeredRoute, ledger: Path, death: Callable[[], object], **settings: Any) -> None:
+    """Consume all messages with a listener that ends the process at one of them."""
+
+    def consume(message: DeliveredMessage) -> None:
+        if message.body == POISON:
+            death()
+        write_line(ledger, message.body)
+
+    consumer = PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST, **settings)
+    consumer.subscribe("t", consume)
+    with consumer:
+        route.join()
+
+
+def count_deaths(call: Callable[..., object], *arguments: object, most: int = 8) -> int:
+    """Start a process again and again until it ends by itself, and return how often it did not."""
+    for deaths in range(most):
+        with Fork(call, *arguments) as child:
+            child.process.join(60)
+            if child.process.exitcode == 0:
+                return deaths
+    return most
+
+
+def letters(path: Path) -> dict[bytes, str]:
+    with Broker.open(path) as broker:
+        return {letter.body: letter.properties["DEAD_LETTER_CAUSE"] for letter in broker.dead_letters("g")}
+
+
+def listen_to_lists(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) -> None:
+    def consume(messages: list[DeliveredMessage]) -> None:
+        if any(message.body == POISON for message in messages):
+            death()
+        for message in messages:
+            write_line(ledger, message.body)
+
+    consumer = PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST, batch_size=8)
+    consumer.subscribe("t", consume)
+    with consumer:
+        route.join()
+
+
+WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]] = {
+    "push": listen,
+    "one thread": partial(listen, threads=1),
+    "orderly": partial(listen, orderly=True),
+    "lists": listen_to_lists,
+}
+
+
+def work(path: Path, ledger: Path, way: str, kind: str, is_shared: bool) -> None:
+    with opened(path, is_shared=is_shared) as route:
+        WAYS[way](route, ledger, DEATHS[kind])
+
+
+def check(store: Path, ledger: Path) -> None:
+    assert list(letters(store)) == [POISON]
+    assert "its process ended 3 times while it ran alone" in letters(store)[POISON]
+    assert set(lines_of(ledger)) == {b"%d" % number for number in range(MESSAGES)} - {POISON}
+
+
+@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, "exit"], strict=True)))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    assert count_deaths(work, store, ledger, way, kind, is_shared) == 1 + 3
+    check(store, ledger)
+
+
+def test_a_peer_dies_at_a_message_while_the_owner_lives(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    with librmq.share(store):
+        assert count_deaths(work, store, ledger, "push", "kill", True) == 1 + 3
+    check(store, ledger)
+
+
+def consume_beside_others(path: Path, ledger: Path) -> None:
+    with librmq.share(path, wait=60) as route:
+        listen(route, ledger, DEATHS["kill"])
+
+
+def test_owners_and_peers_die_at_a_message(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    deaths = 0
+    while True:
+        with Fork(consume_beside_others, store, ledger) as first, Fork(consume_beside_others, store, ledger) as second:
+            for child in (first, second):
+                child.process.join(60)
+            codes = [child.process.exitcode for child in (first, second)]
+        deaths += codes.count(-signal.SIGKILL)
+        assert deaths <= 8
+        if codes == [0, 0]:
+            break
+    check(store, ledger)
+
+
+def end_at(path: Path, ledger: Path, settings: dict[str, Any], how: Callable[[], object]) -> None:
+    """End this process by itself while all listeners have a message."""
+    with Broker.open(path) as broker:
+        begun = threading.Semaphore(0)
+
+        def consume(message: DeliveredMessage) -> None:
+            write_line(ledger, message.body)
+            begun.release()
+            threading.Event().wait()
+
+        consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST, **settings)
+        consumer.subscribe("t", consume)
+        consumer.start()
+        begun.acquire(timeout=30)
+        how()
+
+
+def by_default_action() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+def by_handler() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+@pytest.mark.parametrize("how", [by_default_action, by_handler])
+@pytest.mark.parametrize("settings", [{}, {"orderly": True}])
+def test_three_deployments_in_a_row_make_no_dead_letter(
+    how: Callable[[], object], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    for _ in range(3):
+        with Fork(end_at, store, ledger, settings, how) as child:
+            child.process.join(60)
+            assert child.process.exitcode is not None
+    with Fork(work_innocently, store, ledger) as child:
+        child.process.join(60)
+        assert child.process.exitcode == 0
+    assert letters(store) == {}
+    assert set(lines_of(ledger)) == {b"%d" % number for number in range(MESSAGES)}
+
+
+def work_innocently(path: Path, ledger: Path) -> None:
+    with Broker.open(path) as broker:
+        listen(broker, ledger, lambda: None)
+
+
+def test_without_a_limit_a_message_ends_its_process_again_and_again(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    assert count_deaths(work_without_limit, store, ledger, most=6) == 6
+    assert letters(store) == {}
+
+
+def work_without_limit(path: Path, ledger: Path) -> None:
+    with Broker.open(path) as broker:
+        listen(broker, ledger, DEATHS["exit"], max_process_deaths=0)
