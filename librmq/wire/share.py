@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -458,13 +458,15 @@ class SharedBroker(AdministeredRoute):
             # The owner's process is stopped and this thread has the runner's lock. Fail at once: each call that waited
             # its timeout would keep all other threads of the runner from their work.
             raise stopped
+        kind = type(request).__name__
         try:
-            if type(request) not in _APPENDS:
-                return endpoint.call(request)
             # A signal waits for the answer, at most as long as the request may take. A caller that it ended before
             # could append its next messages by itself, in front of this one, which the owner still stores.
-            with critical:
-                return endpoint.call(request)
+            with critical if type(request) in _APPENDS else nullcontext():
+                answer: object = endpoint.call(request)
+            if link.unanswered:
+                link.unanswered.pop(kind, None)
+            return answer
         except BrokerUnreachableError as error:
             link.is_silent = True
             if until_s is None:
@@ -472,7 +474,7 @@ class SharedBroker(AdministeredRoute):
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 if isinstance(error, RequestNotSentError) and self._may_repeat(link, until_s):
                     return self._call_owner(link, endpoint, request, until_s)
-                raise link.explained(error) from error
+                raise link.explained(error, kind, SystemClock().monotonic() - begin_s) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):
                 raise LostAnswerError(f"the owner of the store has ended: {error}") from error
             return self._call_next(request, until_s)

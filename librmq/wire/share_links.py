@@ -20,6 +20,7 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, RequestNotSentError, RmqError
 from librmq.files import DiskFiles, FileLock, Files
 from librmq.files.lock import lock_process
+from librmq.formatting import moment
 from librmq.message import Message
 from librmq.message.ids import Host, format_host, parse_host
 from librmq.override import override
@@ -63,6 +64,8 @@ R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _TIMEOUT_S: Final = 3
 """Time for each answer to a command."""
+_STANDS_STILL_MS: Final = 3000
+"""Time without an answer after which an owner that runs may stand still."""
 _STOPPED_S: Final = 0.2
 """Between two looks whether the owner is stopped."""
 
@@ -218,6 +221,8 @@ class StorePeer:
         self.has_ended: Event = Event()
         self.is_silent: bool = False
         """Whether a request had no answer, and the owner was not seen to run since."""
+        self.unanswered: dict[str, int] = {}
+        """Since when the owner has not answered requests of a kind, in ms since 1970."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
         self.appends: PeerSends = PeerSends(path, timeout_s, self.stopped_error)
         """The sends that need no answer of the owner."""
@@ -285,11 +290,26 @@ class StorePeer:
         """Return whether the owner has ended, as far as its lock says; not if the lock file was deleted too."""
         return os.path.exists(self._lock_path) and lock_process(self._lock_path) is None
 
-    def explained(self, error: Exception) -> BrokerUnreachableError:
-        """Return the error of a request to the owner, which says whether the owner is stopped."""
+    def explained(self, error: Exception, kind: str = "", waited_s: float = 0.0) -> BrokerUnreachableError:
+        """Return the error of a request to the owner, which says whether the owner is stopped, or stands still.
+
+        A request of this ``kind`` has waited for its answer.
+        """
         self.is_silent = True
         if (stopped := self.stopped_error()) is not None:
             return stopped
+        if kind and not isinstance(error, RequestNotSentError):
+            now_ms = SystemClock().now_ms()
+            is_known = kind in self.unanswered
+            since_ms = self.unanswered.setdefault(kind, now_ms - round(1000 * waited_s))
+            if now_ms - since_ms >= _STANDS_STILL_MS:
+                text = (
+                    f"{error}: process {self.process}, which owns the store, is not stopped, and has answered no "
+                    f"{kind} since {moment(since_ms)}: if librmq who {self._path} says that it stands still, end it"
+                )
+                if not is_known:
+                    _log.warning("the owner of a share may stand still: %(error)s", error=text, path=self._path)
+                return BrokerUnreachableError(text)
         return error if isinstance(error, BrokerUnreachableError) else BrokerUnreachableError(f"{self.label} ended")
 
     def stopped_error(self) -> BrokerUnreachableError | None:

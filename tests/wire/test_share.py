@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -73,6 +74,7 @@ from librmq.wire.remoting._frames import Frame, FrameSocket, encode
 from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.share import SharedBroker
 from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
+from tests import lock_order
 from tests.conftest import SlowBudget
 from tests.interrupting import at_each_call
 from tests.programs import Fork, Process, environment, in_child, start_program
@@ -1382,3 +1384,18 @@ def test_delays_that_meet_a_process_stopped_within_an_append_come_after_it(tmp_p
             page.release()
             assert is_there.wait(60)
             consumer.shutdown()
+
+
+@pytest.mark.slow
+def test_a_peer_says_since_when_an_owner_stands_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with librmq.share(tmp_path) as owner, librmq.share(tmp_path) as peer:
+        peer.create_topic("orders", 1)
+        with lock_order.elsewhere(), owner.runner.lock:  # which its steps need
+            for _ in range(2):
+                with pytest.raises(BrokerUnreachableError) as raised:
+                    peer.create_topic("bills", 1)
+                said = str(raised.value)
+                assert f"process {os.getpid()}, which owns the store, is not stopped, and has answered no " in said
+                assert re.search(r" since 20\d\d-.*: if librmq who .* says that it stands still, end it$", said)
+    lines = [record for record in caplog.records if "stands still" in record.getMessage()]
+    assert [record.levelname for record in lines] == ["WARNING"]
