@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from librmq.broker.config import BrokerConfig as BrokerConfig
     from librmq.protocol import ConnectedClient as ConnectedClient
     from librmq.protocol import GroupConnections as GroupConnections
+    from librmq.scheduling.schedules import Schedule as Schedule
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -27,5 +28,6 @@ else:
             "librmq.broker._clients": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
             "librmq.protocol": ("ConnectedClient", "GroupConnections"),
+            "librmq.scheduling.schedules": ("Schedule",),
         },
     )

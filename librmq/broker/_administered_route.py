@@ -8,7 +8,7 @@ or a few, to `Endpoint.call` of each broker. A class overrides a call only where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
 from functools import partial
@@ -43,6 +43,7 @@ from librmq.protocol import (
     PERM_WRITE,
     CancelMessage,
     CancelResult,
+    ChangeSchedule,
     CleanUnusedTopics,
     ConnectedClient,
     ConsumerOffsetsOf,
@@ -55,6 +56,7 @@ from librmq.protocol import (
     DescribeInstance,
     DescribeProgress,
     DescribeQueues,
+    DescribeSchedules,
     DescribeTopics,
     Endpoint,
     GroupConnections,
@@ -82,6 +84,7 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog, counted
+from librmq.scheduling.schedules import Missed, Schedule, checked_rule
 
 if TYPE_CHECKING:
     from librmq.store import BrokerTables, MessageStore
@@ -578,6 +581,72 @@ class AdministeredRoute(Route, Closing):
             if queue is None or queue.broker_name in ("", name)
         ]
         return min(results, key=lambda result: (not result.cancelled, result == NOT_SENT_HERE))
+
+    # ---- schedules
+
+    def set_schedule(  # noqa: PLR0913 (what a schedule says)
+        self,
+        name: str,
+        *,
+        topic: str,
+        cron: str | None = None,
+        timezone: str = "UTC",
+        every: float | timedelta | None = None,
+        missed: Missed = "once",
+        body: bytes | str | None = None,
+        properties: Mapping[str, str] | None = None,
+        until: datetime | int | None = None,
+    ) -> None:
+        """Send one message at each due time, over all processes and restarts, until the schedule is deleted.
+
+        The store keeps it, and the process that has it open sends. Saying the same again changes nothing, so each
+        start of a program may; another text for the name replaces the schedule, and a log line says so. The unique id
+        of a message is made of the name and the due time, which its properties SCHEDULE and SCHEDULE_DUE_MS are.
+
+        Args:
+            name: Its name in the store.
+            topic: Where the messages go.
+            cron: Five fields as cron has them, ``"30 6 * * 1-5"``, or six with seconds first; needs the extra ``cron``.
+            timezone: The zone of ``cron``. A time that a change of clocks leaves out is due at the change, and one that
+                it repeats is due once.
+            every: Seconds or a `timedelta` instead, counted from when the schedule was first set.
+            missed: What becomes of due times at which no process had the store open, or the schedule was paused: one
+                message for the last of them ("once"), none ("skip"), or one for each ("all").
+            body: The body of each message; None: the name.
+            properties: Properties of each message.
+            until: The last time at which it can be due, with a time zone or in ms since 1970.
+
+        Raises:
+            ConfigError: A part is wrong; or the brokers are RocketMQ's or remote, which have no schedules.
+            MessageIllegalError: Such a message can't be sent.
+            MissingExtraError: The extra ``cron`` is missing.
+        """
+        rule = checked_rule(
+            name, topic=topic, cron=cron, timezone=timezone, every=every, missed=missed, body=body,
+            properties=properties, until=until,
+        )  # fmt: skip
+        self._scheduler().call(ChangeSchedule(name, "set", rule.row()))
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Return the schedules by name: where each sends, when next, when last, and whether it is paused."""
+        return self._scheduler().call(DescribeSchedules())
+
+    def pause_schedule(self, name: str) -> None:
+        """Let a schedule send nothing until `resume_schedule`; `BrokerError` if there is none of this name."""
+        self._scheduler().call(ChangeSchedule(name, "pause"))
+
+    def resume_schedule(self, name: str) -> None:
+        """Let a paused schedule send again; its ``missed`` says what becomes of the due times of the pause."""
+        self._scheduler().call(ChangeSchedule(name, "resume"))
+
+    def delete_schedule(self, name: str) -> None:
+        """Delete a schedule; `BrokerError` if there is none of this name. Its messages stay."""
+        self._scheduler().call(ChangeSchedule(name, "delete"))
+
+    def _scheduler(self) -> Endpoint:
+        """Return the broker that keeps schedules: of several, the first by name."""
+        self._check_open()
+        return self.endpoint(min(self.broker_names()))
 
     def consume(
         self,

@@ -27,6 +27,7 @@ from librmq.broker._administration import Administration, Progress, ResetHook, S
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication
+from librmq.broker._schedules import Schedules
 from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._damage import DamagedMessages
@@ -259,12 +260,14 @@ class Broker(StoreRoute, Endpoint):
             requests = RequestTable(context, replication)
             requests.add_messages(sending, pulling, receives, transactions)
             requests.add_clients()
-            requests.add_administration(Administration(context), progress, deliveries)
+            schedules = Schedules(context, sending.put)
+            requests.add_administration(Administration(context), progress, schedules.handlers, deliveries)
             self._answers = requests.answers
             if config.replica_of is None:
                 with runner.lock:
                     deliveries.start()
                     receives.start()
+                    schedules.start()
                     if (SystemTopic.HALF, 0) in store.queues:
                         transactions.prepared()
             context.show_gauges(lambda: replication.replica_count)

@@ -194,6 +194,8 @@ class BrokerContext:
         self.offsets.copy_starts(tables.starts)
         if self.tables.delays.replace(tables.delays):
             self.writing.save(self.tables.delays, self.runner.now_ms())
+        if self.tables.schedules.replace(dict(tables.schedules)):
+            self.writing.save(self.tables.schedules, self.runner.now_ms())
         if self.cancellations.replace(tables.cancelled):
             self.cancellations.write(self.store.log.begin, self.runner.now_ms())
 

@@ -178,7 +178,10 @@ class Replication:
         offsets = {name: dict(progress[name]) for name in names}
         cancelled, version = self._context.cancellations.rows(), self._context.topics.version
         topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
-        return CopiedTables(topics, groups, offsets, delays, cancelled, version, starts, self._tables_version())
+        schedules = dict(tables.schedules.rows)
+        return CopiedTables(
+            topics, groups, offsets, delays, cancelled, version, starts, self._tables_version(), schedules
+        )
 
     def _tables_changed(self) -> None:
         """Notify the replicas. Called under the runner's lock."""

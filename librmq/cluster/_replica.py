@@ -141,6 +141,7 @@ class StoredMaster(Endpoint):
             tables.delays.rows,
             Cancellations(self.path, self._files).rows(),
             starts=tables.starts.rows,
+            schedules=tables.schedules.rows,
         )
         # If a file was written meanwhile, these tables can be older than the next digest.
         self._last_tables = (digest, copied) if self._digest() == digest else None

@@ -23,16 +23,18 @@ from librmq.protocol._client_requests import (
 )
 from librmq.protocol._endpoint import PERM_READ, PERM_WRITE, QueueData
 from librmq.protocol._request import ReadRequest, Request, value
+from librmq.scheduling.schedules import Schedule
 from librmq.store.format.documents import LetterIdentity
 
 __all__ = [
-    "MEMBERSHIP", "REPLICA_READS", "CleanUnusedTopics", "ConnectedClient", "ConsumeDirectly", "ConsumerOffsets",
-    "ConsumerOffsetsOf", "CopiedTables", "CopyTables", "CreateTopic", "DeleteExpiredFiles", "DeleteGroup",
-    "DeleteTopic", "DescribeClients", "DescribeConnections", "DescribeGroups", "DescribeInstance", "DescribeLog",
-    "DescribeProgress", "DescribeQueues", "DescribeTopics", "DirectResult", "DirectlyConsumed", "FollowLog",
-    "GroupConnections", "GroupProgress", "GroupSettings", "GroupsBehind", "HeldQueue", "InstanceState", "LeaveLog",
-    "ListenerCall", "LogBytes", "LogDescription", "MoveGroup", "QueryMessages", "QueueBounds", "ResendLetters",
-    "ResentLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup", "TopicDescription", "ViewMessage",
+    "MEMBERSHIP", "REPLICA_READS", "ChangeSchedule", "CleanUnusedTopics", "ConnectedClient", "ConsumeDirectly",
+    "ConsumerOffsets", "ConsumerOffsetsOf", "CopiedTables", "CopyTables", "CreateTopic", "DeleteExpiredFiles",
+    "DeleteGroup", "DeleteTopic", "DescribeClients", "DescribeConnections", "DescribeGroups", "DescribeInstance",
+    "DescribeLog", "DescribeProgress", "DescribeQueues", "DescribeSchedules", "DescribeTopics", "DirectResult",
+    "DirectlyConsumed", "FollowLog", "GroupConnections", "GroupProgress", "GroupSettings", "GroupsBehind", "HeldQueue",
+    "InstanceState", "LeaveLog", "ListenerCall", "LogBytes", "LogDescription", "MoveGroup", "QueryMessages",
+    "QueueBounds", "ResendLetters", "ResentLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup",
+    "TopicDescription", "ViewMessage",
 ]  # fmt: skip
 """What `librmq.protocol` has of this module."""
 
@@ -69,6 +71,21 @@ class CleanUnusedTopics(Request[tuple[tuple[str, int], ...]]):
 @value
 class DeleteExpiredFiles(Request[None]):
     """Delete log files that have expired, whatever the hours of deletion; the broker does so soon."""
+
+
+@value
+class ChangeSchedule(Request[None]):
+    """Set, pause, resume or delete a schedule. RocketMQ has no such request."""
+
+    name: str
+    change: Literal["set", "pause", "resume", "delete"]
+    rule: Mapping[str, Any] | None = None
+    """The rule that is set, as a row."""
+
+
+@value
+class DescribeSchedules(ReadRequest[tuple[Schedule, ...]]):
+    """Return the schedules by name. RocketMQ has no such request."""
 
 
 @value
@@ -595,6 +612,8 @@ class CopiedTables:
     """The marks of groups that ``start_at`` has moved; no file of RocketMQ has these either."""
     version: int = 0
     """Number of cancellations and marks since the master was opened."""
+    schedules: Mapping[str, Any] = field(default_factory=dict)
+    """Rows of schedules, by name."""
 
 
 @value

@@ -1,7 +1,8 @@
 """Messages that wait, as steps over a store and a clock, without a broker: timers, the relay, half messages.
 
 Its face: `timer` and `timer_config` deliver at any time, `relay` by hops of delay levels, and `half_messages` asks
-about open transactions; `waiting` says of a record that waits where it goes and when, and has the cancelled ones;
-`timer_slots.waiting_timers` reads the timers of any store, and `earlier_copies` finds what a killed process wrote.
+about open transactions; `schedules` says when a schedule is due; `waiting` says of a record that waits where it goes
+and when, and has the cancelled ones; `timer_slots.waiting_timers` reads the timers of any store, and `earlier_copies`
+finds what a killed process wrote.
 `librmq.delay` and `librmq.txn` stand on it.
 """

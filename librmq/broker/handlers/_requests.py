@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-from librmq.broker._administration import Administration, Progress
+from librmq.broker._administration import Administration, Handlers, Progress
 from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
@@ -158,13 +158,15 @@ class RequestTable:
         except BrokerUnreachableError as error:  # which is no word about a broker
             raise ClientStateError(str(error)) from error
 
-    def add_administration(self, administration: Administration, progress: Progress, deliveries: Deliveries) -> None:
+    def add_administration(
+        self, administration: Administration, progress: Progress, schedules: Handlers, deliveries: Deliveries
+    ) -> None:
         """Add the requests about topics, groups and their progress, and those of replicas."""
         answer, replication = self._add, self._replication
         answer(CancelMessage, self._replicated(deliveries.cancel))
         answer(StartGroup, self._replicated(self._durable(progress.start)))
         answer(GroupsBehind, self._locked(partial(self._groups_behind, progress)))
-        for free, under_lock, with_writing in (administration.handlers, progress.handlers):
+        for free, under_lock, with_writing in (administration.handlers, progress.handlers, schedules):
             for kind, handler in free.items():
                 answer(kind, handler)
             for kind, handler in under_lock.items():
@@ -177,7 +179,7 @@ class RequestTable:
         answer(CopyTables, self._locked(replication.snapshot_tables))
         master = self._context.config.replica_of
         if master is not None:
-            for kind in (*_WRITES, *administration.handlers.durable, *progress.handlers.durable):
+            for kind in (*_WRITES, *administration.handlers.durable, *progress.handlers.durable, *schedules.durable):
                 self.answers[kind] = partial(_refuse, self._context.name, master)
 
     def _groups_behind(self, progress: Progress, request: GroupsBehind) -> tuple[str, ...]:

@@ -346,6 +346,7 @@ _EXTRAS: Final = {
     "redis": ("Redis for the guard", "redis"),
     "rocksdb": ("what RocketMQ 5 keeps in RocksDB", "rocksdict"),
     "celery": ("Celery and kombu on a store", "celery"),
+    "cron": ("schedules by cron expressions", "cronsim"),
     "remote": ("stores in object storage", "fsspec", "pyarrow"),
     "django": ("Django's tasks on a store", "django"),
 }

@@ -9,6 +9,7 @@
                              lmqOffsetTable          topic@group -> queue offset, of light groups
     delayOffset.json         offsetTable             delay level -> queue offset in its queue
     consumerFilter.json      filterDataByTopic       topic -> group -> filter
+    ../librmq/schedules.json schedules               name -> when a schedule sends what, and how far it is
     ../librmq/starts.json    startTable              group -> topic -> time of its move by ``start_at``, in ms
     *.json.bak               the previous content of the file
     consumerOffsets.json     an export of ``mqadmin rocksDBConfigToJson``, which a person puts there
@@ -45,7 +46,14 @@ from librmq.override import override
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
-from librmq.store.format.documents import OWN_FOLDER, START_FILE, checked, full_disk_suffered, with_checksum
+from librmq.store.format.documents import (
+    OWN_FOLDER,
+    SCHEDULES_FILE,
+    START_FILE,
+    checked,
+    full_disk_suffered,
+    with_checksum,
+)
 from librmq.store.format.group_page import (
     GroupPage,
     KeptPage,
@@ -131,6 +139,7 @@ class BrokerTables:
         """Queue offsets by delay level; empty where `unknown_delays` says why."""
         self.filter_table: ConfigTable = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
         self._starts: ConfigTable | None = None
+        self._schedules: ConfigTable | None = None
 
     @classmethod
     def open(cls, folder: str, *, files: Files | None = None) -> Self:
@@ -295,6 +304,14 @@ class BrokerTables:
             self._starts = ConfigTable(path, "startTable", _check_starts, versioned=False, files=self._files)
         return self._starts
 
+    @property
+    def schedules(self) -> ConfigTable:
+        """Rows as `librmq.scheduling.schedules` makes them, by the name of the schedule."""
+        if self._schedules is None:
+            path = os.path.join(os.path.dirname(self._folder), SCHEDULES_FILE)
+            self._schedules = ConfigTable(path, "schedules", _check_objects, versioned=False, files=self._files)
+        return self._schedules
+
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
         """Return all groups' queue offsets by queue id, by group and topic; the caller does not change them."""
         return progress_of(self.offsets.rows)
@@ -309,11 +326,11 @@ class BrokerTables:
 
         ``now_ms`` becomes the time of their data versions.
         """
-        starts = self._starts
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
-        if starts is not None and starts.rows:
-            starts.persist(now_ms)
+        for own in (self._starts, self._schedules):
+            if own is not None and own.rows:
+                own.persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""

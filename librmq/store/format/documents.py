@@ -16,6 +16,7 @@
                                note about a Spark job, which writes nothing again if it is committed again
     librmq/cancelled.json      {"version": 1, "messages": […]}, and cancelled-since.json
                                messages that were cancelled while they waited (`librmq.scheduling.waiting`)
+    librmq/schedules.json      {"schedules": {name: when it sends what, and how far it is}}
     librmq/starts.json         {"startTable": {group: {topic: time of the move}}}
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
     librmq/clock.json          {"version": 1, "now_ms"}
@@ -65,6 +66,7 @@ CLOSED_FILE: Final = os.path.join(OWN_FOLDER, "closed.json")
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 RETENTION_FILE: Final = os.path.join(OWN_FOLDER, "retention.json")
 SETTINGS_FILE: Final = os.path.join(OWN_FOLDER, "settings.json")
+SCHEDULES_FILE: Final = os.path.join(OWN_FOLDER, "schedules.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
@@ -112,6 +114,7 @@ _WITHOUT: Final = {
     CONFIG_FILE: "sizes come from the other files, and delay levels are RocketMQ's",
     RETENTION_FILE: "retention deletes nothing by age or size until it is named again",
     SETTINGS_FILE: "the next process that opens the store names its settings",
+    SCHEDULES_FILE: "schedules send nothing until programs set them again",
     START_FILE: "groups that start_at has moved start again where it says",
     MARK_FILE: "the copy is a store of its own",
     os.path.join(OWN_FOLDER, "cancelled.json"): "cancelled messages are delivered",

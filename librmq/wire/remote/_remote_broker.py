@@ -34,10 +34,12 @@ from librmq.protocol import (
     CancelMessage,
     CancelReceive,
     ChangeInvisible,
+    ChangeSchedule,
     ChannelClosed,
     CheckSubscription,
     ClientRemoved,
     ConsumerData,
+    DescribeSchedules,
     Endpoint,
     EndTransaction,
     ForwardToDeadLetters,
@@ -157,7 +159,10 @@ _BY_POP: Final[dict[type[Any], Callable[[PopReceives, Any], object]]] = {
     ForwardToDeadLetters: PopReceives.forward,
 }
 _NO_FRAME: Final = Frame(0)
-_OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters, ResendLetters)
+_OF_RECEIVES: Final = (
+    *(Acknowledge, ChangeInvisible, ForwardToDeadLetters, ResendLetters),
+    *(ChangeSchedule, DescribeSchedules),
+)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
 _HELD_MS: Final = SUSPEND_MS + 5_000  # a broker looks every 5 s which holds are over
@@ -563,6 +568,11 @@ class RemoteBroker(Endpoint):
             raise ConfigError(
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
                 f"letters=route.dead_letters({request.group!r}), or by --id of a command"
+            )
+        if isinstance(request, ChangeSchedule | DescribeSchedules):
+            raise ConfigError(
+                f"{self.name}: RocketMQ has no schedules, and its clients can't make one: set it where the store is, "
+                "by Broker.open or librmq.share"
             )
         version = version_name(self.request(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
         raise unsupported(type(request).__name__, self.name, version)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from itertools import chain
 from typing import Any, Final, NamedTuple, cast
+from zoneinfo import ZoneInfo
 
 from librmq.errors import (
     BrokerBusyError,
@@ -39,6 +41,7 @@ from librmq.protocol import (
     CancelMessage,
     CancelResult,
     ChangeInvisible,
+    ChangeSchedule,
     CheckSubscription,
     CleanUnusedTopics,
     ConsumerIds,
@@ -46,6 +49,7 @@ from librmq.protocol import (
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
+    DescribeSchedules,
     EndTransaction,
     ForwardToDeadLetters,
     Heartbeat,
@@ -85,6 +89,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.scheduling.schedules import Schedule
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting._bodies import (
     heartbeat_body,
@@ -580,6 +585,25 @@ def _parse_resent(body: dict[str, Any]) -> ResentLetters:
     return ResentLetters(letters_in(body), unknown)
 
 
+def _reply_schedules(request: DescribeSchedules, schedules: Iterable[Schedule]) -> Reply:
+    rows = [schedule._replace(next=_written(schedule.next), last=_written(schedule.last)) for schedule in schedules]
+    return Reply(body=write_body({"schedules": rows}))
+
+
+def _written(time: datetime | None) -> Any:  # noqa: ANN401 (in the place of a time)
+    return None if time is None else (round(1000 * time.timestamp()), str(time.tzinfo))
+
+
+def _read_schedules(request: DescribeSchedules, answer: Frame) -> tuple[Schedule, ...]:
+    body = read_body(check(answer).body, "schedules")
+    schedules = (Schedule(*row) for row in body["schedules"])
+    return tuple(one._replace(next=_read_time(one.next), last=_read_time(one.last)) for one in schedules)
+
+
+def _read_time(pair: Any) -> datetime | None:  # noqa: ANN401 (in the place of a time)
+    return None if pair is None else datetime.fromtimestamp(pair[0] / 1000, ZoneInfo(pair[1]))
+
+
 # ---- the table
 
 _C = RequestCode
@@ -657,6 +681,18 @@ FORMS: Final[Mapping[type[Any], Form]] = {
             lambda request, answer: Reply(body=write_body(answer._asdict())),
             lambda request, answer: _parse_resent(read_body(check(answer).body, "dead letters")),
         ),
+    ),
+    ChangeSchedule: _by_body(
+        _C.CHANGE_SCHEDULE,
+        lambda request: {"name": request.name, "change": request.change, "rule": request.rule},
+        lambda body: ChangeSchedule(text_in(body, "name"), body["change"], body["rule"]),
+        _NOTHING,
+    ),
+    DescribeSchedules: _by_body(
+        _C.DESCRIBE_SCHEDULES,
+        lambda request: {},
+        lambda body: DescribeSchedules(),
+        _Result(_reply_schedules, _read_schedules),
     ),
     ForwardToDeadLetters: _by_fields(
         ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING

@@ -131,6 +131,8 @@ class RequestCode(enum.IntEnum):
     RESEND_LETTERS = 31_011
     HOLD_PLACE = 31_012
     SAVE_PROGRESS = 31_013
+    CHANGE_SCHEDULE = 31_014
+    DESCRIBE_SCHEDULES = 31_015
 
 
 @value

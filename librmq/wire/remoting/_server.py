@@ -27,9 +27,11 @@ from librmq.override import override
 from librmq.protocol import (
     LOCAL_HOST,
     PERM_WRITE,
+    ChangeSchedule,
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
+    DescribeSchedules,
     DescribeTopics,
     Endpoint,
     GroupsBehind,
@@ -484,7 +486,8 @@ class RemotingServer(Closing):
 
     def _of_processes(self, broker: Broker) -> Handlers:
         """Answer processes that share the broker: changes of its tables raise its own errors, not those of 4.x."""
-        changes = served(broker.call, CreateTopic, DeleteTopic, DeleteGroup, ResendLetters)
+        tables = CreateTopic, DeleteTopic, DeleteGroup, ChangeSchedule, DescribeSchedules
+        changes = served(broker.call, *tables, ResendLetters)
         return {
             RequestCode.LIST_CONNECTIONS: self._budgets.list_connections,
             RequestCode.GROUPS_BEHIND: partial(_behind, broker),
