@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
-from librmq.idempotence._connections import Link
+from librmq.idempotence._connections import Link, driver_link
 from librmq.idempotence._drivers import Failure, StatementResult, driver_of, failure_of, run_on
 from librmq.idempotence._sessions import link_to
 
@@ -36,7 +36,6 @@ _TRIES: Final[Mapping[Failure, int]] = {
     Failure.STALE: 32,
     Failure.UNPREPARED: 4,
 }
-_READ_COMMITTED: Final = "ISOLATION LEVEL READ COMMITTED"
 _FIRST_USE: Final = "librmq.first_use"
 _CURSOR: Final = "librmq.cursor"
 _IDLE: Final = 4
@@ -179,15 +178,13 @@ class Autocommit:
     def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
         lent, self._held = self._held or self._lend(), None
         try:
-            if reason is None:
-                return run_on(lent.cursor, self._style, sql, parameters)
-            return _run_again(lent, self._database.dialect, sql, parameters, reason)
+            if reason is Failure.UNPREPARED:
+                lent.connection.prepare_threshold = None  # for psycopg, the only driver that prepares by itself
+            elif reason is Failure.CONFLICT:
+                return _transact(driver_link(lent.connection), sql, parameters, reason)
+            return run_on(lent.cursor, self._style, sql, parameters)
         except self._driver_error as error:
-            dialect = self._database.dialect
-            if failure_of(error) is Failure.STALE or dialect.is_disconnect(error, lent.connection, None):
-                lent.pooled.invalidate(error)
-                self._dead_at = _CLOCK.monotonic()
-                raise _DeadConnectionError(error) from error
+            self._refuse_if_dead(lent, error)
             raise
         except BaseException as error:  # After a signal the next statement must not read the answer of this one.
             lent.pooled.invalidate(error)
@@ -229,12 +226,15 @@ class Autocommit:
             dialect.set_isolation_level(lent.connection, "AUTOCOMMIT")
             lent.is_set = True
         except self._driver_error as error:
-            is_dead = dialect.is_disconnect(error, lent.connection, None)
+            self._refuse_if_dead(lent, error)
             lent.pooled.invalidate(error)
-            if is_dead:
-                self._dead_at = _CLOCK.monotonic()
-                raise _DeadConnectionError(error) from error
             raise
+
+    def _refuse_if_dead(self, lent: _Lent, error: Exception) -> None:
+        if failure_of(error) is Failure.STALE or self._database.dialect.is_disconnect(error, lent.connection, None):
+            lent.pooled.invalidate(error)
+            self._dead_at = _CLOCK.monotonic()
+            raise _DeadConnectionError(error) from error
 
     # ---- on a connection of the application's function
 
@@ -286,28 +286,12 @@ def _has_others(pool: Any) -> bool:
 def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
     try:
         if reason is Failure.CONFLICT and link.dialect == "postgresql":
-            link.execute(f"SET TRANSACTION {_READ_COMMITTED}")
+            link.begin()
+            link.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         result = link.execute(sql, **parameters)
         link.commit()
     except BaseException:
         with suppress(Exception):  # The error of the statement is the one to see.
             link.rollback()
         raise
-    return result
-
-
-def _run_again(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: Failure) -> StatementResult:
-    """Run a statement on a connection that commits it, after a try that failed."""
-    cursor = lent.cursor
-    if reason is Failure.UNPREPARED:
-        lent.connection.prepare_threshold = None  # This is for psycopg, the only driver that prepares by itself.
-    if reason is not Failure.CONFLICT or dialect.name != "postgresql":
-        return run_on(cursor, dialect.paramstyle, sql, parameters)
-    cursor.execute(f"BEGIN {_READ_COMMITTED}")
-    try:
-        result = run_on(cursor, dialect.paramstyle, sql, parameters)
-    except BaseException:
-        cursor.execute("ROLLBACK")
-        raise
-    cursor.execute("COMMIT")
     return result

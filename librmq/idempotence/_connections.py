@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from librmq.errors import ConfigError
 from librmq.idempotence._drivers import (
-    DRIVERS,
     IN_ABORTED_TRANSACTION,
     Driver,
     StatementResult,
@@ -28,6 +27,7 @@ from librmq.idempotence._drivers import (
     is_integrity_error,
     run_on,
     status_of,
+    unknown_driver,
 )
 from librmq.override import override
 
@@ -89,7 +89,11 @@ class Link:
         try:
             if self._scope is not None:
                 scope, self._scope = self._scope, None
-                self._leave(scope)
+                try:
+                    self._release(scope)
+                except Exception as error:
+                    self.is_joined = False
+                    raise ConfigError(ENDED_INSIDE) from error
                 return
             if self._is_explicit:
                 self._run("COMMIT", {})  # A connection of sqlite3 with autocommit=True ignores calls of commit.
@@ -99,13 +103,6 @@ class Link:
             with suppress(Exception):  # The commit's error is the one to see.
                 self.rollback()
             raise
-
-    def _leave(self, scope: Any) -> None:
-        try:
-            self._release(scope)
-        except Exception as error:
-            self.is_joined = False
-            raise ConfigError(ENDED_INSIDE) from error
 
     def rollback(self) -> None:
         """Undo the transaction, or what came after the savepoint.
@@ -167,9 +164,10 @@ class Link:
         if status is TransactionStatus.ABORTED:
             raise ConfigError("expected no open transaction, found one that an error has ended: roll back first")
         if status is _OPEN:
+            hint = "; a connection with autocommit=False always has one: connect without that argument"
             raise ConfigError(
                 "expected no open transaction: commit or roll back first, because librmq's row must come first"
-                f"{self._always_open()}"
+                f"{hint if self.dialect == 'sqlite' else ''}"
             )
         self.check_no_autocommit()
 
@@ -188,18 +186,13 @@ class Link:
             ConfigError: No transaction is open, or an error has ended it.
         """
         status = self._status_before()
-        if status is not _OPEN and not (status is _IDLE and self._has_just_begun()):
+        # The question of a driver that does not show its transaction has begun one, if the caller had not.
+        is_asked = self.dialect == "postgresql" and self.status() is None
+        if status is not _OPEN and not (status is _IDLE and is_asked):
             what = "one that an error has ended" if status is TransactionStatus.ABORTED else "none"
             raise ConfigError(f"join: expected an open transaction, found {what}: begin it before the block")
         self._scope = self._set_savepoint()
         self.is_joined = True
-
-    def check_is_known(self) -> None:
-        """Refuse a connection of an unknown database.
-
-        Raises:
-            ConfigError: It is.
-        """
 
     def check_no_autocommit(self) -> None:
         """Refuse a connection that commits each statement.
@@ -209,10 +202,6 @@ class Link:
         """
         if self._has_autocommit():
             raise ConfigError("expected a connection without autocommit, found one that commits each statement")
-
-    def _has_just_begun(self) -> bool:
-        """Return whether the question for a transaction has begun one, and could not tell it from the caller's."""
-        return False
 
     # ---- what a connection tells without a statement
 
@@ -266,10 +255,6 @@ class Link:
     def _status_before(self) -> TransactionStatus:
         """Return the state in which a transaction of librmq's would begin."""
         raise NotImplementedError
-
-    def _always_open(self) -> str:
-        """Return what to do if the connection is never without a transaction."""
-        return ""
 
     def _has_autocommit(self) -> bool:
         """Return whether the next statement is committed by itself."""
@@ -373,26 +358,6 @@ class DriverLink(Link):
             self.check_can_begin()
 
     @override
-    def check_can_begin(self) -> None:
-        super().check_can_begin()
-        self._refuse_pipeline()
-
-    @override
-    def join(self) -> None:
-        self._refuse_pipeline()
-        super().join()
-
-    @override
-    def _has_just_begun(self) -> bool:
-        return self._driver.status is None and self.dialect == "postgresql"
-
-    def _refuse_pipeline(self) -> None:
-        refusal = self._driver.refusal
-        reason = None if refusal is None else refusal(self.connection)
-        if reason is not None:
-            raise ConfigError(reason)
-
-    @override
     def _commit(self) -> None:
         if self._driver.commits_by_sql:
             self._run("COMMIT", {})
@@ -436,7 +401,7 @@ class DriverLink(Link):
             return self._driver.status(self.connection)
         statement = _IN_TRANSACTION.get(self.dialect)
         if statement is None:
-            raise self._unknown("an open transaction")
+            raise unknown_driver(self.connection, "an open transaction")
         try:
             is_open = bool(self._run(statement, {}).rows)
         except Exception as error:
@@ -447,28 +412,11 @@ class DriverLink(Link):
         # The transaction that PostgreSQL has begun for the question is left open, and goes on as the block's.
         return _OPEN if is_open else _IDLE
 
-    def _unknown(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"librmq does not know how {type(self.connection).__module__} shows {what}: expected a connection of "
-            f"{', '.join(sorted(name for name in DRIVERS if not DRIVERS[name].is_async))}, of SQLAlchemy, or of Django"
-        )
-
-    @override
-    def check_is_known(self) -> None:
-        if not self.dialect:
-            raise self._unknown("its dialect of SQL")
-
     @override
     def check_no_autocommit(self) -> None:
         if not self.dialect and self._driver.has_autocommit(self.connection) is None:
-            raise self._unknown("that it commits each statement")
+            raise unknown_driver(self.connection, "that it commits each statement")
         super().check_no_autocommit()
-
-    @override
-    def _always_open(self) -> str:
-        if self.dialect == "sqlite" and getattr(self.connection, "autocommit", None) is False:
-            return "; a connection with autocommit=False always has one: connect without that argument"
-        return ""
 
     @override
     def _has_autocommit(self) -> bool:

@@ -61,8 +61,6 @@ class Driver:
     """Return the ``application_name`` that PostgreSQL has reported by itself; None: nothing is reported."""
     settle: Callable[[Any], object] | None = None
     """Read what the application has left unread, because the next statement would fail."""
-    refusal: Callable[[Any], str | None] | None = None
-    """Return why the results of a connection's statements can't be relied upon; None if they can."""
     commits_by_sql: bool = False
     """Whether a statement commits at fewer round trips than the connection's call."""
     is_async: bool = False
@@ -79,6 +77,10 @@ _LIBPQ: Final = (
 
 
 def _psycopg_status(connection: Any) -> TransactionStatus:
+    if connection.pgconn.pipeline_status:
+        raise ConfigError(
+            "psycopg's pipeline mode returns results only later: leave `with connection.pipeline()` first"
+        )
     return _LIBPQ[connection.pgconn.transaction_status]
 
 
@@ -143,12 +145,6 @@ def _asyncpg_name(connection: Any) -> str | None:
     return getattr(connection.get_settings(), "application_name", None)
 
 
-def _in_pipeline(connection: Any) -> str | None:
-    if connection.pgconn.pipeline_status:
-        return "psycopg's pipeline mode returns results only later: leave `with connection.pipeline()` first"
-    return None
-
-
 def _read_unread(connection: Any) -> None:
     if connection.unread_result:
         connection.consume_results()
@@ -192,7 +188,6 @@ DRIVERS: Final[Mapping[str, Driver]] = {
         _psycopg_is_ready,
         cursor=_psycopg_cursor,
         reported_name=_psycopg_name,
-        refusal=_in_pipeline,
     ),
     "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor, reported_name=_psycopg2_name),
     "pg8000": Driver("postgresql", reported_name=_pg8000_name, commits_by_sql=True),
@@ -212,6 +207,14 @@ def asynchronous(kind: type) -> ConfigError:
     return ConfigError(
         f"session: {kind.__module__}'s {kind.__name__} is asynchronous: expected an AsyncConnection or AsyncSession of "
         "SQLAlchemy"
+    )
+
+
+def unknown_driver(connection: Any, what: str) -> ConfigError:
+    """Return the error for a connection of which librmq would have to guess something."""
+    return ConfigError(
+        f"librmq does not know how {type(connection).__module__} shows {what}: expected a connection of "
+        f"{', '.join(sorted(name for name in DRIVERS if not DRIVERS[name].is_async))}, of SQLAlchemy, or of Django"
     )
 
 
@@ -389,21 +392,6 @@ class StatementResult(NamedTuple):
 
 
 _PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)")
-
-
-def run(
-    connection: Any,
-    style: str,
-    sql: str,
-    parameters: Mapping[str, Any],
-    open_cursor: Callable[[Any], Any] = _open_cursor,
-) -> StatementResult:
-    """Run one statement on a connection of a driver that takes parameters in ``style``."""
-    cursor = open_cursor(connection)
-    try:
-        return run_on(cursor, style, sql, parameters)
-    finally:
-        cursor.close()
 
 
 def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:

@@ -22,7 +22,7 @@ from librmq.idempotence._drivers import (
     driver_of,
     driver_of_type,
     has_autocommit,
-    run,
+    run_on,
     status_of,
 )
 from librmq.override import override
@@ -176,7 +176,8 @@ class DjangoLink(Link):
 
     @override
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-        return run(self.connection, "format", sql, parameters)
+        with self.connection.cursor() as cursor:
+            return run_on(cursor, "format", sql, parameters)
 
     @override
     def begin(self) -> None:

@@ -53,7 +53,7 @@ from zlib import crc32
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, StoreLockedError
 from librmq.idempotence._connections import Link
-from librmq.idempotence._drivers import Failure, TransactionStatus, failure_of
+from librmq.idempotence._drivers import Failure, TransactionStatus, failure_of, unknown_driver
 from librmq.idempotence._sessions import linked
 from librmq.runtime.event_log import EventLog
 
@@ -236,7 +236,8 @@ def upgrade_tables(
     kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
     check_name(versions)
     with linked(connection) as link:
-        link.check_is_known()
+        if not link.dialect:
+            raise unknown_driver(link.connection, "its dialect of SQL")
         return _upgrade(link, kinds, versions)
 
 
