@@ -38,7 +38,7 @@ LOGS = VENV / "log"
 SMALL_DEMO_EXTRAS = frozenset({"cli", "console", "report"})
 DEMO_EXTRAS = SMALL_DEMO_EXTRAS | {"arrow", "compression", "jvm", "spark"}
 QUICK_EXTRAS = frozenset(
-    {"arrow", "bloom", "cli", "compression", "console", "dev", "fast", "grpc"}
+    {"arrow", "bloom", "cli", "compression", "console", "cron", "dev", "fast", "grpc"}
     | {"metrics", "redis", "remote", "report", "sql", "test"}
 )
 CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
