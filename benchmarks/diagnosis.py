@@ -83,7 +83,8 @@ def reported(bench: Bench) -> Iterator[tuple[str, int]]:
 
 def report_in_process(given: tuple[str, int], _: Path, *, messages: int) -> Timed:
     """Make a report, with ``messages`` as the units of which there are so many."""
-    from librmq.diagnosis import render_page, report
+    from librmq.console import render_page
+    from librmq.diagnosis import report
 
     path, count = given
     yield

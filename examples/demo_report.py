@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from demo_store import run_part
 from librmq.cli._demo import Screen
-from librmq.diagnosis import render_page, report
+from librmq.console import render_page
+from librmq.diagnosis import report
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
@@ -34,7 +35,7 @@ def select(spark: SparkSession, stores: list[str], match_sql: Callable[[str, str
 def look(stores: list[str], page: Path) -> None:
     survey = report(stores, title="The folders of the shop")
     page.write_text(render_page(survey), encoding="utf-8")
-    for finding in survey.findings:
+    for _, finding in survey.findings:
         print(f"{finding.severity}: {finding.subject}: {finding.what}")
 
 

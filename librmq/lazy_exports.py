@@ -41,7 +41,7 @@ class Extra(NamedTuple):
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, tuple[str, ...]], needs: Extra | None = None
+    package: str, names: Mapping[str, tuple[str, ...]], *needs: Extra
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that exports names of modules, lazily.
 
@@ -63,9 +63,11 @@ def lazy_exports(
         try:
             value = vars(sys.modules[package])[name] = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            if needs is None or (error.name or "").partition(".")[0] not in needs.packages:
+            missing = (error.name or "").partition(".")[0]
+            extra = next((extra for extra in needs if missing in extra.packages), None)
+            if extra is None:
                 raise
-            raise MissingExtraError(needs.purpose, needs.extra) from error
+            raise MissingExtraError(extra.purpose, extra.extra) from error
         return value
 
     def list_names() -> list[str]:

@@ -51,8 +51,8 @@ USES = {
     "export_to_prometheus(Metrics())\nexport_to_opentelemetry(Metrics())",
     "redis": "from librmq.idempotence import RedisDedupStore",
     "remote": "import fsspec\nfrom librmq import columns\nassert fsspec.filesystem('memory') and columns.reader",
-    "report": "from librmq import MessageStore\nfrom librmq.diagnosis import render_page, report\n"
-    "MessageStore.open('s').close()\nassert render_page(report(['s']))",
+    "report": "from librmq import MessageStore\nfrom librmq.console import render_page\n"
+    "from librmq.diagnosis import report\nMessageStore.open('s').close()\nassert render_page(report(['s']))",
     "rocksdb": "import rocksdict\nfrom librmq import MessageStore\nMessageStore.open('s').close()",
     "spark": "from librmq.spark import register, session",
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",

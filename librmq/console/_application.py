@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import cache, partial
+from functools import partial
 from importlib.resources import files
 from math import ceil
 from os import PathLike
 from secrets import token_urlsafe
 from typing import Final, TypeAlias
-from unicodedata import category
 from urllib.parse import parse_qsl, quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup, escape
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -26,9 +23,9 @@ from librmq.console._guard import SECRET, Application, Authorize, Guard
 from librmq.console._pages import Pages
 from librmq.console._place import Place
 from librmq.console._requested import LETTERS
-from librmq.console._tables import Moment, Page, Query, at_moment
+from librmq.console._tables import Moment, Page, Query, render, templates
 from librmq.errors import BrokerUnreachableError, ConfigError, RmqError
-from librmq.formatting import options_unbroken, visible
+from librmq.formatting import visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
@@ -89,35 +86,13 @@ def console(
     return Guard(site.application(), authorize=authorize, hosts=hosts, secret=secret)
 
 
-@cache
-def _templates() -> dict[str, Template]:
-    """Return the templates by name, compiled, so that no first look at a page waits for that."""
-    environment = Environment(
-        loader=PackageLoader("librmq.console"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["at_moment"] = at_moment
-    environment.filters["exact"] = _exact
-    environment.filters["options"] = lambda text: Markup(options_unbroken(text))
-    return {name: environment.get_template(name) for name in environment.list_templates(extensions=["j2"])}
-
-
-def _exact(text: object) -> Markup:
-    """Return a value of a form, which a browser sends back as it is; `visible` would change invisible characters."""
-    characters = str(escape(str(text)))
-    return Markup("".join(f"&#{ord(one)};" if category(one)[0] == "C" else one for one in characters))
-
-
 class _Site:
     """The answers to requests that the guard has let through."""
 
     def __init__(self, pages: Pages, changes: Changes | None) -> None:
         self._pages = pages
         self._changes = changes
-        self._templates = _templates()
+        templates()  # compiled, so that no first look at a page waits for that
         folder = files("librmq.console") / "templates"
         self._static = {name: (folder / name).read_bytes() for name in _STATIC}
 
@@ -200,19 +175,19 @@ class _Site:
         moment = None if query is None else Moment.of(query, self._pages.place.extent)
         at = "" if moment is None else moment.at
         path = request.url.path.rpartition("/")[2]
-        text = self._templates[page.template].render(
-            page=page,
+        text = render(
+            page,
             place=self._pages.place.title,
             navigation=[(to, name, to.removeprefix("./") == path) for to, name in _NAVIGATION],
             moment=moment,
             at=at,
+            is_printed=False,
             allow_changes=self._changes is not None and page.may_change and not at,
             can_skip=self._pages.place.can_own,
             bodies=self._pages.bodies,
             token=request.scope["librmq.token"],
-            **page.more,
         )
-        return HTMLResponse("\n".join(visible(line) for line in text.split("\n")), status)
+        return HTMLResponse(text, status)
 
     async def _file(self, name: str, request: Request) -> Response:
         return Response(self._static[name], media_type=_STATIC[name])

@@ -25,6 +25,7 @@ from librmq.console._messages import (
     selected,
 )
 from librmq.console._place import Place
+from librmq.console._plots import line
 from librmq.console._requested import (
     LETTERS,
     NOT_ASKED,
@@ -35,8 +36,22 @@ from librmq.console._requested import (
     story_by_requests,
     waiting_by_requests,
 )
-from librmq.console._samples import Sample, Samples, line
-from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
+from librmq.console._samples import Sample, Samples
+from librmq.console._tables import (
+    Cell,
+    Fact,
+    Findings,
+    Notice,
+    Page,
+    Query,
+    Table,
+    count,
+    group_link,
+    link,
+    message_link,
+    notices,
+    topic_link,
+)
 from librmq.diagnosis import (
     Finding,
     Lag,
@@ -145,11 +160,11 @@ class Pages:
                 *disk,
             ],
             [
-                findings,
                 self._groups_table(samples, worst, lags, letters, len(groups)),
                 self._busiest(samples, busiest[:10], ends),
             ],
             notes,
+            findings,
         )
 
     def _waiting_fact(self, view: View[Any], query: Query) -> Fact:
@@ -194,12 +209,12 @@ class Pages:
     ) -> Table:
         rows = []
         for group in groups:
-            points, (dead, resent) = line(samples.lags(group)), letters[group]
+            points, (dead, resent) = line(samples.lags(group), "lag over time"), letters[group]
             rows.append(
                 [
                     group_link(group),
                     count(lags.get(group), "warn"),
-                    Cell(points, "", "line"),
+                    Cell(points, "", "plot"),
                     Cell(rate(samples.consumed_per_s(group)), is_number=True),
                     count(dead, "bad"),
                     count(resent),
@@ -226,21 +241,18 @@ class Pages:
         note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
         return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]
 
-    def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int, is_past: bool) -> Table:
+    def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int, is_past: bool) -> Findings:
         """Return the findings of a small store; of a large one the page that looks for them is named."""
-        columns = ("severity", "about", "what", "next")
         if not self.place.has_log:
-            return Table("Findings", columns, [], nothing="The page Findings asks the brokers for them.")
+            return Findings([], nothing="The page Findings asks the brokers for them.")
         if _is_large(messages, queues):
-            return Table(
-                "Findings", columns, [], nothing="This store is large: the page Findings looks for them on request."
-            )
+            return Findings([], nothing="This store is large: the page Findings looks for them on request.")
         found = None if is_past else self._found
         if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
             found = now_ms, self._diagnosed(log)
             self._found = self._found if is_past else found
         note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
-        return Table("Findings", columns, _finding_rows(found[1]), note, _NOTHING)
+        return Findings(_notices(found[1]), note, _NOTHING)
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
         with self.place.log(at_ms, asks_owner=True) if log is None else nullcontext(log) as view:
@@ -266,11 +278,10 @@ class Pages:
             found, note = self._findings_by_requests()
             nothing, severities = "Nothing of what was asked for.", ["warning"]
         amounts = Counter[str](finding.severity for finding in found)
-        columns = ("severity", "about", "what", "next")
         return Page(
             "Findings",
             [Fact(f"{name}s", number(amounts[name])) for name in severities],
-            [Table("Findings", columns, _finding_rows(found), note, nothing)],
+            findings=Findings(_notices(found), note, nothing),
             is_live=False,
         )
 
@@ -570,17 +581,8 @@ def _is_large(messages: int, queues: int) -> bool:
     return messages > _FEW or queues > _FEW_QUEUES
 
 
-def _finding_rows(findings: Iterable[Finding]) -> list[list[Cell]]:
-    moods = {"error": "bad", "warning": "warn"}
-    return [
-        [
-            Cell(finding.severity, "", moods.get(finding.severity, "")),
-            _subject(finding.subject),
-            Cell(finding.what),
-            Cell(finding.next_step),
-        ]
-        for finding in islice(findings, ROWS)
-    ]
+def _notices(findings: Iterable[Finding]) -> list[Notice]:
+    return notices([(finding, _subject(finding.subject), finding.what) for finding in findings], ROWS)
 
 
 def _subject(subject: str) -> Cell:

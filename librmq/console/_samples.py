@@ -78,14 +78,3 @@ class Samples:
             last = self._samples[-1]
             first = next(sample for sample in self._samples if last.at_ms - sample.at_ms <= _RATE_MS)
             return (first, last) if first.at_ms < last.at_ms else (self._samples[-2], last)
-
-
-def line(points: list[tuple[int, int]], width: int = 120, height: int = 24) -> str:
-    """Return the points of a line for SVG, the oldest at the left and the greatest at the top; empty for one look."""
-    if len(points) < 2:
-        return ""
-    begin, end = points[0][0], points[-1][0]
-    top = max(value for _, value in points) or 1
-    span = max(end - begin, 1)
-    places = ((1 + (at - begin) * (width - 2) / span, height - 1 - value * (height - 2) / top) for at, value in points)
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)

@@ -1,25 +1,34 @@
-"""What a page consists of: facts, tables of cells, and links; and the parameters that a request gives it."""
+"""What a page consists of: facts, findings, tables of cells, and links; its templates, and a request's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from itertools import islice
+from typing import Any, Final, NamedTuple
+from unicodedata import category
 from urllib.parse import urlencode
 
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
 from librmq.clock import LAST_MS, Clock
+from librmq.console._plots import WIDE
+from librmq.diagnosis import Finding
 from librmq.errors import ConfigError
-from librmq.formatting import moment, number
+from librmq.formatting import duration, moment, number, options_unbroken, visible
 from librmq.message import StoredMessage
+
+_LONGEST_EVIDENCE: Final = 300
 
 
 class Cell(NamedTuple):
     text: str
     link: str = ""
     mood: str = ""
-    """``bad``, ``warn`` or ``good``; ``line``: the text is the points of one; ``box``: a value to tick."""
+    """``bad``, ``warn`` or ``good``; ``plot``: the text is one; ``box``: a value to tick."""
     is_number: bool = False
 
 
@@ -31,6 +40,27 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     note: str = ""
     nothing: str = "None."
+    about: str = ""
+    """What it shows, before the rows."""
+    anchor: str = ""
+    """Its place in the page, for links."""
+    axes: Mapping[str, Axis] = {}
+    """The labels of columns with plots."""
+    has_shades: bool = False
+    """Whether the shades of `_plots.cells` are explained below."""
+
+
+class Axis(NamedTuple):
+    """The labels above the plots of a column, spaced evenly."""
+
+    labels: Sequence[str]
+    is_span: bool = False
+    """Whether they are those of begin, middle and end; else each belongs to a bar."""
+
+    @property
+    def width(self) -> int:
+        """The most pixels of the axis, as of its plots; 0 for all that there is."""
+        return 0 if self.is_span else WIDE * len(self.labels)
 
 
 class Fact(NamedTuple):
@@ -42,6 +72,27 @@ class Fact(NamedTuple):
     mood: str = ""
 
 
+class Notice(NamedTuple):
+    """The findings of one kind."""
+
+    severity: str
+    title: str
+    findings: Sequence[tuple[Cell, str, Sequence[tuple[str, str]], str]]
+    """Subject, what was found, evidence by name, and the next step, which is empty where all have the same."""
+    next_step: str
+    """The single next step of all; empty if they have several."""
+    more: int
+    """Number of further findings that the page leaves out."""
+
+
+class Findings(NamedTuple):
+    """The findings of a page; without one it shows ``nothing``."""
+
+    notices: Sequence[Notice]
+    note: str = ""
+    nothing: str = ""
+
+
 @dataclass
 class Page:
     """A page: its template gets everything that is not None."""
@@ -50,6 +101,7 @@ class Page:
     facts: Sequence[Fact] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    findings: Findings | None = None
     template: str = "page.html.j2"
     is_live: bool = True
     """Whether the page shows itself again every few seconds."""
@@ -59,6 +111,78 @@ class Page:
     """Whether the page offers changes, if the console does."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What a template of its own needs."""
+
+
+# ---- templates
+
+
+@cache
+def templates() -> dict[str, Template]:
+    """Return the templates by name, compiled, so that no first look at a page waits for that."""
+    environment = Environment(
+        loader=PackageLoader("librmq.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["at_moment"] = at_moment
+    environment.filters["exact"] = _exact
+    environment.filters["options"] = lambda text: Markup(options_unbroken(text))
+    return {name: environment.get_template(name) for name in environment.list_templates(extensions=["j2"])}
+
+
+def _exact(text: object) -> Markup:
+    """Return a value of a form, which a browser sends back as it is; `visible` would change invisible characters."""
+    characters = str(escape(str(text)))
+    return Markup("".join(f"&#{ord(one)};" if category(one)[0] == "C" else one for one in characters))
+
+
+def render(page: Page, **shown: object) -> str:
+    """Return a page as HTML; its template also gets what is ``shown``."""
+    text = templates()[page.template].render(page=page, **shown, **page.more)
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
+# ---- findings
+
+
+def notices(findings: Sequence[tuple[Finding, Cell, str]], most: int) -> list[Notice]:
+    """Return findings by kind, at most so many of each, given with their subjects and what to say."""
+    kinds: dict[tuple[str, str], list[tuple[Finding, Cell, str]]] = {}
+    for row in findings:
+        kinds.setdefault((row[0].severity, row[0].kind), []).append(row)
+    made = []
+    for (severity, kind), rows in kinds.items():
+        steps = {finding.next_step for finding, *_ in rows[:most]}
+        common = steps.pop() if len(steps) == 1 else ""
+        listed = [
+            (subject, what, _evidence(finding), "" if common else finding.next_step)
+            for finding, subject, what in islice(rows, most)
+        ]
+        title = kind.replace("-", " ").capitalize()
+        made.append(Notice(severity, title, listed, common, len(rows) - len(listed)))
+    return made
+
+
+def _evidence(finding: Finding) -> list[tuple[str, str]]:
+    pairs = []
+    for name, value in finding.evidence.items():
+        if name.endswith("_timestamp_ms") and isinstance(value, int):
+            text = moment(value)
+        elif name.endswith("_s") and isinstance(value, int | float):
+            text = duration(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            text = number(value)
+        else:
+            text = "unknown" if value is None else str(value)
+            if len(text) > _LONGEST_EVIDENCE:
+                text = f"{text[:_LONGEST_EVIDENCE]}…"
+        pairs.append((name.removesuffix("_timestamp_ms").removesuffix("_s").replace("_", " "), text))
+    return pairs
+
+
+# ---- what a request asks for
 
 
 class Moment(NamedTuple):

@@ -1,7 +1,7 @@
 """Diagnosis of stores and brokers: lag, dead letters, waiting messages, the life of a message, findings, the report.
 
 The functions here return data, which commands and the console show. They read a `view` of a folder, a broker or a
-cluster; the model of the report in `survey` is also what Spark fills.
+cluster; Spark fills the rows of the report too, and `librmq.console` draws them.
 """
 
 from __future__ import annotations
@@ -71,11 +71,10 @@ if TYPE_CHECKING:
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.pending import waiting_origins as waiting_origins
-    from librmq.diagnosis.survey.model import Comparison as Comparison
-    from librmq.diagnosis.survey.model import Report as Report
-    from librmq.diagnosis.survey.model import compare as compare
-    from librmq.diagnosis.survey.page import render_page as render_page
-    from librmq.diagnosis.survey.report import report as report
+    from librmq.diagnosis.report_rows import Comparison as Comparison
+    from librmq.diagnosis.report_rows import Report as Report
+    from librmq.diagnosis.report_rows import compare as compare
+    from librmq.diagnosis.reports import report as report
     from librmq.diagnosis.view import ClusterView as ClusterView
     from librmq.diagnosis.view import StoreView as StoreView
     from librmq.diagnosis.view import View as View
@@ -126,9 +125,8 @@ else:
                 "skipped",
             ),
             "librmq.diagnosis._start_verdict": ("StartReason", "StartVerdict", "can_start"),
-            "librmq.diagnosis.survey.model": ("Comparison", "Report", "compare"),
-            "librmq.diagnosis.survey.page": ("render_page",),
-            "librmq.diagnosis.survey.report": ("report",),
+            "librmq.diagnosis.reports": ("report",),
+            "librmq.diagnosis.report_rows": ("Comparison", "Report", "compare"),
             "librmq.diagnosis.view": ("ClusterView", "StoreView", "View"),
             "librmq.diagnosis._whatif": (
                 "Consumption",

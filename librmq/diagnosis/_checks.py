@@ -47,7 +47,6 @@ from librmq.store.format.broker_tables import progress_export, unlisted_topics
 from librmq.store.format.directory import has_abort
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.survey.model import DamagedPlace
     from librmq.files import Damage, Files
 
 
@@ -99,7 +98,7 @@ def verified_places(path: str, files: Files | None = None) -> tuple[list[Damage]
     return damage, list(verdict.recoverable)
 
 
-def recoverable_finding(subject: str, places: Sequence[Damage | DamagedPlace], path: str = "") -> Finding:
+def recoverable_finding(subject: str, places: Sequence[Damage], path: str = "") -> Finding:
     """Return the finding about places as a kill left them; ``path`` is that of `damage_finding`."""
     file = os.path.relpath(places[0].file, path) if path else places[0].file
     first = f"{file} at {places[0].offset}: {places[0].what}"
@@ -289,9 +288,7 @@ def _missing_queue_findings(view: StoreView) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def damage_finding(
-    subject: str, damage: Sequence[Damage | DamagedPlace], path: str = "", error: str | None = None
-) -> Finding:
+def damage_finding(subject: str, damage: Sequence[Damage], path: str = "", error: str | None = None) -> Finding:
     """Return the finding about damaged places, or about the error that the opening of a store raised.
 
     ``path`` is the folder that the places' files are in, if they are not relative to it.

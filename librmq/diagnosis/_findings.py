@@ -28,6 +28,17 @@ class Finding(NamedTuple):
     """The values behind it, by name; None for unknown ones."""
     next_step: str
 
+    def to_row(self) -> dict[str, Any]:
+        """Return the row that `librmq diagnose` prints."""
+        return {
+            "finding": self.kind,
+            "severity": self.severity,
+            "subject": self.subject,
+            "what": self.what,
+            "evidence": dict(self.evidence),
+            "next": self.next_step,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
 
+_Times: TypeAlias = tuple[int | None, int | None]
 _FEW: Final = 10_000
 """Queues of all groups with progress; columns of fewer cost more time than they save, for the import of numpy."""
 _INHERITED: Final = 1
@@ -152,8 +153,10 @@ class TopicSummary(NamedTuple):
     """The greatest store time of a message; None without one, or if none is readable."""
 
 
-def topic_summaries(view: View[Any], topics: Iterable[str] | None = None) -> Iterator[TopicSummary]:
-    """Yield the messages of each listed topic, or of these.
+def topic_summaries(
+    view: View[Any], topics: Iterable[str] | None = None, times_of: Callable[..., _Times] | None = None
+) -> Iterator[TopicSummary]:
+    """Yield the messages of each listed topic, or of these; ``times_of`` stands for the view's own.
 
     Raises:
         CorruptionError: A file is damaged.
@@ -161,7 +164,7 @@ def topic_summaries(view: View[Any], topics: Iterable[str] | None = None) -> Ite
     for topic in view.listed_topics if topics is None else topics:
         queues = view.queues(topic)
         filled = [(queue, offsets) for queue, offsets in queues.items() if offsets]
-        times = [view.times_of(queue, offsets) for queue, offsets in filled]
+        times = [(times_of or view.times_of)(queue, offsets) for queue, offsets in filled]
         yield TopicSummary(
             topic,
             kind_of_topic(topic),

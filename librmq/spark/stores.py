@@ -18,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.columns import ReadOptions, ReadSelection
 from librmq.columns.options import Mode
 from librmq.columns.planned_store import PlannedStore
-from librmq.diagnosis.survey.message_sums import parse_time
+from librmq.diagnosis.report_rows import parse_time
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.message.delays import queue_id_of_level

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.diagnosis import Report, render_page
+from librmq.console import render_page
+from librmq.diagnosis import QueueLag, Report
 from librmq.filter.registrations import Registrations
 from librmq.message.properties import PropertyName
 from tests.cli.stand import Shell
@@ -141,26 +142,21 @@ def test_a_search_with_as_many_results_as_it_may_have(shell: Shell) -> None:
 
 def test_the_report_and_its_page(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 1000)
+    monkeypatch.setattr("librmq.diagnosis._message_sums.MOST_KEYED", 1000)
     page = tmp_path / "report.html"
     assert shell("report", large / "store", "--out", page).status == 0
     found = json.loads(page.with_suffix(".json").read_text())
-    assert {row["kind"] for row in found["findings"] if row["evidence"].get("sampled")} >= {"hot-key"}
-    assert all(row["sampled"] for row in (*found["keys"], *found["repeated"]))
-    assert all(row["cut"] for row in found["keys"])
+    (part,) = found["stores"]
+    assert {row["finding"] for row in part["findings"] if row["evidence"].get("sampled")} >= {"hot-key"}
+    assert all(row["sampled"] for row in (*part["keys"], *part["repeated"]))
+    assert all(row["cut"] for row in part["keys"])
     assert check_marks([found]) >= {"sampled", "cut"}
     html = page.read_text()
     assert "a sample of the messages was counted" in html
     assert "a sample of the keys was looked at" in html
     assert "Further keys of T are left out" in html
-    assert "each square shows the largest of" in render_page(Report.from_json(json.dumps(many_queues(found))))
-
-
-def many_queues(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a report in which a group has more queues than a plot has squares."""
-    (row, *rest) = sorted(found["lags"], key=lambda one: -one["lag"])
-    columns = {name: value * 100 for name, value in row.items() if isinstance(value, list)}
-    return {**found, "lags": [{**row, **columns, "queue_ids": [*range(len(columns["lags"]))]}, *rest]}
+    part["lag"] = [QueueLag("G", "T", queue_id, 0, 5, None, 5, START_MS)._asdict() for queue_id in range(400)]
+    assert "each square shows the largest of" in render_page(Report.from_json(json.dumps(found)))
 
 
 def test_places_that_cannot_be_read_are_counted(shell: Shell) -> None:

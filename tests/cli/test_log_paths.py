@@ -205,7 +205,7 @@ def test_a_report_takes_the_paths_of_a_store(shell: Shell, whole: Path) -> None:
     (row,) = shell("report", path, "--log-path", shell.folder / "b").rows
     shell("report", whole, "-o", "whole.html")
     report, expected = (json.loads((shell.folder / name).read_text("utf-8")) for name in (row["json"], "whole.json"))
-    assert [topic | {"store": "whole"} for topic in report["topics"]] == expected["topics"]
+    assert report["stores"][0]["traffic"] == expected["stores"][0]["traffic"]
     answer = shell("report", path, whole, "--log-path", shell.folder / "b")
     assert (answer.status, "--log-path: expected it with a single folder" in answer.said) == (2, True)
 

@@ -63,7 +63,7 @@ def test_each_command_says_recoverable(shell: Shell, left: Path) -> None:
     (start, *_) = shell("can-start", left).rows
     assert (start["condition"], start["librmq"]) == ("recoverable", "repairs")
     assert "recoverable; RocketMQ 4.9 repairs it" in shell("can-start", left).said
-    shown = Asked(console(left, behind_proxy=True)).table("/findings", "Findings")
+    shown = Asked(console(left, behind_proxy=True)).findings("/findings")
     assert ["recoverable" in row["what"] for row in shown if row["severity"] == "info"] == [True]
 
 

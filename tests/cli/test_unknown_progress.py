@@ -70,7 +70,7 @@ def test_missing_progress_of_groups_is_said_by_every_command(lively: Path, shell
     assert found["unknown-progress"]["severity"] == "warning"
     assert shell("report", "lively", "-o", "page.html").status == 0
     report = json.loads((shell.folder / "page.json").read_text())
-    assert "unknown-progress" in json.dumps(report["findings"])
+    assert "unknown-progress" in json.dumps(report["stores"][0]["findings"])
 
 
 def test_a_copy_without_its_tables_does_not_know_the_progress_of_its_groups(lively: Path, shell: Shell) -> None:

@@ -74,7 +74,7 @@ def test_reports_of_two_windows_divide_the_messages(times: list[int]) -> None:
     assert whole.begin_ms is not None
     assert whole.begin_ms <= min(times)
     counts = [
-        sum(topic.messages for topic in report("jumps", only={limit: str(START_MS + 5)}, check=False).topics)
+        sum(topic.messages for topic in report("jumps", only={limit: str(START_MS + 5)}, check=False).stores[0].traffic)
         for limit in ("until", "since")
     ]
     early = sum(time_ms < START_MS + 5 for time_ms in times)

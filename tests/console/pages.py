@@ -61,6 +61,15 @@ class Asked:
         rows = [values[at : at + len(columns)] for at in range(0, len(values), len(columns) or 1)]
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
+    def findings(self, path: str) -> list[dict[str, str]]:
+        """Return the findings of a page, each with its severity, subject and text."""
+        rows = []
+        for severity, kind in re.findall(r'<li class="(error|warning|info)">(.*?)</li>', self.page(path), re.DOTALL):
+            for about, what in zip(cells(kind, "b"), re.findall(r'class="what">(.*?)</span></p>', kind), strict=True):
+                text = html.unescape(re.sub("<[^>]*>", "", what))
+                rows.append({"severity": severity, "about": about, "what": text})
+        return rows
+
     def submit(self, path: str, fields: Mapping[str, str] | None = None) -> str:
         """Open a page that shows a change, press its button, and return the page that follows."""
         return self.confirm(self.page(path), fields)

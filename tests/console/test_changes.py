@@ -72,7 +72,7 @@ def test_letters_that_are_ticked_are_sent_again(broker: Broker, runner: ManualRu
         "id": [boxes[0], boxes[2], *["x" * 32] * 498],
     }
     shown = asked.request("POST", "/change", data=ticked, headers=OWN)
-    assert (shown.status_code, shown.text.count("<td>")) == (200, 4), shown.text
+    assert (shown.status_code, shown.text.count("<tr>")) == (200, 3), shown.text
     ticked["id"] = ["x"] * 600
     assert asked.request("POST", "/change", data=ticked, headers=OWN).status_code == 403
     assert not any(row["sent again"] for row in asked.table("/letters?group=mail", "Dead letters"))

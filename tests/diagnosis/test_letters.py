@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
-from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose, render_page, report
+from librmq.console import render_page
+from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose, report
 from librmq.diagnosis.view import StoreView, group_summaries
 from librmq.files._memory import MemoryFiles
 from librmq.testing import Kit

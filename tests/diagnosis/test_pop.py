@@ -443,7 +443,7 @@ def test_findings_and_report(folder: Path) -> None:
     (finding,) = [one for one in diagnose(folder, Thresholds(stuck_s=60)) if one.kind == "not-revived"]
     assert (finding.severity, finding.subject) == ("warning", "group G, topic orders")
     assert (finding.evidence["messages"], finding.evidence["queue_offset"]) == (1, 3)
-    assert [(row.kind, row.topic, row.group, row.messages) for row in report(folder).waiting] == [
+    assert [(row.kind, row.topic, row.group, row.messages) for row in report(folder).stores[0].waiting] == [
         ("pop", "orders", "G", 2)
     ]
     (folder / "kvStore").mkdir()

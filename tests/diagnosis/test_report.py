@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,20 +14,13 @@ from tests.programs import run_program
 
 pytest.importorskip("jinja2")
 
-import librmq.diagnosis.survey.message_sums as reading
+import librmq.diagnosis._message_sums as reading
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.clock import ManualClock
-from librmq.diagnosis import (
-    Report,
-    StoreView,
-    compare,
-    dead_letter_causes,
-    diagnose,
-    lag,
-    render_page,
-    report,
-)
-from librmq.diagnosis.survey.model import ReportedFinding
+from librmq.console import render_page
+from librmq.diagnosis import Finding, QueueLag, Report, StoreView, compare, dead_letter_causes, diagnose, lag, report
+from librmq.diagnosis.report_rows import StoreReport
+from librmq.diagnosis.view import topic_summaries
 from librmq.errors import ConfigError, InputError
 from librmq.store import snapshot
 from librmq.store.format.broker_tables import BrokerTables
@@ -109,22 +101,18 @@ def test_numbers_equal_the_findings_own(folder: Path) -> None:
     for path in sorted(one for one in folder.glob("store*") if one.is_dir()):
         with StoreView.open(path) as view:
             found = report(view)
-            rows = {(row.group, row.topic): row for row in found.lags}
-            for row in lag(view).by_topic():
-                if (row.group, row.topic) in rows:
-                    one = rows[row.group, row.topic]
-                    assert (one.lag, one.oldest_timestamp_ms, one.expired) == (
-                        row.lag, row.oldest_timestamp_ms, row.expired
-                    )  # fmt: skip
-                    assert sum(one.lags) == one.lag
-            assert [tuple(one[1:]) for one in found.dead_letters] == [tuple(one) for one in dead_letter_causes(view)]
+            (part,) = found.stores
+            assert set(part.lag) <= set(lag(view))
+            assert sum(row.lag for row in part.lag) == part.lags().total
+            assert list(part.dead_letters) == dead_letter_causes(view)
+            assert list(part.topics) == list(topic_summaries(view))
             of_files = "damage", "recoverable", "not-verified"  # the report has compared them with each record
             expected = sorted(one[:4] for one in diagnose(view, check=False) if one.kind not in of_files)
-            assert sorted(one[1:5] for one in found.findings if one.kind not in of_files) == expected
+            assert sorted(one[:4] for one in part.findings if one.kind not in of_files) == expected
             counts = {name: state.max_offset - state.min_offset for name, state in view.ranges.items()}
             assert {
                 (one.topic, queue_id): count
-                for one in found.topics
+                for one in part.traffic
                 for queue_id, count in zip(one.queue_ids, one.queue_messages, strict=True)
             } == {name: count for name, count in counts.items() if count}
             assert Report.from_json(found.to_json()) == found
@@ -139,32 +127,32 @@ def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(reading, "has_columns", lambda: False)
     assert [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})] == by_columns
     assert [one.stores[0].records for one in by_columns] == [30, 11]
-    assert [(one.messages, one.unread) for one in by_columns[0].log_files] == [(30, 16)]
+    assert [(one.messages, one.unread) for one in by_columns[0].stores[0].log_files] == [(30, 16)]
 
 
 def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of reading, by columns and by records, sample the same keys."""
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 200)
+    monkeypatch.setattr("librmq.diagnosis._message_sums.MOST_KEYED", 200)
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
         for number in range(1600):
             store.append(Message("T", b"x", keys="hot" if number % 2 else f"order-{number % 800}"))
     found = report(tmp_path / "store")
-    (repeated,) = found.repeated
+    (repeated,) = found.stores[0].repeated
     assert repeated.sampled
-    hot = found.keys[0]
+    hot = found.stores[0].keys[0]
     assert (hot.key, hot.sampled) == ("hot", True)
     assert 600 <= hot.messages <= 1000
     assert "about" in section(render_page(found), "keys")
     monkeypatch.setattr(reading, "has_columns", lambda: False)
-    assert report(tmp_path / "store").repeated == found.repeated
+    assert report(tmp_path / "store").stores[0].repeated == (repeated,)
 
 
 @pytest.mark.slow
 def test_no_sentence_speaks_of_keys_outside_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
-    monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 100)
+    monkeypatch.setattr("librmq.diagnosis._message_sums.MOST_KEYED", 100)
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(commitlog_file_size=1 << 20), clock=clock) as store:
         for number in range(1600):
@@ -173,7 +161,9 @@ def test_no_sentence_speaks_of_keys_outside_of_the_sample(tmp_path: Path, monkey
     for has_columns in (True, False):
         monkeypatch.setattr(reading, "has_columns", lambda has_columns=has_columns: has_columns)
         found = report(tmp_path / "store")
-        assert [(row.topic, row.messages, row.keys, row.shortest_s, row.sampled) for row in found.repeated] == [
+        assert [
+            (row.topic, row.messages, row.keys, row.shortest_s, row.sampled) for row in found.stores[0].repeated
+        ] == [
             ("Once", 0, 0, None, True),
             ("T", 0, 0, None, True),
         ]
@@ -190,16 +180,17 @@ def test_keys_that_are_left_out_are_marked(tmp_path: Path) -> None:
             store.append(Message("Many", b"x", keys=f"k{number % 7}"))
             store.append(Message("Few", b"x", keys=f"k{number % 5}"))
     found = report(tmp_path / "store")
-    assert {(row.topic, row.cut) for row in found.keys} == {("Many", True), ("Few", False)}
+    assert {(row.topic, row.cut) for row in found.stores[0].keys} == {("Many", True), ("Few", False)}
     assert "Further keys of Many are left out" in section(render_page(found), "keys")
 
 
 def test_repeated_keys_count_within_the_window(tmp_path: Path) -> None:
     path = made(tmp_path / "store", 20)
-    (row,) = report(path).repeated
+    (part,) = report(path).stores
+    (row,) = part.repeated
     assert (row.messages, row.keys, row.resent, row.shortest_s) == (13, 7, 0, 7.0)
-    assert report(path, window_s=6.9).repeated == ()
-    key = report(path).keys[0]
+    assert report(path, window_s=6.9).stores[0].repeated == ()
+    key = part.keys[0]
     assert (key.key, key.messages, round(key.share, 2), key.sampled) == ("k0", 3, 0.15, False)
 
 
@@ -214,12 +205,12 @@ def test_retries_letters_and_instances_of_a_broker(rmq: Kit) -> None:
     rmq.producer().send("orders", b"x")
     rmq.advance(seconds=45)
     found = report(rmq.broker)
-    (retries,) = found.retries
-    assert (retries.group, retries.attempts[:3]) == ("G", (1, 1, 0))
-    (cause,) = found.dead_letters
-    assert (cause.group, cause.topic, cause.messages) == ("G", "orders", 1)
-    assert {row.instances for row in found.lags} == {1}
-    assert {(one.kind, one.topic, one.group) for one in found.waiting} == {("retry", "orders", "G")}
+    (part,) = found.stores
+    assert {row.topic: row.attempts[:3] for row in part.traffic if row.attempts} == {"%RETRY%G": (1, 1, 0)}
+    (cause,) = part.dead_letters
+    assert (cause.group, cause.original_topic, cause.messages) == ("G", "orders", 1)
+    assert part.instances == {"G": 1}
+    assert {(one.kind, one.topic, one.group) for one in part.waiting} == {("retry", "orders", "G")}
     assert "no customer #" in section(render_page(found), "dead-letters")
 
 
@@ -227,20 +218,20 @@ def test_values_that_a_folder_lacks_are_unknown(tmp_path: Path) -> None:
     path = made(tmp_path / "store")
     progress(path, {"orders@g": {0: 4}})
     found = report(path, check=False)
-    (row,) = found.lags
-    assert (row.lag, row.instances, row.consumer_offsets, row.without_progress) == (26, None, (4, None, None), 2)
-    assert found.stores[0].is_sound is None
+    (part,) = found.stores
+    assert [(row.consumer_offset, row.lag) for row in part.lag] == [(4, 6), (None, 10), (None, 10)]
+    assert (part.instances, part.is_sound) == (None, None)
     html = render_page(found)
     assert "not checked" in html
     assert ">unknown</td>" in section(html, "lag")  # when the backlog is consumed
-    assert [one.kind for one in found.findings] == ["not-verified", "unlisted-group"]  # nobody made the group
+    assert [one.kind for _, one in found.findings] == ["not-verified", "unlisted-group"]  # nobody made the group
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SIZES):
         pass
     found = report(tmp_path / "store")
-    assert (found.topics, found.findings) == ((), ())
+    assert (found.stores[0].traffic, found.findings) == ((), [])
     html = render_page(found)
     assert "Nothing needs attention." in html
     assert "There are no messages." in html
@@ -262,7 +253,7 @@ def test_damage_comes_first(tmp_path: Path) -> None:
     path = damaged(made(tmp_path / "store"))
     progress(path, {"orders@g": {0: 99}})
     found = report(path)
-    assert (found.stores[0].is_sound, found.findings[0].kind) == (False, "damage")
+    assert (found.stores[0].is_sound, found.findings[0][1].kind) == (False, "damage")
     html = render_page(found)
     assert "body checksum" in section(html, "damage")
     assert html.index("Look first at store store: verify finds") < html.index("What to look at")
@@ -301,7 +292,7 @@ def test_a_log_that_cannot_be_opened_still_gets_a_page(tmp_path: Path) -> None:
     (path / "commitlog" / f"{0:020}").write_bytes(b"short")
     found = report([path, made(tmp_path / "other")])
     assert [one.is_sound for one in found.stores] == [False, True]
-    assert (found.findings[0].kind, found.findings[0].severity) == ("damage", "error")
+    assert found.findings[0][1][:2] == ("damage", "error")
     assert found.stores[0].records == 0
     Html(render_page(found))
 
@@ -324,9 +315,10 @@ def test_a_part_of_the_store(tmp_path: Path) -> None:
     made(path, topic="%DLQ%h")
     progress(path, {"orders@g": {0: 1}, "orders@h": {0: 1}})
     found = report(path, only={"group": "h", "topic": "orders, %DLQ%h", "until": str(START_MS + 9_500)})
-    assert [one.messages for one in found.topics] == [9, 9]
-    assert {one.group for one in found.lags} == {one.group for one in found.dead_letters} == {"h"}
-    assert all("group g" not in one.subject for one in found.findings)
+    (part,) = found.stores
+    assert [one.messages for one in part.traffic] == [9, 9]
+    assert {one.group for one in part.lag} == {one.group for one in part.dead_letters} == {"h"}
+    assert all("group g" not in one.subject for one in part.findings)
     assert f"until {START_MS + 9500}." in render_page(found)
     with pytest.raises(ConfigError, match="did you mean topic"):
         report(path, only={"topics": "orders"})
@@ -355,10 +347,11 @@ def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
 
 def test_a_browser_breaks_no_line_within_an_option(tmp_path: Path) -> None:
     step = "Plan with librmq whatif A-B --group <g-1> --handler TIME, or kill -CONT 7."
-    finding = ReportedFinding("store", "lag", "warning", "group g", "It waits.", {}, step)
-    html = render_page(replace(report(made(tmp_path / "store")), findings=(finding,)))
+    finding = Finding("lag", "warning", "group g", "It waits.", {}, step)
+    found = report(made(tmp_path / "store"))
+    html = render_page(replace(found, stores=(replace(found.stores[0], findings=(finding,)),)))
     assert re.findall('<span class="option">(.*?)</span>', html) == ["--group", "--handler", "-CONT"]
-    assert ".option { white-space: nowrap }" in html
+    assert ".option { white-space: nowrap; }" in html
     page = Html(html)
     assert step in "".join(page.texts)
 
@@ -386,20 +379,17 @@ def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("topics", "queues"), [(1, 10_000), (5_000, 2)])
 def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
     """The report is built from values, because writing so many queues takes longer than showing them."""
-    row = ("g", 5 * queues, START_MS, 9.5, 0, 0, None, *(tuple(range(queues)),) * 3, (None,) * queues, (5,) * queues)
-    one = {"store": "s", "path": "/s", "owner": None, "now_ms": START_MS, "is_sound": True, "error": None,
-           "records": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip
-    empty = json.loads(
-        Report(title="t", only={}, window_s=1.0, begin_ms=None, interval_ms=1000, stores=()).to_json()
-    ) | {"stores": [one]}
-    names = ("store", "group", "topic", "lag", "oldest_timestamp_ms", "oldest_age_s", "without_progress", "expired",
-             "instances", "queue_ids", "min_offsets", "max_offsets", "consumer_offsets", "lags")  # fmt: skip
-    empty["lags"] = [dict(zip(names, ("s", row[0], f"T{number}", *row[1:]), strict=True)) for number in range(topics)]
-    html = render_page(Report.from_json(json.dumps(empty)))
+    rows = tuple(
+        QueueLag("g", f"T{number}", queue_id, 0, 5, None, 5, START_MS)
+        for number in range(topics)
+        for queue_id in range(queues)
+    )
+    part = StoreReport(store="s", path="/s", now_ms=START_MS, is_sound=True, lag=rows)
+    html = render_page(Report(title="t", only={}, window_s=1.0, begin_ms=None, interval_ms=1000, stores=(part,)))
     assert len(html) < 200_000
     lags = section(html, "lag")
+    assert "Queues by waiting messages" in section(html, "decades")
     assert lags.count('class="cells"') == min(topics, 20)
-    assert "Queues by waiting messages" in lags
     assert ("4,980 more rows" in lags) == (topics == 5_000)
 
 
@@ -418,18 +408,19 @@ def test_a_comparison_reports_rates_and_new_findings(tmp_path: Path) -> None:
     progress(path, {"orders@g": {0: 35}, "orders@h": {0: 40}, "orders@late": {0: 39}})
     later = report(path)
     found = compare(earlier, later)
-    assert [one.kind for one in found.removed] == ["progress-beyond-end"]
+    assert [one.kind for _, one in found.removed] == ["progress-beyond-end"]
     lags = {one.group: one for one in found.lags}
     g = lags["g"]
-    assert (g.before, g.lag, g.seconds, g.stored_per_s, g.consumed_per_s) == (20, 5, 10.0, 1.0, 2.5)
-    assert g.drain_s == pytest.approx(5 / 1.5)
-    assert (lags["late"].before, lags["late"].drain_s) == (None, None)
+    assert g.rate is not None
+    assert (g.before, g.lag, g.rate.seconds, g.rate.stored_per_s, g.rate.consumed_per_s) == (20, 5, 10.0, 1.0, 2.5)
+    assert g.rate.drain_s == pytest.approx(5 / 1.5)
+    assert (lags["late"].before, lags["late"].rate) == (None, None)
     html = render_page(later, earlier)
     assert "3.33 s" in section(html, "lag")
-    assert "progress 50 is beyond" in section(html, "changes")
+    assert "progress 50 is beyond" in section(html, "gone")
     assert ", 1 gone." in html
     backwards = {one.group: one for one in compare(later, earlier).lags}
-    assert (backwards["g"].stored_per_s, backwards["g"].drain_s) == (None, None)  # no time has passed
+    assert backwards["g"].rate is None  # no time has passed
     assert backwards["late"].lag is None
 
 
@@ -464,7 +455,7 @@ def test_a_comparison_keeps_other_logs_of_one_name_apart(tmp_path: Path) -> None
 
 
 def test_json_of_something_else_is_refused() -> None:
-    for text in ("", "[]", '{"version": 2}', '{"version": 7}', '{"version": 3, "stores": [{}]}'):
+    for text in ("", "[]", '{"version": 2}', '{"version": 7}', '{"version": 4, "stores": [{}]}'):
         with pytest.raises(InputError):
             Report.from_json(text)
 

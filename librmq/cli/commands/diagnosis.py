@@ -66,16 +66,7 @@ def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
 def _print(findings: list[Finding], output: Output) -> int:
     with suppress(LimitReached):  # a limit shortens the list but does not change the status
         for finding in findings:
-            output.row(
-                {
-                    "finding": finding.kind,
-                    "severity": finding.severity,
-                    "subject": finding.subject,
-                    "what": finding.what,
-                    "evidence": dict(finding.evidence),
-                    "next": finding.next_step,
-                }
-            )
+            output.row(finding.to_row())
     if not findings:
         output.explain_nothing("no problem found")
     return _HAS_ERRORS if any(finding.severity == "error" for finding in findings) else 0
@@ -137,10 +128,8 @@ def _with_progress(messages: Iterator[StoredMessage], log: CommitLog, bar: Progr
 
 def report(arguments: argparse.Namespace, output: Output) -> int:
     """Write the page about stores."""
-    from librmq.diagnosis import render_page
-    from librmq.diagnosis.survey.page import require
+    from librmq.console import render_page
 
-    require()
     if arguments.log_path and (len(arguments.stores) > 1 or arguments.spark or is_url(arguments.stores[0])):
         raise InputError("--log-path: expected it with a single folder, which Spark does not read")
     earlier = None if arguments.compare is None else _read_report(arguments.compare)
@@ -149,7 +138,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     survey = (_survey_by_spark if arguments.spark else _survey_of_stores)(arguments, output)
     for path, text in ((page, render_page(survey, earlier)), (beside, survey.to_json())):
         write_page(path, text)
-    severities = Counter(finding.severity for finding in survey.findings)
+    severities = Counter(finding.severity for store in survey.stores for finding in store.findings)
     output.row(
         {
             "report": os.path.abspath(page),
@@ -182,7 +171,7 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
         survey = report_of(arguments.stores, only=read_ranges(arguments), check=arguments.verify)
     note_part(arguments.stores, arguments.topic, arguments.group, output)
     return replace(
-        survey, stores=tuple(store._replace(path=urls.get(store.path, store.path)) for store in survey.stores)
+        survey, stores=tuple(replace(store, path=urls.get(store.path, store.path)) for store in survey.stores)
     )
 
 

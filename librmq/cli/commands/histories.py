@@ -135,19 +135,19 @@ _PAGE: Final = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 {style}
-.who, .when, .line {{ white-space: nowrap }} .timeline .bar {{ height: 1.5rem }} .timeline .plot {{ width: 40% }}
+.timeline .bar {{ height: 1.5rem }} .timeline .plot {{ width: 40% }}
 </style>
 </head>
-<body>
-<main>
+<body class="report">
 <header>
-<p class="kicker">librmq check-history</p>
-<h1>{title}</h1>
-<p class="quiet">{about}</p>
+<p class="place"><strong>librmq</strong> <span>check-history</span></p>
 </header>
-<section class="verdict {mood}" id="verdict">
+<main>
+<h1>{title}</h1>
+<p class="note">{about}</p>
+<div class="verdict {mood}" id="verdict">
 <p class="said">{verdict}</p>
-</section>
+</div>
 {sections}
 </main>
 </body>
@@ -172,11 +172,11 @@ def render_timelines(
     )
     sections = [_section(number, anomaly, events) for number, anomaly in enumerate(anomalies[:_ON_PAGE], 1)]
     if len(anomalies) > _ON_PAGE:
-        sections.append(f'<p class="quiet">The page leaves out {len(anomalies) - _ON_PAGE:,} more.</p>')
+        sections.append(f'<p class="note">The page leaves out {len(anomalies) - _ON_PAGE:,} more.</p>')
     names = ", ".join(sources[:8]) + ", …" * (len(sources) > 8)
     page = _PAGE.format(
         title=escape(f"{len(anomalies):,} anomal{'y' if len(anomalies) == 1 else 'ies'}"),
-        style=(files("librmq.diagnosis.survey") / "page.css").read_text("utf-8"),
+        style=(files("librmq.console") / "templates" / "console.css").read_text("utf-8"),
         about=escape(f"{names}: {counted(lines, 'line')}. Times are spaced evenly, not to scale."),
         mood="bad" if anomalies else "",
         verdict=escape(verdict),
@@ -193,10 +193,10 @@ def _section(number: int, anomaly: Anomaly, events: Mapping[int, Mapping[str, An
     body = [_row(line, events[line], spans.get(line), times, "bad" if line in named else "fill") for line in lines]
     return (
         f'<section id="a{number}">\n<h2>{escape(anomaly.anomaly)}</h2>\n'
-        f'<p class="about">{escape(anomaly.what)}</p>\n<table class="timeline">\n<thead><tr>'
+        f'<p class="note">{escape(anomaly.what)}</p>\n<table class="timeline">\n<thead><tr>'
         '<th scope="col" class="number">line</th><th scope="col">who</th><th scope="col">event</th>'
         '<th scope="col">ms</th><th scope="col" class="plot">'
-        f'<span class="axis ends" aria-hidden="true"><i>{times[0]} ms</i><i>{times[-1] - times[0]:+,} ms</i></span>'
+        f'<span class="axis span" aria-hidden="true"><i>{times[0]} ms</i><i>{times[-1] - times[0]:+,} ms</i></span>'
         f"</th></tr></thead>\n<tbody>\n{''.join(body)}</tbody>\n</table>\n</section>"
     )
 

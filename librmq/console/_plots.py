@@ -110,3 +110,14 @@ def area(values: Sequence[int], what: str) -> Markup:
     path += "V40" * is_open
     grid = f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>'
     return _svg("area", max(1, len(values)) * 10, 40, what, f'{grid}<path class="under" d="{path}"/>')
+
+
+def line(points: Sequence[tuple[int, int]], what: str) -> Markup:
+    """Draw a value at some times, the oldest at the left and the greatest at the top; nothing for one of them."""
+    if len(points) < 2:
+        return Markup()
+    begin, end = points[0][0], points[-1][0]
+    top, length = max(value for _, value in points) or 1, max(end - begin, 1)
+    places = ((1 + (at - begin) * 118 / length, 23 - value * 22 / top) for at, value in points)
+    inside = f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+    return _svg("line", 120, 24, what, inside, 120)
