@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
 from librmq.override import override
-from librmq.protocol import Endpoint, Place, Suspect
+from librmq.protocol import SLOTS, Endpoint, Place, Suspect
 from librmq.runtime import Step
 
+M = TypeVar("M", bound=StoredMessage)
 _V6_HOSTS: Final = 0x30
 _unpack_body = record.header_struct("sys_flag", "body_length").unpack_from
 _unpack_begun = record.header_struct("queue_offset", "sys_flag", "body_length").unpack_from
@@ -217,13 +218,13 @@ class LeftWork:
         self.suspects: dict[int, Suspect] = place.suspects()
         """The messages to pull at which a process has ended, by queue offset."""
 
-    def pulled(self, messages: Sequence[StoredMessage], begin: int, end: int) -> list[StoredMessage]:
+    def pulled(self, messages: Sequence[M], begin: int, end: int) -> list[M]:
         """Return the messages of a pull that are not finished; forget what it has passed from ``begin`` to ``end``."""
-        messages = [message for message in messages if message.queue_offset not in self.finished]
+        unfinished = [message for message in messages if message.queue_offset not in self.finished]
         self.finished = {offset for offset in self.finished if offset >= end}
-        passed = set(range(begin, end)).difference(message.queue_offset for message in messages)
+        passed = set(range(begin, end)).difference(message.queue_offset for message in unfinished)
         self.suspects = {offset: suspect for offset, suspect in self.suspects.items() if offset not in passed}
-        return messages
+        return unfinished
 
 
 class AssignedQueue:
@@ -344,7 +345,13 @@ class AssignedQueue:
 
     def leave_marks(self) -> None:
         """Remove the marks of all that has begun: this holder ends in order, or gives the queue up."""
-        self.end(self.messages._begun.values())
+        place = self.place
+        if place is not None:
+            # A pull consumer has handed out what is before the next offset, and holds nothing.
+            for queue_offset in self.messages._begun or range(max(place.position, 0), self.next_offset)[-SLOTS:]:
+                place.end(queue_offset)
+            for suspect in place.suspects().values():
+                suspect.runs_alone(False)
 
     def choose(self, queue_offset: int) -> None:
         """Continue at a chosen offset, which is stored even if the broker has later progress."""

@@ -17,8 +17,10 @@ from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests
+from librmq.consumer._failures import Rests, Retries, cause_of
+from librmq.consumer._instance import ConsumerCounts
 from librmq.consumer._listeners import DeliveredMessage, Predicate, TopicPredicate
+from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
@@ -35,6 +37,7 @@ from librmq.protocol import (
     QueueOffsetAt,
     Route,
     Subscription,
+    Suspect,
 )
 from librmq.runtime.locks import Event, Lock
 
@@ -116,6 +119,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._arrived = _Arrival()
         self._polling = Lock()
         self._rests = Rests(self, self._end_rest)
+        self._retries = Retries(self, ConsumerCounts())
+        self._in_work = 0
+        self._is_held_back = False
+        self._turn_of: tuple[AssignedQueue, int, Turn] | None = None
+        """The suspect that waits for its turn, or has it: its queue and queue offset."""
+        self._has_turn = False
 
     def configure(self, **settings: Unpack[PullConsumerKeywords]) -> None:
         """Change settings while the consumer runs; the next poll uses them.
@@ -252,6 +261,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self._commit_polled()
             elif self.recorder is not None:
                 self.recorder.takes_back()
+            self._end_work()
             self._arrived.set()
 
         return self._stop(timeout, begin)
@@ -455,6 +465,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self._progressed(assigned, assigned.next_offset)
             assigned.next_offset = next_offset
             self._last = assigned, message.queue_offset, next_offset
+            if is_wanted and assigned.place is not None:
+                assigned.place.begin(message.queue_offset)
             if self.recorder is not None:
                 self.recorder.passes()
                 if is_wanted:
@@ -466,9 +478,75 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = None
         if self.recorder is not None:
             self.recorder.passes()
-        if self.config.auto_commit:
+        if self.config.auto_commit or self._in_work:
             with self.runner.lock:
-                self._commit_polled()
+                if self.config.auto_commit:
+                    self._commit_polled()
+                self._end_work()
+
+    # ---- suspects
+
+    @override
+    def hold_back(self) -> None:
+        self._is_held_back = True
+
+    @override
+    def go_on(self, now_ms: int) -> None:
+        self._is_held_back = False
+        self._arrived.set()
+
+    @property
+    @override
+    def in_work(self) -> int:
+        return 0 if self.client.dead else self._in_work
+
+    def _end_work(self) -> None:
+        """Note that the messages of the last poll are processed, as the next call says."""
+        has_begun, self._in_work = self._in_work > 0 or self._stopping, 0
+        if self._has_turn and has_begun and self._turn_of is not None:
+            turn, self._turn_of, self._has_turn = self._turn_of[2], None, False
+            self._turns.ended(turn)
+        elif self._is_held_back:
+            self._turns.look()
+
+    def _before_suspect(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> list[DeliveredMessage]:
+        """Return the pulled messages up to a suspect, or it alone if it has its turn; the next pull has the others."""
+        suspects = {} if assigned.left is None else assigned.left.suspects
+        number = next((number for number, message in enumerate(messages) if message.queue_offset in suspects), None)
+        if number is None:
+            return messages
+        assigned.next_offset = messages[number].queue_offset
+        return messages[:number] or self._judge(assigned, messages[0], suspects[messages[0].queue_offset])
+
+    def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> list[DeliveredMessage]:
+        """Return the next message if it is its turn, or make it a dead letter."""
+        offset, error = message.queue_offset, conviction(suspect, self.config.max_process_deaths)
+        if error is not None:
+            sent = self._retries.send_one_back(assigned, message, -1, cause_of(error))
+            if sent is False:
+                return []
+            self._retries.log_dead_letter(assigned, message, error)
+            if assigned.place is not None:
+                assigned.place.finish(offset)
+        elif self._turn_of is None or self._turn_of[:2] != (assigned, offset) or not self._has_turn:
+            if self._turn_of is None or self._turn_of[0].released:
+                turn = Turn(suspect, self._begin_turn)
+                self._turn_of, self._has_turn = (assigned, offset, turn), False
+                self._turns.ask(turn)
+            return []
+        assigned.take_suspect(offset)
+        assigned.next_offset = offset + 1
+        return [] if error is not None else [message]
+
+    def _begin_turn(self, turn: Turn, now_ms: int) -> bool:
+        if self._turn_of is None or self._turn_of[2] is not turn:
+            return False
+        if self._stopping or self._turn_of[0].released:
+            self._turn_of = None
+            return False
+        self._has_turn = True
+        self._arrived.set()
+        return True
 
     def _rewind(self) -> None:
         """Pull the last messages again."""
@@ -477,6 +555,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self.recorder.takes_back()
             if self._last is not None:
                 assigned, before, next_offset = self._last
+                assigned.leave_marks()
                 if assigned.next_offset == next_offset:
                     assigned.next_offset = before
 
@@ -485,15 +564,24 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._arrived.clear()
         with self.runner.lock:
             messages, has_moved = ([], False) if self._stopping else self._pull_in_turn(one_by_one)
-        return (messages if one_by_one or not messages else self._wanted(messages)), has_moved
+        if one_by_one or not messages:
+            return messages, has_moved
+        if (place := self.assigned[messages[0].queue].place) is not None:
+            for message in messages:
+                place.begin(message.queue_offset)
+        return self._wanted(messages), has_moved
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
         """Pull each queue up to the first with messages; return also whether a position moved without any."""
         has_moved = False
+        if self._is_held_back and not self._has_turn:
+            return [], False
+        only = self._turn_of[0] if self._has_turn and self._turn_of is not None else None
         queues = [
             assigned
             for assigned in self.assigned.values()
             if not assigned.released and assigned.queue not in self._paused and assigned.queue not in self._rests
+            if only in (None, assigned)
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
@@ -509,6 +597,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     queues[at].next_offset = messages[0].queue_offset
                     self._last = queues[at], before, messages[0].queue_offset
                 self._turn = at + 1
+                self._in_work = len(messages)
                 return messages, True
             has_moved |= queues[at].next_offset != before
         return [], has_moved
@@ -545,10 +634,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         offsets: Sequence[int] = range(begin, end)
         if len(messages) != len(offsets):  # else none was passed, and to ask each takes a tenth of the time
             offsets = [message.queue_offset for message in messages]
-        return [
+        delivered = [
             DeliveredMessage(message.raw, queue, queue_offset, bounds)
             for message, queue_offset in zip(messages, offsets, strict=True)
         ]
+        if assigned.left is not None:
+            delivered = self._before_suspect(assigned, assigned.left.pulled(delivered, begin, end))
+            assigned.forget_left()
+            self._last = assigned, begin, assigned.next_offset
+        return delivered
 
     def _request(self, assigned: AssignedQueue) -> PullResponse:
         queue = assigned.queue
@@ -703,6 +797,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
                 )
+            if offsets is None:
+                self._end_work()
 
     def committed(self, queue: MessageQueue) -> int | None:
         """Return the stored progress of the group in a queue; None if there is none."""

@@ -167,7 +167,7 @@ class Turns:
 
     def _begin_alone(self, turn: Turn, now_ms: int) -> None:
         self._is_alone = True
-        self._until_ms = now_ms + (TURN_MS << min(turn.suspect.deaths - 1, _MOST_DOUBLED))
+        self._until_ms = now_ms + (TURN_MS << min(max(turn.suspect.deaths - 1, 0), _MOST_DOUBLED))
         turn.suspect.runs_alone(True)
         if not turn.begin(turn, now_ms):
             self.ended(turn)

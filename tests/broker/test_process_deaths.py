@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import Broker, ConsumeFrom, DeliveredMessage, Producer, PushConsumer
+from librmq import Broker, ConsumeFrom, DeliveredMessage, Producer, PullConsumer, PushConsumer
 from librmq.broker import AdministeredRoute
 from tests.programs import Fork
 
@@ -37,6 +37,8 @@ def opened(path: Path, *, is_shared: bool) -> AdministeredRoute:
 def fill(path: Path) -> None:
     with Broker.open(path) as broker, Producer(broker, "p") as producer:
         broker.create_topic("t", 2)
+        broker.set_group("g")
+        broker.reset_group("g", "t", to="begin")
         for number in range(MESSAGES):
             producer.send("t", b"%d" % number)
 
@@ -92,11 +94,38 @@ def listen_to_lists(route: AdministeredRoute, ledger: Path, death: Callable[[], 
         route.join()
 
 
+def is_done(ledger: Path) -> bool:
+    return set(lines_of(ledger)) == {b"%d" % number for number in range(MESSAGES)} - {POISON}
+
+
+def iterate(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) -> None:
+    for message in route.consume("t", group="g", timeout=30):
+        if message.body == POISON:
+            death()
+        write_line(ledger, message.body)
+        if is_done(ledger):
+            break
+
+
+def poll(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) -> None:
+    with PullConsumer(route, "g", auto_commit=False, poll_timeout=30) as consumer:
+        consumer.subscribe("t")
+        while not is_done(ledger):
+            messages = consumer.poll()
+            if any(message.body == POISON for message in messages):
+                death()
+            for message in messages:
+                write_line(ledger, message.body)
+            consumer.commit()
+
+
 WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]] = {
     "push": listen,
     "one thread": partial(listen, threads=1),
     "orderly": partial(listen, orderly=True),
     "lists": listen_to_lists,
+    "consume": iterate,
+    "poll": poll,
 }
 
 
@@ -108,10 +137,10 @@ def work(path: Path, ledger: Path, way: str, kind: str, is_shared: bool) -> None
 def check(store: Path, ledger: Path) -> None:
     assert list(letters(store)) == [POISON]
     assert "its process ended 3 times while it ran alone" in letters(store)[POISON]
-    assert set(lines_of(ledger)) == {b"%d" % number for number in range(MESSAGES)} - {POISON}
+    assert is_done(ledger)
 
 
-@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, "exit"], strict=True)))
+@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS], strict=True)))
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"

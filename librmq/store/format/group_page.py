@@ -311,13 +311,15 @@ class Suspect:
         self._at = cell % _CELLS * _CELL
 
     def _number(self, field: int) -> int:
-        return _unsealed(self._words[self._at + field]) or 0
+        try:
+            return _unsealed(self._words[self._at + field]) or 0
+        except ValueError:  # the broker has ended
+            return 0
 
     @property
     def queue_offset(self) -> int:
-        """Its place in the queue; -1 where that is damaged."""
-        number = _unsealed(self._words[self._at + 1])
-        return -1 if number is None else number
+        """Its place in the queue."""
+        return self._number(1)
 
     @property
     def since(self) -> int:
