@@ -449,15 +449,29 @@ class Block:
             yield run(len(self))
 
     def bad_checksums(self) -> dict[int, RecordError]:
-        """Return the errors of rows whose stored body does not match its checksum."""
+        """Return the errors of rows whose stored body, or whole record, does not match its checksum."""
         expected = self.field("body_crc")
         checksums = self._checksums().astype(np.int64) & 0x7FFFFFFF
         begins, ends = self._body
         wrong = (checksums != expected) & self.sound & (ends > begins)
-        return {
+        errors = {
             int(row): RecordError(f"body checksum: expected {expected[row]:08x}, found {checksums[row]:08x}", 8)
             for row in np.flatnonzero(wrong)
         }
+        for row in self._with_own_checksum().tolist():
+            try:
+                record.check_own_checksum(self._raw.data, int(self._at[row]), int(self._properties_at[1][row]))
+            except RecordError as error:
+                errors.setdefault(row, error)
+        return errors
+
+    def _with_own_checksum(self) -> Ints:
+        """Return the rows whose records end in a checksum of themselves."""
+        begins, ends = self._properties_at
+        rows = np.flatnonzero(self.sound & (ends - begins >= record.OWN_CHECKSUM_SIZE))
+        rows = rows[self._raw[ends[rows] - 1] == ord(b"\2")]
+        names = record.gather(self._raw, ends[rows] - record.OWN_CHECKSUM_SIZE, ">u8")
+        return rows[names == int.from_bytes(record.OWN_CHECKSUM[:8])]
 
     def _checksums(self) -> npt.NDArray[np.uint32]:
         """Return the CRC-32 of each stored body."""

@@ -323,8 +323,8 @@ _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SystemTopic.SCHEDULE.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SystemTopic.SCHEDULE)
 _DELAY_BYTES: Final = PropertyName.DELAY.encode()
-_OWN_CHECKSUM: Final = b"__CRC32#\1"
-_OWN_CHECKSUM_SIZE: Final = len(_OWN_CHECKSUM) + 11
+OWN_CHECKSUM: Final = b"__CRC32#\1"
+OWN_CHECKSUM_SIZE: Final = len(OWN_CHECKSUM) + 11
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -506,7 +506,7 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         if checksum != expected:
             raise _bad_checksum(expected, checksum)
     if check_body:
-        _check_own_checksum(raw, position, end)
+        check_own_checksum(raw, position, end)
     if topic_end - topic_at == _SCHEDULE_TOPIC_SIZE and raw[topic_at:topic_end] == _SCHEDULE_TOPIC_BYTES:
         level = find_property(bytes(raw[properties_at:end]), _DELAY_BYTES)
         if level is not None and java_int(java_decode(level)) is None:
@@ -521,14 +521,19 @@ def has_own_checksum(tail: bytes) -> bool:
     RocketMQ writes one since 5.1.5 where ``enabledAppendPropCRC`` is set: the name, ten decimal digits, the least
     significant first, and the separator of properties. It covers all bytes of the record before it.
     """
-    return tail[-1:] == b"\2" and tail[-_OWN_CHECKSUM_SIZE:].startswith(_OWN_CHECKSUM)
+    return tail[-1:] == b"\2" and tail[-OWN_CHECKSUM_SIZE:].startswith(OWN_CHECKSUM)
 
 
-def _check_own_checksum(raw: Raw, position: int, end: int) -> None:
-    at = end - _OWN_CHECKSUM_SIZE
+def check_own_checksum(raw: Raw, position: int, end: int) -> None:
+    """Compare the record from ``position`` to ``end`` with the checksum of itself, if it has one.
+
+    Raises:
+        RecordError: They differ.
+    """
+    at = end - OWN_CHECKSUM_SIZE
     tail = bytes(raw[at:end])
     if has_own_checksum(tail):
-        digits, actual = tail[len(_OWN_CHECKSUM) : -1][::-1], body_checksum(raw[position:at])
+        digits, actual = tail[len(OWN_CHECKSUM) : -1][::-1], body_checksum(raw[position:at])
         if not digits.isdigit() or int(digits) != actual:
             what = f"checksum of the record in __CRC32#: expected {digits.decode('ascii', 'replace')}, found {actual}"
             raise RecordError(what, at - position)

@@ -14,6 +14,7 @@ import pytest
 from librmq import Message, MessageStore, StoreConfig
 from librmq.cli import main
 from librmq.clock import ManualClock
+from librmq.columns import reader
 from librmq.errors import CorruptionError, RmqError
 from librmq.message import StoredMessage, record
 from librmq.store import verify
@@ -354,6 +355,8 @@ def test_the_checksum_of_a_whole_record_is_compared(tmp_path: Path) -> None:
                 assert records() == sent, bit
             except RmqError:
                 assert not verify(folder).sound
+                with pytest.raises(RmqError):
+                    reader(str(folder), topic="orders", columns=["body", "properties"]).read_all()
 
 
 # ---- times
