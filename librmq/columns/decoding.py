@@ -471,7 +471,8 @@ class Block:
         rows = np.flatnonzero(self.sound & (ends - begins >= record.OWN_CHECKSUM_SIZE))
         rows = rows[self._raw[ends[rows] - 1] == ord(b"\2")]
         names = record.gather(self._raw, ends[rows] - record.OWN_CHECKSUM_SIZE, ">u8")
-        return rows[names == int.from_bytes(record.OWN_CHECKSUM[:8])]
+        found: Ints = rows[names == int.from_bytes(record.OWN_CHECKSUM[:8])]
+        return found
 
     def _checksums(self) -> npt.NDArray[np.uint32]:
         """Return the CRC-32 of each stored body."""

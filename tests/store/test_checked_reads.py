@@ -359,6 +359,39 @@ def test_the_checksum_of_a_whole_record_is_compared(tmp_path: Path) -> None:
                     reader(str(folder), topic="orders", columns=["body", "properties"]).read_all()
 
 
+# ---- queues that a damaged entry ends
+
+
+@pytest.mark.parametrize("files", ["small", "large"])
+@pytest.mark.parametrize(
+    ("number", "value"), [(0, 1 << 63), (58, 1 << 63), (59, 1 << 63), (59, 1 << 50), (0, 0), (58, 0)]
+)
+def test_after_a_kill_a_damaged_entry_ends_no_queue(tmp_path: Path, number: int, value: int, files: str) -> None:
+    """A recovery reads the end of the log, in which this queue has nothing, so only its entries say where it ends."""
+    config = StoreConfig.tiny(commitlog_file_size=8 << 10, max_message_size=4 << 10)
+    count = COUNT if files == "small" else 4000  # such a queue is not read at once
+    clock = ManualClock(START_MS)
+    with MessageStore.open(tmp_path / "first", config, clock=clock) as store:
+        for message in range(count):
+            store.append(Message("orders", b"%d" % message))
+        for message in range(400):
+            clock.advance(seconds=1)
+            store.append(Message("others", b"%d" % message))
+        store.flush()
+        store.abandon()
+    folder = Path(shutil.copytree(tmp_path / "first", tmp_path / "store"))  # in which no mark of a flush counts
+    begin = 20 * (count - COUNT + number) % config.consumequeue_file_size
+    file = sorted((folder / "consumequeue/orders/0").iterdir())[-1]
+    with file.open("r+b") as opened:
+        opened.seek(begin)
+        entry = opened.read(20)
+        opened.seek(begin)
+        opened.write((int.from_bytes(entry) ^ value << 96).to_bytes(20) if value else bytes(20))
+    for read_only in (True, False):
+        with MessageStore.open(folder, read_only=read_only) as store:
+            assert [message.body for message in store.messages("orders", 0)] == [b"%d" % n for n in range(count)]
+
+
 # ---- times
 
 

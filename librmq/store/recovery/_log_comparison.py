@@ -16,6 +16,7 @@ from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import PLACE
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files import Damage, Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
@@ -57,6 +58,17 @@ class Scope:
     """The broker's topics: records of other topics are excluded if the queue has no folder. Empty: no such rule."""
 
 
+def _hides_entries(raw: bytes) -> bool:
+    """Return whether the used bytes of a queue's file have an entry that is none, which would hide those behind it."""
+    places, sizes = raw[::ENTRY_SIZE], [raw[at::ENTRY_SIZE] for at in range(8, 12)]  # of each its bytes
+    if max(places, default=0) > 127 or max(sizes[0], default=0) > 127:
+        return True
+    at = sizes[3].find(0)
+    while at >= 0 and any(part[at : at + 1] != b"\0" for part in sizes):
+        at = sizes[3].find(0, at + 1)
+    return at >= 0
+
+
 class UncleanQueues:
     """The queues of the store in folder ``path`` after an unclean exit."""
 
@@ -66,8 +78,9 @@ class UncleanQueues:
         self._file_size = file_size
         self._pool = pool
         self._path_read = ""
-        # The folder, and start and content of the only file, if it is one and was read.
+        # The folder, and start and content of the only file, if it is one and was read, and no entry hides others.
         self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
+        self._ends: dict[QueueName, int] = {}  # where the messages of listed queues end
         self._left: set[str] = set()
         self._written: set[str] = set()
         self._overwritten: list[str] = []
@@ -87,16 +100,23 @@ class UncleanQueues:
         listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
         starts = list_starts(folder, self._file_size, listed)
         content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
-        self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
+        is_short = only is not None and len(starts) == 1 and not _hides_entries(only[1])
+        self._listed[name] = folder, starts[0] if is_short else None, content
+        if only is not None and only[1]:
+            last = (len(only[1]) - 1) // ENTRY_SIZE * ENTRY_SIZE
+            self._ends[name] = sum(PLACE.unpack(only[1][last : last + PLACE.size].ljust(PLACE.size, b"\0")))
 
     def has_listed(self, name: QueueName) -> bool:
         """Return whether the queue's files are listed, and it was neither opened nor left unopened since."""
         return name in self._listed
 
-    def has_begin_and_end(self, name: QueueName) -> bool:
-        """Return whether a queue that is not opened yet has its first file, and room for more entries in its last."""
+    def has_begin_and_end(self, name: QueueName, log_end: int) -> bool:
+        """Return whether a queue that is not opened yet has its first file, and room for more entries in its last.
+
+        One that leads behind the log's end has not: damage can have made its last entry do so.
+        """
         folder, start, content = self._listed.get(name, ("", None, None))
-        if start != 0:
+        if start != 0 or self._ends.get(name, 0) > log_end:
             return False
         end = self._file_size - ENTRY_SIZE
         if content is not None:

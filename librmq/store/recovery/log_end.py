@@ -506,8 +506,17 @@ class Recovery:
         """Return the queues that lack a file, which a comparison of this scope would not see."""
         if self._mode.is_thorough or self._mark is not None:  # the mark knows the files
             return frozenset()
-        parts, whole = self._parts, (lambda _: False) if self._clean else self._unclean.has_begin_and_end
-        names = lacking_queues(self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, whole)
+        parts = self._parts
+
+        def is_whole(name: QueueName) -> bool:
+            return not self._clean and self._unclean.has_begin_and_end(name, parts.log.end)
+
+        def was_cut(queue: ConsumeQueue) -> bool:
+            return any(cut.kind == "ahead" and os.path.dirname(cut.file) == queue.folder for cut in parts.cuts)
+
+        names = lacking_queues(
+            self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, is_whole, was_cut
+        )
         return names - scope.all_of
 
     def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:

@@ -59,14 +59,18 @@ def lacking_queues(
     levels: DelayLevels,
     until: int,
     has_begin_and_end: Callable[[QueueName], bool] = lambda _: False,
+    was_cut: Callable[[ConsumeQueue], bool] = lambda _: False,
 ) -> frozenset[QueueName]:
-    """Return the queues that lack a file with entries of records before physical offset ``until``.
+    """Return the queues that lack a file with entries of records before physical offset ``until``, or such entries.
+
+    A damaged entry that leads beyond the log's end is cut with those behind it (``was_cut``), and one that ends the
+    queue hides them.
 
     A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
     the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
     if a group has progress in it, and if another queue of the topic has an older entry.
     """
-    spans = {name: _unknown_spans(queues[name], log, until) for name in queues if not has_begin_and_end(name)}
+    spans = {name: _unknown_spans(queues[name], log, until, was_cut) for name in queues if not has_begin_and_end(name)}
     with suppress(CorruptionError):  # a damaged table is reported where it is read
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
         topics = {topic for topic, _ in queues}
@@ -79,7 +83,9 @@ def lacking_queues(
     return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
 
 
-def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int) -> list[tuple[int, int]]:
+def _unknown_spans(
+    queue: ConsumeQueue, log: CommitLog, until: int, was_cut: Callable[[ConsumeQueue], bool]
+) -> list[tuple[int, int]]:
     """Return the spans of the log about which the files of a queue say nothing."""
     begin, end = queue.stored_begin, queue.max_offset
     if begin >= end:
@@ -89,7 +95,8 @@ def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int) -> list[tupl
         place, size, _ = ENTRY.unpack(queue.read(begin, 1))
         if place > log.begin and size != HOLE_SIZE:
             spans.append((log.begin, place))
-    if not end * ENTRY_SIZE % queue.file_size and queue.max_physic_offset < until:
+    has_no_end = not end * ENTRY_SIZE % queue.file_size or was_cut(queue) or queue.data_behind_end()
+    if has_no_end and queue.max_physic_offset < until:
         spans.append((queue.max_physic_offset, until))
     return spans
 
