@@ -79,6 +79,9 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "queues": (_QUEUE,),
     "query": (_STORED,),
+    "schedules": ("name:str topic:str next_ms:int? last_ms:int? paused:bool rule:str missed:str",),
+    "send": ("id:str topic:str queue_id:int queue_offset:int",),
+    "consume": (_SHOWN,),
     "pending": ("librmq.diagnosis.pending.PendingMessage",),
     "topic": (
         "topic:str action:str read_queues?:int write_queues?:int permission?:str message_type?:str before?:any "

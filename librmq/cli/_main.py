@@ -79,7 +79,13 @@ def parse(words: Sequence[str], commands: Mapping[str, Command] = COMMANDS) -> a
         top.error(f"there is no command {frame.command[:80]!r}; {hint}")
     before = argparse.Namespace(format=getattr(frame, "format", None), config=None, command=command)
     parser = parser_of(command)
-    namespace = parser.parse_args(_join_times(frame.rest), before)
+    words = list(frame.rest)
+    if command.runs_program:
+        end = words.index("--") if "--" in words else len(words)
+        before.program, words = words[end + 1 :], words[:end]
+    # A body can stand behind options, which `parse_args` does not allow.
+    read = parser.parse_intermixed_args if command.module == "shell" else parser.parse_args
+    namespace = read(_join_times(words), before)
     if command.takes_route and (namespace.store is None) == (namespace.route is None):
         parser.error("expected either the folder of a STORE or --route HOST:PORT")
     if hasattr(namespace, "route") and namespace.route is None:  # `serve` has a --tls of its own

@@ -219,6 +219,8 @@ class Command:
     """Whether the store need not exist."""
     reads: bool = False
     """Whether it takes the options of commands that read a store, also as it was."""
+    runs_program: bool = False
+    """Whether the words behind ``--`` are a program and its arguments."""
     output: tuple[Option, ...] = LISTED
     """`OUTPUT` for a command that prints no list, none for one that prints text or has its own."""
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.store import BrokerTables, Condition, MessageStore
     from librmq.wire.share_links import OwnedStore
 
+ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
+"""What names a name server in the place of a folder."""
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000
 _BY_QUEUES: Final = frozenset(("groups", "lag", "queue", "queues", "stats", "topics"))

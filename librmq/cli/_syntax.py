@@ -206,15 +206,54 @@ _LOOK: Final = (
         "pending", "groups", "list messages that wait for a time, a transaction or an acknowledgement",
         "store --kind delay",
         (
-            option("--kind", choices=("half", "given_up", "delay", "retry", "timer", "pop"), help="only this kind"),
+            option(
+                "--kind", choices=("half", "given_up", "delay", "retry", "timer", "pop", "schedule"),
+                help="only this kind",
+            ),
             option("--topic", help="only messages for this topic"),
         ),
     ),
+    Command("schedules", "groups", "list schedules, and when each sends next", "store"),
 )  # fmt: skip
 
 _OF_GROUP: Final = (*_GROUP_AND_TOPIC, option("--queue", metavar="IDS", help="only these queues (3, or 0,3,5-9)"))
 
+_PLACE: Final = option("place", help="the folder of a store, or the HOST:PORT of a cluster's name server")
+
 _CHANGE: Final = (
+    Command(
+        "send", "shell", "send a message, or each line of standard input", "store orders hello",
+        (
+            _PLACE,
+            option("topic", help="the topic"),
+            option("body", nargs="?", help="the body; - or none: standard input"),
+            option("--create", action="store_true", help="make the store if there is none"),
+            option("--lines", action="store_true", help="send each line of standard input as a message"),
+            option("--tag", help="its tag"),
+            option("--key", action="append", help="a business key; repeatable"),
+            option("--delay", type=duration, help="deliver it so much later"),
+            option("--property", type=pair, action="append", metavar="NAME=TEXT", help="a property; repeatable"),
+            *SECURED,
+        ),
+        note="A folder is shared with the processes that use it by librmq.share or by these commands.",
+        store=False, output=OUTPUT,
+    ),
+    Command(
+        "consume", "shell", "print messages for a group, or run a program for each",
+        "store orders --group billing --max 1",
+        (
+            _PLACE,
+            option("topic", help="the topic"),
+            option("--group", required=True, help="the consumer group; a new one begins at the first message"),
+            option("--max", metavar="N", type=POSITIVE, help="end after so many messages"),
+            option("--until-end", action="store_true", help="end where the topic ended at the start"),
+            *SECURED,
+        ),
+        description="Prints a line of JSON for each message, which counts as consumed once it is written. With "
+        "-- COMMAND it runs that for each message, the body on standard input, the rest in variables "
+        "MESSAGE_…: status 0 acknowledges, any other is a retry, with the last line of its errors as the cause.",
+        store=False, output=(), runs_program=True,
+    ),
     Command(
         "topic", "administration", "create a topic, add queues, or delete it", "create store orders --queues 4",
         (
@@ -547,7 +586,7 @@ _TOOLS: Final = (
     Command(
         "console", "console", "show a store or a cluster in the browser", "store --port 0",
         (
-            option("place", help="the folder of a store, or the HOST:PORT of a cluster's name server"),
+            _PLACE,
             option("--port", metavar="N", type=whole(0, 65_535), default="0", help="the port (a free one)"),
             option(
                 "--allow-changes", action="store_true",
@@ -617,6 +656,7 @@ UNDATED: Final = {
     "disk": "it shows the files and the disk as they are",
     "expiring": _NO_PROGRESS,
     "progress": _NO_PROGRESS,
+    "schedules": "only what is due next is kept",
     "timers": "the timer's files hold only what waits now; librmq pending --at lists the messages that waited then",
     "verify": "it compares the files as they are",
     "whatif": f"{_NO_PROGRESS}; librmq lag --at gives the ends of the queues then",

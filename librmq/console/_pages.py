@@ -527,8 +527,8 @@ class Pages:
     def waiting(self, query: Query) -> Page:
         """Show what waits for its time or a decision: halves, delays, timers, retries, what POP holds."""
         kind = query.text("kind") or None
-        if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
-            raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
+        if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop", "schedule"):
+            raise ConfigError(f"kind: expected half, given_up, delay, retry, timer, pop or schedule, found {kind!r}")
         has_log = self.place.has_log
         with self.place.log(query.at_ms, asks_owner=True) if has_log else self.place.view() as view:
             if isinstance(view, StoreView):

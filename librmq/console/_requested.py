@@ -38,7 +38,7 @@ NOT_WAITING: Final = (
     "the timer. Halves, the relay and POP need the log: give the console the folder of the store, or run librmq "
     "pending on the broker's machine."
 )
-NOT_ASKED: Final = ("half", "given_up", "pop")
+NOT_ASKED: Final = ("half", "given_up", "pop", "schedule")
 """The kinds of waiting messages for which no request asks."""
 _Event = Literal["stored", "half", "delayed", "retried", "dead", "passed", "not_passed"]
 _BEFORE_DELIVERY: Final = (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HALF)

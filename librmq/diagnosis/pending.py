@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP
+from librmq.scheduling.schedules import Schedule, schedule_of, scheduled_id
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
@@ -47,7 +48,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 
-Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop"]
+Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop", "schedule"]
 
 _SAME_KEY: Final = 4096
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
@@ -57,8 +58,8 @@ class PendingMessage(NamedTuple):
     """A waiting message."""
 
     kind: Kind
-    """What it is: ``half``, ``given_up`` (a discarded half), ``delay``, ``retry``, ``timer`` or ``pop`` (received by a
-    group, and not acknowledged)."""
+    """What it is: ``half``, ``given_up`` (a discarded half), ``delay``, ``retry``, ``timer``, ``pop`` (received by a
+    group, and not acknowledged) or ``schedule`` (the next message of one)."""
     topic: str
     """The topic of the send."""
     target_topic: str
@@ -69,7 +70,8 @@ class PendingMessage(NamedTuple):
     unique_key: str | None
     """The unique id; None if the message has none, or is deleted."""
     physical_offset: int
-    """The place of the waiting record; for ``pop`` of the message, or if it is deleted, of the check point."""
+    """The place of the waiting record; for ``pop`` of the message, or if it is deleted, of the check point; -1 for
+    ``schedule``, whose message is not stored yet."""
     checks: int
     """The number of checks of a half; 0 for other kinds."""
 
@@ -111,10 +113,23 @@ def pending_messages(
                 pending = _pending(finder_kind, due_ms, message)
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
+    if kind in (None, "schedule") and store.past_ms is None:
+        for pending in scheduled(schedule_of(name, row) for name, row in sorted(tables.schedules.rows.items())):
+            if topic in (None, pending.topic):
+                yield pending
     if kind in (None, "pop"):
         for pending in _received(view, holds or pop_holds(view)):
             if topic in (None, pending.topic, pending.target_topic):
                 yield pending
+
+
+def scheduled(schedules: Iterable[Schedule]) -> Iterator[PendingMessage]:
+    """Yield the next message of each schedule."""
+    for schedule in schedules:
+        if schedule.next is not None:
+            due_ms = round(1000 * schedule.next.timestamp())
+            unique_key = scheduled_id(schedule.name, due_ms)
+            yield PendingMessage("schedule", schedule.topic, schedule.topic, due_ms, unique_key, -1, 0)
 
 
 def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:

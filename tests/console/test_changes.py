@@ -94,6 +94,12 @@ def test_the_newest_letters_are_shown(broker: Broker, runner: ManualRunner, monk
     assert (facts(group)["dead letters"], "Of the newest 3 letters." in group) == ("4", True)
 
 
+def test_the_next_message_of_a_schedule_waits(broker: Broker, runner: ManualRunner) -> None:
+    broker.set_schedule("hourly", topic="orders", every=3600)
+    (row,) = Asked(console(broker)).table("/waiting?kind=schedule", "Waiting messages")
+    assert (row["kind"], row["topic"]) == ("schedule", "orders")
+
+
 def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:
     with Producer(broker, "shop") as producer:
         message_id = producer.send("orders", b"later", delay=60).message_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import secrets
 import socket
 import threading
@@ -12,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._output import Output, complain, end_signals
-from librmq.cli._stores import locate
+from librmq.cli._stores import ADDRESS, locate
 from librmq.errors import InputError, MissingExtraError
 from librmq.files import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -20,7 +19,6 @@ from librmq.store.format.directory import check_kind
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute
 
-_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
 _STOP_S: Final = 5.0
 
 
@@ -73,7 +71,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
 
     place = arguments.place
     log_paths = arguments.log_path or ()
-    if not os.path.lexists(place) and _ADDRESS.fullmatch(place):
+    if not os.path.lexists(place) and ADDRESS.fullmatch(place):
         if log_paths:
             raise InputError(f"--log-path: expected it with the folder of a store, found {place}")
         arguments.route = place

@@ -274,6 +274,30 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def schedules(arguments: argparse.Namespace, output: Output) -> int:
+    """Print a line for each schedule."""
+    from librmq.scheduling.schedules import schedule_of
+
+    with open_view(arguments) as view:
+        for name, row in sorted(view.tables.schedules.rows.items()):
+            schedule = schedule_of(name, row)
+            next_ms, last_ms = (
+                None if time is None else round(1000 * time.timestamp()) for time in (schedule.next, schedule.last)
+            )
+            output.row(
+                {
+                    "name": name,
+                    "topic": schedule.topic,
+                    "next_ms": next_ms,
+                    "last_ms": last_ms,
+                    "paused": schedule.paused,
+                    "rule": schedule.rule,
+                    "missed": schedule.missed,
+                }
+            )
+    return 0
+
+
 def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
     """Say what the rows of `pending` leave out or assume because a table of progress is missing."""
     tables = view.tables

@@ -1,0 +1,204 @@
+"""``send`` and ``consume``: a producer and a worker in a shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import librmq
+from librmq.cli._output import Output, end_signals
+from librmq.cli._rows import message_line
+from librmq.cli._stores import ADDRESS, locate
+from librmq.errors import InputError
+from librmq.files import DiskFiles
+from librmq.listener import DownstreamDown, ReconsumeLater
+from librmq.message.delays import DEFAULT_LEVELS
+from librmq.protocol import ConsumeFrom, QueryOffset
+from librmq.store.format.directory import check_kind
+
+if TYPE_CHECKING:
+    from librmq.broker import AdministeredRoute
+    from librmq.consumer import DeliveredMessage
+    from librmq.message import MessageQueue
+
+_LOOK_S: Final = 0.1
+_ENDS_S: Final = 60.0
+"""Time that the running command has to end."""
+_MOST_CAUSE: Final = 300
+
+
+def _opened(arguments: argparse.Namespace, opened: ExitStack, *, creates: bool = False) -> AdministeredRoute:
+    """Return the route to the place that is named: a folder, shared with what runs there, or a name server.
+
+    Raises:
+        InputError: The place is neither.
+    """
+    place = arguments.place
+    if not os.path.lexists(place) and ADDRESS.fullmatch(place):
+        from librmq.cli._routes import connect_to
+
+        arguments.route = place
+        return opened.enter_context(connect_to(arguments))
+    if not creates:
+        if not os.path.isdir(place):
+            raise InputError(
+                f"{place}: expected the folder of a store, or the HOST:PORT of a name server; `librmq send --create` "
+                "makes a store"
+            )
+        place = locate(place, ())
+        check_kind(place, DiskFiles())
+    if sys.platform == "win32":
+        return opened.enter_context(librmq.Broker.open(place))
+    return opened.enter_context(librmq.share(place))
+
+
+def send(arguments: argparse.Namespace, output: Output) -> int:
+    """Send a message, or one for each line of standard input."""
+    with ExitStack() as opened:
+        route = _opened(arguments, opened, creates=arguments.create)
+        producer = opened.enter_context(librmq.Producer(route, "librmq-send"))
+        for body in _bodies(arguments):
+            sent = producer.send(
+                arguments.topic,
+                body,
+                tags=arguments.tag,
+                keys=arguments.key or (),
+                properties=dict(arguments.property or ()),
+                delay=arguments.delay,
+            )
+            queue = sent.queue
+            output.row(
+                {
+                    "id": sent.message_id,
+                    "topic": queue.topic,
+                    "queue_id": queue.queue_id,
+                    "queue_offset": sent.queue_offset,
+                }
+            )
+    return 0
+
+
+def _bodies(arguments: argparse.Namespace) -> Iterator[bytes]:
+    given = arguments.body
+    if arguments.lines:
+        if given not in (None, "-"):
+            raise InputError("--lines: expected no BODY with it, because it sends the lines of standard input")
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            body = line.rstrip(b"\r\n")
+            if not body:
+                raise InputError(f"line {number} of standard input is empty: a message has at least one byte")
+            yield body
+    else:
+        yield sys.stdin.buffer.read() if given in (None, "-") else os.fsencode(given)
+
+
+# ---- consume
+
+
+def consume(arguments: argparse.Namespace, output: Output) -> int:
+    """Print messages as they come and acknowledge them, or run a program for each."""
+    program = arguments.program
+    if program and shutil.which(program[0]) is None:
+        raise InputError(f"{program[0]}: there is no such program")
+    with end_signals() as ended, ExitStack() as opened:
+        worker = _Worker(_opened(arguments, opened), arguments, output.of_lines())
+        consumer = librmq.PushConsumer(
+            worker.route,
+            arguments.group,
+            threads=1,
+            consume_from=ConsumeFrom.FIRST,
+            shutdown_timeout=_ENDS_S,
+        )
+        consumer.subscribe(arguments.topic, worker.consume)
+        with consumer:
+            while not (worker.is_over.is_set() or ended.wait(_LOOK_S) or worker.reaches_end()):
+                pass
+            worker.is_over.set()
+    return 0
+
+
+class _Worker:
+    """The listener of a group, for one message at a time."""
+
+    def __init__(self, route: AdministeredRoute, arguments: argparse.Namespace, output: Output) -> None:
+        self.route = route
+        self.is_over = threading.Event()
+        """Whether no further message is begun."""
+        self._arguments = arguments
+        self._output = output
+        self._count = 0
+        self._passed: dict[MessageQueue, int] = {}
+        self._ends: dict[MessageQueue, int] | None = None
+        if arguments.until_end:
+            bounds = route.queues(arguments.topic).items()
+            self._ends = {queue: bound.max_offset for queue, bound in bounds if bound.min_offset < bound.max_offset}
+
+    def reaches_end(self) -> bool:
+        """Return whether the group has consumed all that was there at the start, if it is to end there."""
+        if self._ends is None:
+            return False
+        group = self._arguments.group
+        for queue, end in list(self._ends.items()):
+            asked = QueryOffset(group, queue.topic, queue.queue_id)
+            if self._passed.get(queue, 0) >= end or (self.route.endpoint(queue.broker_name).call(asked) or 0) >= end:
+                del self._ends[queue]
+        return not self._ends
+
+    def consume(self, message: DeliveredMessage) -> None:
+        """Print a message, or run the program for it."""
+        if self.is_over.is_set():
+            raise DownstreamDown("librmq consume ends")  # This counts as no attempt.
+        try:
+            if self._arguments.program:
+                self._run(message)
+            else:
+                self._print(message)
+        finally:
+            if not self.is_over.is_set():
+                self._passed[message.queue] = message.queue_offset + 1
+                self._count += 1
+                if self._count == self._arguments.max:
+                    self.is_over.set()
+
+    def _print(self, message: DeliveredMessage) -> None:
+        try:
+            self._output.lines([message_line(message.raw, DEFAULT_LEVELS, form="text")])
+            self._output.flush()
+        except OSError as error:  # The reader has left, or a disk is full: the message goes back.
+            self.is_over.set()
+            raise DownstreamDown(f"standard output: {error}") from error
+
+    def _run(self, message: DeliveredMessage) -> None:
+        ran = subprocess.run(
+            self._arguments.program, input=message.body, stderr=subprocess.PIPE, env={**os.environ, **_fields(message)}
+        )
+        sys.stderr.buffer.write(ran.stderr)
+        sys.stderr.flush()
+        if ran.returncode:
+            said = ran.stderr.decode(errors="replace").split("\n")
+            last = next((line for line in reversed(said) if line.strip()), "")
+            raise ReconsumeLater(last[:_MOST_CAUSE] or f"{self._arguments.program[0]} ended with {ran.returncode}")
+
+
+def _fields(message: DeliveredMessage) -> dict[str, str]:
+    """Return what the environment of a program says of its message."""
+    fields: dict[str, Any] = {
+        "ID": message.message_id,
+        "TOPIC": message.topic,
+        "TAG": message.tags or "",
+        "KEYS": " ".join(message.keys),
+        "ATTEMPT": message.reconsume_times + 1,
+        "QUEUE_ID": message.queue_id,
+        "QUEUE_OFFSET": message.queue_offset,
+        "BORN_MS": message.born_timestamp_ms,
+        "PROPERTIES": json.dumps(dict(message.properties)),
+    }
+    return {f"MESSAGE_{name}": str(value).replace("\0", "") for name, value in fields.items()}
