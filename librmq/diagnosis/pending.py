@@ -273,13 +273,15 @@ def _at_place(
 
 
 def _due(store: MessageStore, queue: ConsumeQueue | None, message: StoredMessage) -> int:
-    """Return the delivery time of a delayed message, which is in its queue entry."""
+    """Return the delivery time of a delayed message: that of its queue entry, if the record can have waited for it."""
     raw = b"" if queue is None else queue.read(message.queue_offset, 1)
     code = int(ENTRY.unpack(raw)[2]) if raw else 0
     if queue is not None and is_ext_address(code):
         unit = queue.ext_unit(code)
         code = 0 if unit is None else unit.tags_code
-    return code if not -(1 << 31) <= code < 1 << 31 else derived_tags_code(message, store.levels)
+    wait_ms = code - message.store_timestamp_ms  # a level is a whole number of seconds
+    is_time = not -(1 << 31) <= code < 1 << 31 and wait_ms >= 0 and wait_ms % 1000 == 0
+    return code if is_time else derived_tags_code(message, store.levels)
 
 
 def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:

@@ -323,6 +323,19 @@ def test_a_search_for_a_damaged_record_is_an_error(tmp_path: Path, at: int) -> N
         assert main(["query", str(folder), *options]) == 1
 
 
+@pytest.mark.parametrize("field", ["queue_id", "queue_offset", "physical_offset", "topic"])
+def test_a_walk_over_the_log_says_where_a_record_contradicts_its_place(
+    folder: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`librmq show` without a topic asks no queue."""
+    assert main(["show", str(folder)]) == 0
+    assert not capsys.readouterr().err
+    at = record.BODY_AT + len(b"orders 0 030") + 1 if field == "topic" else record.span("size", field) - 1
+    flip(folder, LOG, 8 * (places(folder)[30] + at))
+    main(["show", str(folder)])
+    assert "librmq verify" in capsys.readouterr().err
+
+
 def test_the_checksum_of_a_whole_record_is_compared(tmp_path: Path) -> None:
     """RocketMQ 5.1.5 and later can put one last into the properties, by which no field can change unseen."""
     folder = tmp_path / "store"

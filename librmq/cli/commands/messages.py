@@ -37,6 +37,7 @@ from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
+from librmq.message.batch import is_batch
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes, noted_order
 from librmq.store.format.directory import COMMITLOG, has_abort
@@ -246,12 +247,40 @@ def _in_log(
     if selection.has_times:
         order = noted_order(arguments.store, DiskFiles(), log)
         begin = StoreTimes(log, order).first_file(selection.begin_ms)
+    offsets = _OffsetOrder()
     for physical_offset, _, raw in _items(arguments, sequence, begin):
         bar.to(physical_offset - sequence.begin)
         if raw is not None:
             message = StoredMessage(raw)
+            if message.physical_offset != physical_offset:
+                what = f"it says that it is at {message.physical_offset}"
+                report_record(arguments, physical_offset, what)
+            offsets.check(message, physical_offset)
             if test(message):
                 yield message
+
+
+class _OffsetOrder:
+    """Compares what records say of their places with where they are, because no queue is asked; tells it once."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, int], int] = {}
+        self._is_told = False
+
+    def check(self, message: StoredMessage, physical_offset: int) -> None:
+        """Compare a record with those before it."""
+        if is_batch(message) or not has_queue_entry(message.sys_flag):
+            return
+        name, queue_offset = (message.topic, message.queue_id), message.queue_offset
+        expected = self._next.get(name, queue_offset)
+        self._next[name] = queue_offset + 1
+        if queue_offset not in (expected, 0) and not self._is_told:  # a new topic of this name begins at 0
+            self._is_told = True
+            complain(
+                f"note: the record at {physical_offset} says that it is at queue offset {queue_offset} of "
+                f"{name[0]}/{name[1]}, and the one before it in the log says {expected - 1}: librmq verify tells which "
+                "is damaged"
+            )
 
 
 # ---- the last messages
