@@ -325,7 +325,7 @@ def check_reached(name: str, queue_offset: int, topic: str, ends: Collection[int
     """
     if queue_offset <= max(ends, default=queue_offset):
         return
-    meant = "; if a time was meant, give it with its zone"
+    meant = f"; if a time was meant, give it {'by --to' if name == '--offset' else 'with its zone'}"
     with suppress(OverflowError, ValueError, OSError):
         # Until the year 5138 seconds since 1970 have at most 11 digits, and since 1973 milliseconds have 12.
         seconds = queue_offset / 1000 if queue_offset >= 10**11 else queue_offset

@@ -120,6 +120,15 @@ def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> Non
         note_topic(topic, {name for name, _ in store.queues}, output)
 
 
+def note_offsets(selection: MessageQuery, held: range | None, output: Output) -> None:
+    """Tell a person which offsets a queue has, if none of the selected ones is among them."""
+    wanted = selection.offsets
+    if held is None or wanted is None or output.rows or (wanted.start < held.stop and held.start < wanted.stop):
+        return
+    has = f"has the offsets {held.start} to {held.stop - 1}" if held else f"is empty; its next offset is {held.stop}"
+    output.explain_nothing(f"queue {selection.queue_id} of topic {selection.topic!r} {has}")
+
+
 def note_message(output: Output, *, name: str | None, kind: str, is_limited: bool = False) -> None:
     """Tell a person that no message has an id or a key, if no row was printed."""
     if name is not None and not output.rows and output.says_nothing_found:

@@ -73,10 +73,14 @@ def console(
     Raises:
         MissingExtraError: The extra ``console`` is not installed.
         TypeError: ``route`` is no route and no path.
-        ConfigError: ``secret`` is empty.
+        ConfigError: ``secret`` is empty or no text, or ``hosts`` is one text.
     """
+    if secret is not None and not isinstance(secret, str):
+        raise ConfigError(f"secret: expected text, found {type(secret).__name__}")
     if secret == "":
         raise ConfigError("secret: expected some characters, found none, by which everyone would be let in")
+    if isinstance(hosts, str) or not all(isinstance(host, str) for host in hosts):
+        raise ConfigError(f"hosts: expected a list of names such as ['shop.example'], found {hosts!r:.80}")
     place = Place(route, folder)
     pages = Pages(place, bodies=bodies, allow_changes=allow_changes)
     site = _Site(pages, Changes(place) if pages.allow_changes else None)

@@ -122,6 +122,11 @@ class StartVerdict(NamedTuple):
         """Return the verdict on the store in ``path`` for people."""
         condition = "" if self.condition in (None, "sound") else f"{self.condition}; "
         text = f"{path}: {condition}RocketMQ {self.version} {_DOES[self.broker]}; librmq {_DOES[self.librmq]}"
+        if self.condition is None and "refuses" not in (self.broker, self.librmq):
+            text += (
+                f"; queues and index were not compared with the log, which is above {size_text(_MOST_TRIED)}: librmq "
+                "verify does that"
+            )
         if self.recovery_file is None or self.recovery_bytes is None or self.broker == "refuses":
             return text
         text += f"; the broker reads {size_text(self.recovery_bytes)} from {self.recovery_file} on"

@@ -244,6 +244,8 @@ def test_large_logs_are_judged_without_a_trial(shell: Shell, closed: bool) -> No
         zero(path / "checkpoint", 0, 24)
     row, _ = can_start(shell, path, 0)
     assert (row["librmq"], row["recover_cuts"]) == (("starts", 0) if closed else ("repairs", None))
+    said = shell("can-start", path).said
+    assert "not compared with the log, which is above 64 MiB: librmq verify does that" in said
     log = path / "commitlog" / f"{0:020}"
     with log.open("rb") as file:
         (first_size,) = struct.unpack(">i", file.read(4))

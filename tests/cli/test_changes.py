@@ -265,7 +265,7 @@ def test_skipped_messages_can_be_set_aside_and_replayed(shell: Shell) -> None:
     [
         (["reset", "store", *ORDERS], "expected either --to"),
         (["reset", "store", *ORDERS, "--to", "end", "--offset", "3"], "expected either --to"),
-        (["reset", "store", *ORDERS, "--offset", "1795802400000"], "a time was meant, give it with its zone, as 2026"),
+        (["reset", "store", *ORDERS, "--offset", "1795802400000"], "a time was meant, give it by --to, as 2026"),
         (["reset", "store", *ORDERS, "--offset", "38", "--queue", "1", "--dry-run"], "a queue offset up to 36"),
         (["reset", "store", *ORDERS, "--to", "soon"], "not a time"),
         (["reset", "store", *ORDERS, "--to", "end", "--queue", "7"], "its queues are 0-1"),

@@ -256,6 +256,15 @@ def test_a_topic_that_does_not_exist_is_reported(shell: Shell, words: str) -> No
     assert "note" not in shell(command, "store", "--topic", "OrderTopic", *more).said
 
 
+def test_offsets_beyond_the_end_are_reported(shell: Shell) -> None:
+    words = "show", "store", "--topic", "OrderTopic", "--queue", "1", "--offset"
+    answer = shell(*words, "1000000-")
+    assert (answer.status, answer.out) == (0, "")
+    last = shell(*words, "0-").rows[-1]["queue_offset"]
+    assert answer.said == f"note: queue 1 of topic 'OrderTopic' has the offsets 0 to {last}\n"
+    assert shell(*words, str(last)).said == ""
+
+
 def test_names_that_do_not_exist_are_reported(shell: Shell) -> None:
     """Also where they only choose a part of what is printed, or are an error."""
     note = "topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?"

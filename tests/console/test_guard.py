@@ -48,6 +48,19 @@ def test_an_empty_secret_is_refused(broker: Broker) -> None:
         guarded_console(broker, secret="")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"secret": 5}, "secret: expected text, found int"),
+        ({"hosts": "shop.example"}, r"hosts: expected a list of names such as .*, found 'shop.example'"),
+        ({"hosts": [5]}, "hosts: expected a list of names"),
+    ],
+)
+def test_other_values_than_text_are_refused(broker: Broker, settings: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        guarded_console(broker, **settings)
+
+
 def test_processes_of_one_secret_take_each_others_cookies_and_forms(broker: Broker) -> None:
     broker.set_group("g", retry_max_times=3)
     first, second = (

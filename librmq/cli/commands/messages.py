@@ -20,6 +20,7 @@ from librmq.cli._selection import (
     check_id,
     in_queue,
     note_message,
+    note_offsets,
     note_topic,
     note_topic_of,
     parse_time,
@@ -45,6 +46,7 @@ from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
+    from librmq.diagnosis import ClusterView, StoreView
     from librmq.store import MessageStore
     from librmq.store.engine.store_parts import QueueName
 
@@ -183,8 +185,16 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         opened.close()
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
+            note_offsets(selection, _held(view, selection), output)
     _note_unknown(selection, output)
     return 0
+
+
+def _held(view: StoreView | ClusterView, selection: MessageQuery) -> range | None:
+    """Return the offsets of the selected queue; None if none is selected, or several brokers have one."""
+    queues = view.queues(selection.topic or "")
+    found = [offsets for queue, offsets in queues.items() if queue[-1] == selection.queue_id]
+    return found[0] if len(found) == 1 else None
 
 
 def _print_checked(
