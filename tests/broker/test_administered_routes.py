@@ -209,6 +209,22 @@ def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_pat
         assert [message.body for message in asked.messages("%RETRY%billing")] == [letters[0].body]
         assert asked.cancel(producer.send("orders", b"later", delay_level=18)).cancelled
 
+        if place in (over_tcp, at_serve):
+            with pytest.raises(ConfigError, match="schedules"):
+                asked.schedules()
+            for change in (asked.pause_schedule, asked.resume_schedule, asked.delete_schedule):
+                with pytest.raises(ConfigError, match="schedules"):
+                    change("daily")
+            with pytest.raises(ConfigError, match="schedules"):
+                asked.set_schedule("daily", topic="orders", every=86_400)
+        else:
+            asked.set_schedule("daily", topic="orders", every=86_400)
+            asked.pause_schedule("daily")
+            assert [(one.name, one.topic, one.paused) for one in asked.schedules()] == [("daily", "orders", True)]
+            asked.resume_schedule("daily")
+            asked.delete_schedule("daily")
+            assert asked.schedules() == ()
+
         asked.delete_group("billing", keep_progress=False)
         assert asked.consumer_offset("billing", "orders") is None
         asked.delete_topic("orders")
