@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -145,3 +146,23 @@ async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool
     else:
         await asyncio.sleep(0)
     return event.is_set()
+
+
+class Allowance:
+    """What a rate permits: ``rate`` units a second, of which at most ``burst`` gather while none is taken.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, now_ms: int) -> None:
+        """Nothing was taken before ``now_ms``."""
+        self._saved: float | None = None
+        self._at_ms = now_ms
+
+    def take(self, wanted: int, rate: float, burst: int, now_ms: int) -> tuple[int, int]:
+        """Take up to ``wanted`` units; return their number, and when there is one again (ms)."""
+        passed_ms, self._at_ms = max(0, now_ms - self._at_ms), now_ms
+        saved = burst if self._saved is None else min(burst, self._saved + passed_ms * rate / 1000)
+        taken = min(wanted, int(saved + 1e-9))
+        self._saved = saved - taken
+        return taken, now_ms + max(1, math.ceil((1 - self._saved) * 1000 / rate - 1e-6))

@@ -84,7 +84,7 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog, counted
-from librmq.scheduling.schedules import Missed, Schedule, checked_rule
+from librmq.scheduling.schedules import Schedule, ScheduleRule
 
 if TYPE_CHECKING:
     from librmq.store import BrokerTables, MessageStore
@@ -592,7 +592,7 @@ class AdministeredRoute(Route, Closing):
         cron: str | None = None,
         timezone: str = "UTC",
         every: float | timedelta | None = None,
-        missed: Missed = "once",
+        missed: Literal["once", "skip", "all"] = "once",
         body: bytes | str | None = None,
         properties: Mapping[str, str] | None = None,
         until: datetime | int | None = None,
@@ -621,7 +621,7 @@ class AdministeredRoute(Route, Closing):
             MessageIllegalError: Such a message can't be sent.
             MissingExtraError: The extra ``cron`` is missing.
         """
-        rule = checked_rule(
+        rule = ScheduleRule.of(
             name, topic=topic, cron=cron, timezone=timezone, every=every, missed=missed, body=body,
             properties=properties, until=until,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from librmq.message.ids import parse_host
 from librmq.protocol import ChangeSchedule, DescribeSchedules, ResponseCode
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.schedules import Schedule, ScheduleRule, schedule_of, scheduled_id, set_row
+from librmq.scheduling.schedules import Schedule, ScheduleRule
 
 _log = EventLog("librmq.broker")
 _LATE_MS: Final = 1_000
@@ -52,7 +52,7 @@ class Schedules:
 
     def describe(self, request: DescribeSchedules) -> tuple[Schedule, ...]:
         """Return the schedules by name."""
-        return tuple(schedule_of(name, row) for name, row in sorted(self._table.rows.items()))
+        return tuple(Schedule.of_row(name, row) for name, row in sorted(self._table.rows.items()))
 
     def change(self, request: ChangeSchedule) -> None:
         """Set, pause, resume or delete a schedule; `BrokerError` for an unknown name."""
@@ -71,7 +71,7 @@ class Schedules:
                     rule=rule.text,
                     topic=rule.topic,
                 )
-            self._table.set(name, set_row(rule, now_ms, row))
+            self._table.set(name, rule.new_row(now_ms, row))
         elif row is None:
             known = ", ".join(sorted(self._table.rows)) or "none"
             raise BrokerError(
@@ -146,7 +146,7 @@ class Schedules:
         queue_id = zlib.crc32(name.encode()) % max(1, queues)
         is_first, message = name not in self._looked, rule.message(name, due_ms)
         self._looked.add(name)
-        if not self._is_stored(rule.topic, queue_id, scheduled_id(name, due_ms), due_ms if is_first else None):
+        if not self._is_stored(rule.topic, queue_id, rule.message_id(name, due_ms), due_ms if is_first else None):
             self._put(_GROUP, message, queue_id, now_ms, self._host, 0, queues)
 
     def _is_stored(self, topic: str, queue_id: int, unique_key: str, due_ms: int | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client import Client
 from librmq.client.traces import TraceWriter, trace_topic
+from librmq.clock import Allowance
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._concurrent import ConcurrentDelivery, check_weight
@@ -48,6 +49,7 @@ from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ConsumeDirectly,
+    Endpoint,
     InstanceState,
     MessageModel,
     PullMessage,
@@ -56,6 +58,7 @@ from librmq.protocol import (
     Request,
     ResponseCode,
     Route,
+    TakeHandOuts,
 )
 from librmq.runtime import Step
 from librmq.runtime.runner import NEVER
@@ -76,6 +79,10 @@ class Fetcher:
         self._is_remote = consumer.route.is_remote
         self._begins_at_once = consumer.runner.begins_at_once and not consumer.config.orderly
         self._corrected_ms: dict[MessageQueue, int] = {}
+        self._permits = 0
+        """Messages that may be handed out by the group's rate, and were not."""
+        self._own_rate: Allowance | None = None
+        """That of this instance alone, where a remote broker keeps none for the group."""
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -140,8 +147,13 @@ class Fetcher:
                     return None
                 progress = self._progress_to_store(assigned)
                 endpoint = assigned.endpoint = consumer.client.route.endpoint(queue.broker_name)
+                most = self._config.pull_batch_size
+                if self._config.rate is not None:
+                    most, again_ms = self._permitted(endpoint, self._config.rate, now_ms)
+                    if not most:
+                        return again_ms
                 stays = not self._interval_ms
-                hands_over = stays and self._begins_at_once and endpoint.hands_over
+                hands_over = self._config.rate is None and stays and self._begins_at_once and endpoint.hands_over
                 response = endpoint.call(
                     PullMessage(
                         consumer.client.client_id,
@@ -149,7 +161,7 @@ class Fetcher:
                         queue.topic,
                         queue.queue_id,
                         assigned.next_offset,
-                        self._config.pull_batch_size,
+                        most,
                         None,
                         progress,
                         assigned.notify,
@@ -163,6 +175,7 @@ class Fetcher:
                 return now_ms + AFTER_ERROR_MS
             except RmqError as error:
                 return self._handle_failure(assigned, error, now_ms)
+            self._permits -= min(self._permits, len(response.messages))
             if consumer._states.causes:
                 consumer._states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
             # A remote broker has not taken this pull's progress yet, as its answer may be still to come. Only a local
@@ -174,6 +187,23 @@ class Fetcher:
             assigned.lost = True
             consumer._rebalancing.wake_on_grid()
             raise
+
+    def _permitted(self, endpoint: Endpoint, rate: float, now_ms: int) -> tuple[int, int]:
+        """Return how many messages the next pull may hand out, and if none, when to ask again."""
+        again_ms, most = now_ms, self._config.pull_batch_size
+        if not self._permits:
+            burst = self._config.burst or max(1, round(rate / 10))
+            wanted, name = min(most, burst), (self._consumer.group, self._consumer.client.client_id)
+            if not self._is_remote or endpoint.has_page:
+                self._permits, again_ms = endpoint.call(TakeHandOuts(*name, wanted, round(1000 * rate), burst))
+                return min(most, self._permits), again_ms
+            if self._own_rate is None:
+                self._own_rate = Allowance(now_ms)
+                self._consumer._log.info(
+                    "%(consumer)s: rate counts for this instance alone, because a remote broker has none for the group"
+                )
+            self._permits, again_ms = self._own_rate.take(wanted, rate, burst, now_ms)
+        return min(most, self._permits), again_ms
 
     def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
         """Return the progress that a pull stores; `save` stores what was chosen, even if the broker's is later."""

@@ -46,7 +46,12 @@ class ConsumerConfig(Config):
     lock_queues: bool = True
     """Whether an orderly consumer uses the broker's locks; without them a rebalance can break the order."""
     threads: Annotated[int, Between(1)] = 20
-    """Number of listeners that run in parallel."""
+    """Number of listeners that run in parallel, coroutines too; the keyword ``concurrency`` says the same."""
+    rate: Annotated[float | None, Between(0.001, 1_000_000)] = None
+    """At most so many messages a second, retries too, over all processes of the group at a store; the lowest of its
+    members counts. Over `librmq.connect` each instance counts for itself."""
+    burst: Annotated[int | None, Between(1)] = None
+    """Messages that may come at once after a rest, with ``rate``; None: those of a tenth of a second."""
     batch_size: Annotated[int, Between(1)] = 1
     """Largest number of messages for one call of a listener; with more than one it gets a list."""
     max_reconsume_times: Annotated[int | None, Between(0)] = None
@@ -91,6 +96,10 @@ class ConsumerConfig(Config):
         """Return a copy with some settings replaced; those of a subscription are refused with their place."""
         for name in _OF_SUBSCRIPTIONS & settings.keys():
             raise ConfigError(f"{name}: a setting of each subscription, not of the consumer: give it to subscribe")
+        if "concurrency" in settings:
+            if "threads" in settings:
+                raise ConfigError("concurrency: expected it without threads, which is the same")
+            settings = {"threads" if name == "concurrency" else name: given for name, given in settings.items()}
         return Config.with_settings(self, settings)
 
     @override
@@ -138,6 +147,8 @@ FIXED: Final = {
 """Why a setting of a consumer can't change after its making; the others can."""
 _FOR_LISTENERS: Final = (
     "threads",
+    "rate",
+    "burst",
     "batch_size",
     "max_reconsume_times",
     "consume_timeout",
@@ -165,6 +176,9 @@ class ConsumerKeywords(TypedDict, total=False):
     orderly: bool
     lock_queues: bool
     threads: int
+    concurrency: int
+    rate: float | None
+    burst: int | None
     batch_size: int
     max_reconsume_times: int | None
     max_process_deaths: int

@@ -51,7 +51,7 @@ from librmq.message.topics import (
 from librmq.message.traces import TraceReader, has_traces
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, halves_of
-from librmq.scheduling.schedules import NAME_PROPERTY
+from librmq.scheduling.schedules import ScheduleRule
 from librmq.scheduling.waiting import Cancellation, Cancellations, destination_of
 from librmq.store import MessageStore
 from librmq.store.engine.read import offset_at_place
@@ -169,7 +169,7 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
             is_delivery = topic in waiting.get(key, ())
             again = key is not None and (key, topic) in seen
             notes = ["a duplicate: this id was stored in this topic before"] if again else []
-            if (schedule := message.properties.get(NAME_PROPERTY)) is not None:
+            if (schedule := message.properties.get(ScheduleRule.NAME_PROPERTY)) is not None:
                 notes.append(f"by schedule {schedule}")
             note = "; ".join([*notes, *_traces_of(message)])
             event: EventKind = "delivered" if is_delivery else "committed" if _is_commit(message) else "stored"

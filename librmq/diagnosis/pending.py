@@ -38,7 +38,7 @@ from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP
-from librmq.scheduling.schedules import Schedule, schedule_of, scheduled_id
+from librmq.scheduling.schedules import Schedule, ScheduleRule
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
@@ -114,7 +114,7 @@ def pending_messages(
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
     if kind in (None, "schedule") and store.past_ms is None:
-        for pending in scheduled(schedule_of(name, row) for name, row in sorted(tables.schedules.rows.items())):
+        for pending in scheduled(Schedule.of_row(name, row) for name, row in sorted(tables.schedules.rows.items())):
             if topic in (None, pending.topic):
                 yield pending
     if kind in (None, "pop"):
@@ -126,9 +126,8 @@ def pending_messages(
 def scheduled(schedules: Iterable[Schedule]) -> Iterator[PendingMessage]:
     """Yield the next message of each schedule."""
     for schedule in schedules:
-        if schedule.next is not None:
-            due_ms = round(1000 * schedule.next.timestamp())
-            unique_key = scheduled_id(schedule.name, due_ms)
+        if (due_ms := schedule.next_ms) is not None:
+            unique_key = ScheduleRule.message_id(schedule.name, due_ms)
             yield PendingMessage("schedule", schedule.topic, schedule.topic, due_ms, unique_key, -1, 0)
 
 

@@ -62,6 +62,7 @@ from librmq.protocol._client_requests import SentMessage as SentMessage
 from librmq.protocol._client_requests import StartGroup as StartGroup
 from librmq.protocol._client_requests import StartOutcome as StartOutcome
 from librmq.protocol._client_requests import Subscription as Subscription
+from librmq.protocol._client_requests import TakeHandOuts as TakeHandOuts
 from librmq.protocol._client_requests import TopicGroups as TopicGroups
 from librmq.protocol._client_requests import TransactionState as TransactionState
 from librmq.protocol._client_requests import UnlockQueues as UnlockQueues

@@ -211,6 +211,21 @@ class PullMessage(Request[PullResponse]):
 
 
 @value
+class TakeHandOuts(Request[tuple[int, int]]):
+    """Ask how many messages a client of a group with a rate may hand out now; the lowest rate of the members counts.
+
+    The answer also has the time at which to ask again. RocketMQ has no such request.
+    """
+
+    group: str
+    client_id: str
+    wanted: int
+    rate_by_1000: int
+    """Messages in 1,000 seconds."""
+    burst: int
+
+
+@value
 class SentBack:
     """Result of sending a message back."""
 

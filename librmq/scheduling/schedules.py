@@ -12,12 +12,13 @@ is therefore made of the name and the due time, and looked for before a send. `l
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Final, NamedTuple
 from zoneinfo import ZoneInfo
 
 from librmq.config import to_timestamp_ms
@@ -25,10 +26,7 @@ from librmq.errors import ConfigError, MalformedError, MissingExtraError
 from librmq.message import Message
 from librmq.message.topics import validate_client_topic
 
-Missed = Literal["once", "skip", "all"]
-"""What becomes of due times at which nothing could be sent: one message for the last of them, none, or one each."""
-NAME_PROPERTY: Final = "SCHEDULE"
-DUE_PROPERTY: Final = "SCHEDULE_DUE_MS"
+_MISSED: Final = ("once", "skip", "all")
 _MOST_NAME: Final = 255
 _SHORTEST_MS: Final = 100
 _FIRST_LOOK_MS: Final = 60_000
@@ -48,10 +46,38 @@ class Schedule(NamedTuple):
     """Its cron expression with the zone, or its interval in seconds."""
     missed: str
 
+    @classmethod
+    def of_row(cls, name: str, row: Mapping[str, Any]) -> Schedule:
+        """Return the schedule in a row of the file, as it stands now.
+
+        Raises:
+            MissingExtraError: It has a cron expression, and the extra ``cron`` is missing.
+        """
+        rule = ScheduleRule.of_row(row)
+        next_ms = None if row["paused"] else rule.due_after(row["reached_ms"], row["set_ms"])
+        next_at, last_at = (
+            None if at_ms is None else datetime.fromtimestamp(at_ms / 1000, _zone(rule.timezone))
+            for at_ms in (next_ms, row["last_ms"])
+        )
+        return cls(name, rule.topic, next_at, last_at, row["paused"], rule.text, rule.missed)
+
+    @property
+    def next_ms(self) -> int | None:
+        """`next` in ms since 1970."""
+        return None if self.next is None else round(1000 * self.next.timestamp())
+
+    @property
+    def last_ms(self) -> int | None:
+        """`last` in ms since 1970."""
+        return None if self.last is None else round(1000 * self.last.timestamp())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRule:
-    """What a schedule sends, and when; `checked_rule` makes one of what a user gives."""
+    """What a schedule sends, and when; `of` makes one of what a user gives."""
+
+    NAME_PROPERTY: ClassVar = "SCHEDULE"
+    DUE_PROPERTY: ClassVar = "SCHEDULE_DUE_MS"
 
     topic: str
     cron: str | None = None
@@ -62,6 +88,58 @@ class ScheduleRule:
     """Empty: the name of the schedule."""
     properties: Mapping[str, str] = field(default_factory=dict)
     until_ms: int | None = None
+
+    @classmethod
+    def of(  # noqa: PLR0913 (what a user gives)
+        cls,
+        name: object,
+        *,
+        topic: str,
+        cron: str | None,
+        timezone: str,
+        every: float | timedelta | None,
+        missed: str,
+        body: bytes | str | None,
+        properties: Mapping[str, str] | None,
+        until: datetime | int | None,
+    ) -> ScheduleRule:
+        """Return the rule that a user describes.
+
+        Raises:
+            ConfigError: A part of it is wrong.
+            MessageIllegalError: The topic, the body or a property can't be sent.
+            MissingExtraError: It has a cron expression, and the extra ``cron`` is missing.
+        """
+        if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
+            raise ConfigError(f"name: expected text of 1 to {_MOST_NAME} characters, found {name!r:.80}")
+        validate_client_topic(topic)
+        if (cron is None) == (every is None):
+            raise ConfigError(
+                f"schedule {name!r:.80}: expected either cron= or every=, found {'neither' if cron is None else 'both'}"
+            )
+        if missed not in _MISSED:
+            raise ConfigError(f"missed: expected one of {', '.join(_MISSED)}, found {missed!r:.80}")
+        every_ms = None
+        if every is not None:
+            seconds = every.total_seconds() if isinstance(every, timedelta) else every
+            if type(seconds) not in (int, float) or not _SHORTEST_MS <= 1000 * seconds <= 1000 * 86_400 * 366:
+                raise ConfigError(f"every: expected seconds or a timedelta from 0.1 s to a year, found {every!r:.80}")
+            every_ms = round(1000 * seconds)
+        if cron is not None:
+            _cron_after(cron, timezone, 0)  # refuses what is wrong
+        elif timezone != "UTC":
+            raise ConfigError("timezone: only cron= goes by one, and every= counts from when the schedule was set")
+        until_ms = None if until is None else to_timestamp_ms("until", until)
+        for mark in (cls.NAME_PROPERTY, cls.DUE_PROPERTY):
+            if properties and mark in properties:
+                raise ConfigError(f"properties: {mark} is what the schedule itself adds: choose another name")
+        text = body.encode() if isinstance(body, str) else b"" if body is None else bytes(body)
+        rule = cls(
+            topic=topic, cron=cron, timezone=timezone, every_ms=every_ms, missed=missed, body=text,
+            properties=dict(properties or {}), until_ms=until_ms,
+        )  # fmt: skip
+        rule.message(name, 0)  # refuses what can't be sent
+        return rule
 
     def row(self) -> dict[str, Any]:
         """Return the rule as a row of the file."""
@@ -76,7 +154,7 @@ class ScheduleRule:
             fields = {name: row[name] for name in _FIELDS if name != "body"}
             rule = cls(**fields, body=base64.b64decode(row["body_b64"], validate=True))
             has_time = isinstance(rule.cron, str) != isinstance(rule.every_ms, int)
-            if not has_time or rule.missed not in get_args(Missed) or type(row["topic"]) is not str:
+            if not has_time or rule.missed not in _MISSED or type(row["topic"]) is not str:
                 raise ValueError("a topic, cron or every_ms, and missed are needed")
         except (KeyError, TypeError, ValueError) as error:
             raise MalformedError(f"expected a schedule, found {dict(row)!r:.200}: {error}") from None
@@ -113,102 +191,24 @@ class ScheduleRule:
             look_ms *= 2
         return due_ms
 
+    @staticmethod
+    def message_id(name: str, due_ms: int) -> str:
+        """Return the unique id of the message that a schedule sends at a due time: 32 hex digits."""
+        return hashlib.sha256(f"{name}\0{due_ms}".encode()).hexdigest()[:32].upper()
+
+    def new_row(self, now_ms: int, before: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the row of a schedule that is set now; intervals count from the first time, and a pause stays."""
+        kept = {"set_ms": now_ms, "last_ms": None, "paused": False, **(before or {})}
+        return {**{name: kept[name] for name in ("set_ms", "last_ms", "paused")}, **self.row(), "reached_ms": now_ms}
+
     def message(self, name: str, due_ms: int) -> Message:
         """Return the message of a due time."""
-        marks = {NAME_PROPERTY: name, DUE_PROPERTY: str(due_ms)}
-        unique_key = scheduled_id(name, due_ms)
+        marks = {self.NAME_PROPERTY: name, self.DUE_PROPERTY: str(due_ms)}
+        unique_key = self.message_id(name, due_ms)
         return Message(self.topic, self.body or name, properties={**self.properties, **marks}, unique_key=unique_key)
 
 
-_FIELDS: Final = tuple(ScheduleRule.__dataclass_fields__)
-
-
-def scheduled_id(name: str, due_ms: int) -> str:
-    """Return the unique id of the message that a schedule sends at a due time: 32 hex digits."""
-    return hashlib.sha256(f"{name}\0{due_ms}".encode()).hexdigest()[:32].upper()
-
-
-def checked_rule(  # noqa: PLR0913 (what a user gives)
-    name: object,
-    *,
-    topic: str,
-    cron: str | None,
-    timezone: str,
-    every: float | timedelta | None,
-    missed: str,
-    body: bytes | str | None,
-    properties: Mapping[str, str] | None,
-    until: datetime | int | None,
-) -> ScheduleRule:
-    """Return the rule that a user describes.
-
-    Raises:
-        ConfigError: A part of it is wrong.
-        MessageIllegalError: The topic, the body or a property can't be sent.
-        MissingExtraError: It has a cron expression, and the extra ``cron`` is missing.
-    """
-    if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
-        raise ConfigError(f"name: expected text of 1 to {_MOST_NAME} characters, found {name!r:.80}")
-    validate_client_topic(topic)
-    if (cron is None) == (every is None):
-        raise ConfigError(
-            f"schedule {name!r:.80}: expected either cron= or every=, found {'neither' if cron is None else 'both'}"
-        )
-    if missed not in get_args(Missed):
-        raise ConfigError(f"missed: expected one of {', '.join(get_args(Missed))}, found {missed!r:.80}")
-    every_ms = None
-    if every is not None:
-        seconds = every.total_seconds() if isinstance(every, timedelta) else every
-        if type(seconds) not in (int, float) or not _SHORTEST_MS <= 1000 * seconds <= 1000 * 86_400 * 366:
-            raise ConfigError(f"every: expected seconds or a timedelta from 0.1 s to a year, found {every!r:.80}")
-        every_ms = round(1000 * seconds)
-    if cron is not None:
-        _cron_after(cron, timezone, 0)  # refuses what is wrong
-    elif timezone != "UTC":
-        raise ConfigError("timezone: only cron= goes by one, and every= counts from when the schedule was set")
-    until_ms = None if until is None else to_timestamp_ms("until", until)
-    for mark in (NAME_PROPERTY, DUE_PROPERTY):
-        if properties and mark in properties:
-            raise ConfigError(f"properties: {mark} is what the schedule itself adds: choose another name")
-    text = body.encode() if isinstance(body, str) else b"" if body is None else bytes(body)
-    rule = ScheduleRule(
-        topic=topic, cron=cron, timezone=timezone, every_ms=every_ms, missed=missed, body=text,
-        properties=dict(properties or {}), until_ms=until_ms,
-    )  # fmt: skip
-    rule.message(name, 0)  # refuses what can't be sent
-    return rule
-
-
-def schedule_of(name: str, row: Mapping[str, Any]) -> Schedule:
-    """Return the schedule in a row of the file, as it stands now.
-
-    Raises:
-        MissingExtraError: It has a cron expression, and the extra ``cron`` is missing.
-    """
-    rule = ScheduleRule.of_row(row)
-    next_ms = None if row["paused"] else rule.due_after(row["reached_ms"], row["set_ms"])
-    next_at, last_at = (
-        None if at_ms is None else datetime.fromtimestamp(at_ms / 1000, _zone(rule.timezone))
-        for at_ms in (next_ms, row["last_ms"])
-    )
-    return Schedule(name, rule.topic, next_at, last_at, row["paused"], rule.text, rule.missed)
-
-
-def set_row(rule: ScheduleRule, now_ms: int, before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the row of a schedule that is set now; intervals count from the first time, and a pause stays."""
-    kept = {"set_ms": now_ms, "last_ms": None, "paused": False, **(before or {})}
-    return {**{name: kept[name] for name in ("set_ms", "last_ms", "paused")}, **rule.row(), "reached_ms": now_ms}
-
-
-def check_rows(rows: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of the file; raise `MalformedError` for one that is no schedule."""
-    for row in rows.values():
-        ScheduleRule.of_row(row)
-        times = [row.get(name) for name in ("set_ms", "reached_ms")]
-        if not all(type(time) is int for time in times) or type(row.get("paused")) is not bool:
-            raise MalformedError(f"expected the times of a schedule, found {row!r:.200}")
-        row.setdefault("last_ms", None)
-    return rows
+_FIELDS: Final = tuple(entry.name for entry in dataclasses.fields(ScheduleRule))
 
 
 @cache

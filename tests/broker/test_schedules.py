@@ -19,7 +19,7 @@ import librmq
 from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, MessageIllegalError, PushConsumer
 from librmq.errors import MissingExtraError
 from librmq.message import StoredMessage
-from librmq.scheduling.schedules import scheduled_id
+from librmq.scheduling.schedules import ScheduleRule
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.conftest import SlowBudget
@@ -54,7 +54,7 @@ def test_a_day_of_cron_and_of_an_interval(rmq: Kit) -> None:
     (report,) = broker.messages("reports")
     at = datetime.fromtimestamp(due_ms(report) / 1000, BERLIN)
     assert (at.hour, at.minute, report.body) == (6, 30, b"go")
-    assert report.unique_key == scheduled_id("daily", due_ms(report))
+    assert report.unique_key == ScheduleRule.message_id("daily", due_ms(report))
     assert len(report.unique_key) == 32
     assert dues(broker, "health") == [begin_ms + number * 300_000 for number in range(1, 289)]
     assert {message.properties["by"] for message in broker.messages("health")} == {"test"}

@@ -13,7 +13,7 @@ import pytest
 import librmq
 from librmq import Broker, ManualClock, ManualRunner
 from librmq.diagnosis import StoreView, pending_messages, story
-from librmq.scheduling.schedules import scheduled_id
+from librmq.scheduling.schedules import ScheduleRule
 from librmq.store import MessageStore
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
@@ -144,7 +144,7 @@ def test_schedules_are_listed_wait_and_are_in_the_story(tmp_path: Path, shell: S
     assert (paused["next_ms"], paused["paused"]) == (None, True)
     (waiting,) = shell("pending", folder, "--kind", "schedule").rows
     assert (waiting["topic"], waiting["due_ms"]) == ("t", 7_200_000)
-    assert waiting["unique_key"] == scheduled_id("hourly", 7_200_000)
+    assert waiting["unique_key"] == ScheduleRule.message_id("hourly", 7_200_000)
     with MessageStore.open(folder, read_only=True) as store:
-        (event,) = (event for event in story(StoreView.over(store), scheduled_id("hourly", 3_600_000)))
+        (event,) = (event for event in story(StoreView.over(store), ScheduleRule.message_id("hourly", 3_600_000)))
         assert (event.event, event.note) == ("stored", "by schedule hourly")

@@ -15,6 +15,7 @@ from librmq.broker._replication import Replication
 from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
+from librmq.clock import Allowance
 from librmq.errors import BrokerError, CorruptionError, RmqError
 from librmq.message import Message, StoredMessage
 from librmq.message.topics import SystemTopic
@@ -34,6 +35,7 @@ from librmq.protocol import (
     Request,
     ResponseCode,
     Subscription,
+    TakeHandOuts,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
@@ -64,6 +66,8 @@ class PullHandler:
         self._metrics = context.metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
         self._damaged = damaged
+        self._allowances: dict[str, tuple[Allowance, dict[str, tuple[int, int]]]] = {}
+        """Of groups with a rate: what is left, and the rate and burst that each client says."""
 
     def pull(self, request: PullMessage) -> PullResponse:
         """Read a queue, or hold the request."""
@@ -108,6 +112,23 @@ class PullHandler:
         return PullResponse(
             status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
         )
+
+    def take_hand_outs(self, request: TakeHandOuts) -> tuple[int, int]:
+        """Let a member of a group hand out messages, by the lowest of the rates that its members say."""
+        now_ms, group = self._runner.now_ms(), request.group
+        allowance, asked = self._allowances.setdefault(group, (Allowance(now_ms), {}))
+        before, members = len(set(asked.values())), self._clients.consumers.get(group)
+        asked[request.client_id] = request.rate_by_1000, request.burst
+        for client_id in [name for name in asked if members is None or name not in members.clients]:
+            del asked[client_id]
+        rate, burst = min(asked.values(), default=(request.rate_by_1000, request.burst))
+        if len(set(asked.values())) > max(1, before):
+            _log.warning(
+                "group %(group)s: its members say different rates, %(_rates)s messages a second: the lowest counts",
+                group=group,
+                _rates=", ".join(f"{number / 1000:g}" for number, _ in sorted(set(asked.values()))),
+            )
+        return allowance.take(request.wanted, rate / 1000, burst, now_ms)
 
     def _read(self, request: PullMessage, selection: Selection) -> ReadResult | PullResponse:
         """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""

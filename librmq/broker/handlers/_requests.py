@@ -55,6 +55,7 @@ from librmq.protocol import (
     SendReply,
     SendTogether,
     StartGroup,
+    TakeHandOuts,
     UnlockQueues,
     Unregister,
     UpdateOffset,
@@ -127,6 +128,7 @@ class RequestTable:
         answer(EndTransaction, transactions.end_transaction)
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
+        answer(TakeHandOuts, self._locked(pulling.take_hand_outs))
         answer(Receive, locked(receives.receive))
         answer(CancelReceive, locked(receives.cancel_receive))
         answer(Acknowledge, locked(receives.acknowledge))

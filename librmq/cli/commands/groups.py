@@ -276,25 +276,14 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 
 def schedules(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each schedule."""
-    from librmq.scheduling.schedules import schedule_of
+    from librmq.broker import Schedule
 
     with open_view(arguments) as view:
         for name, row in sorted(view.tables.schedules.rows.items()):
-            schedule = schedule_of(name, row)
-            next_ms, last_ms = (
-                None if time is None else round(1000 * time.timestamp()) for time in (schedule.next, schedule.last)
-            )
-            output.row(
-                {
-                    "name": name,
-                    "topic": schedule.topic,
-                    "next_ms": next_ms,
-                    "last_ms": last_ms,
-                    "paused": schedule.paused,
-                    "rule": schedule.rule,
-                    "missed": schedule.missed,
-                }
-            )
+            schedule = Schedule.of_row(name, row)
+            times = {"next_ms": schedule.next_ms, "last_ms": schedule.last_ms, "paused": schedule.paused}
+            rest = {"rule": schedule.rule, "missed": schedule.missed}
+            output.row({"name": name, "topic": schedule.topic, **times, **rest})
     return 0
 
 

@@ -82,6 +82,7 @@ from librmq.protocol import (
     StartGroup,
     StartOutcome,
     Subscription,
+    TakeHandOuts,
     TopicGroups,
     TransactionState,
     UnlockQueues,
@@ -122,6 +123,7 @@ from librmq.wire.remoting._headers import (
     CreateTopicHeader,
     EndTransactionHeader,
     FoundByKeyHeader,
+    HandedOutHeader,
     NewReceiptHeader,
     OffsetHeader,
     PulledHeader,
@@ -585,6 +587,10 @@ def _parse_resent(body: dict[str, Any]) -> ResentLetters:
     return ResentLetters(letters_in(body), unknown)
 
 
+def _read_hand_outs(header: HandedOutHeader) -> tuple[int, int]:
+    return header.allowed, header.again
+
+
 def _reply_schedules(request: DescribeSchedules, schedules: Iterable[Schedule]) -> Reply:
     rows = [schedule._replace(next=_written(schedule.next), last=_written(schedule.last)) for schedule in schedules]
     return Reply(body=write_body({"schedules": rows}))
@@ -659,6 +665,15 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
     StartGroup: _by_fields(
         StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset client_id", _STARTED
+    ),
+    TakeHandOuts: _by_fields(
+        TakeHandOuts,
+        _C.TAKE_HAND_OUTS,
+        "group client_id wanted rate=rate_by_1000 burst",
+        _Result(
+            lambda request, answer: Reply(HandedOutHeader(*answer)),
+            lambda request, answer: _read_hand_outs(from_fields(HandedOutHeader, check(answer).fields)),
+        ),
     ),
     ResetGroup: _by_fields(
         ResetGroup,

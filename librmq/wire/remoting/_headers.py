@@ -133,6 +133,7 @@ class RequestCode(enum.IntEnum):
     SAVE_PROGRESS = 31_013
     CHANGE_SCHEDULE = 31_014
     DESCRIBE_SCHEDULES = 31_015
+    TAKE_HAND_OUTS = 31_016
 
 
 @value
@@ -150,6 +151,25 @@ class CancelledHeader:
 
     cancelled: bool
     why: str
+
+
+@value
+class HandOutsHeader:
+    """How many messages a member of a group wants to hand out; the request is librmq's own."""
+
+    group: str
+    client_id: str
+    wanted: int
+    rate: int
+    burst: int
+
+
+@value
+class HandedOutHeader:
+    """How many it may hand out, and when it asks again."""
+
+    allowed: int
+    again: int
 
 
 @value
@@ -789,6 +809,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
     RequestCode.CANCEL_MESSAGE: RequestForm(CancelHeader, CancelledHeader),
+    RequestCode.TAKE_HAND_OUTS: RequestForm(HandOutsHeader, HandedOutHeader),
     RequestCode.START_GROUP: RequestForm(StartHeader, StartedHeader),
     RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
     RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),

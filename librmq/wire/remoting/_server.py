@@ -38,6 +38,7 @@ from librmq.protocol import (
     QueueData,
     ResendLetters,
     ResponseCode,
+    TakeHandOuts,
 )
 from librmq.runtime import critical
 from librmq.runtime.closing import Closing
@@ -487,7 +488,7 @@ class RemotingServer(Closing):
     def _of_processes(self, broker: Broker) -> Handlers:
         """Answer processes that share the broker: changes of its tables raise its own errors, not those of 4.x."""
         tables = CreateTopic, DeleteTopic, DeleteGroup, ChangeSchedule, DescribeSchedules
-        changes = served(broker.call, *tables, ResendLetters)
+        changes = served(broker.call, *tables, ResendLetters, TakeHandOuts)
         return {
             RequestCode.LIST_CONNECTIONS: self._budgets.list_connections,
             RequestCode.GROUPS_BEHIND: partial(_behind, broker),
