@@ -275,15 +275,14 @@ class Link:
 
     # ---- whose block it is
 
-    def enter_block(self, worker: object) -> None:
-        """Note that a block of ``worker`` begins: a thread's number or an asyncio task.
+    def enter_block(self, worker: object, connection: Any = None) -> None:
+        """Note that a block of ``worker``, a thread's number or an asyncio task, begins on a connection; this link's.
 
         Raises:
             ConfigError: The connection is in a block of another one, whose statements would mix with these.
         """
-        self._enter(self.connection, worker)
-
-    def _enter(self, connection: Any, worker: object) -> None:
+        if connection is None:
+            connection = self.connection
         entry = (connection, worker)
         first = _blocks.setdefault(id(connection), entry)
         if first is entry:

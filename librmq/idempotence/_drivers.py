@@ -89,6 +89,16 @@ def _psycopg_is_ready(connection: Any) -> bool:
     return not (pgconn.transaction_status or pgconn.pipeline_status or connection.autocommit)
 
 
+def _psycopg2_is_ready(connection: Any) -> bool:
+    is_idle = connection.get_transaction_status() == 0
+    if is_idle and connection.status == _PSYCOPG2_BEGUN:
+        connection.rollback()  # SQL has ended the transaction that the driver remembers, so it would begin none.
+    return is_idle and not connection.autocommit
+
+
+_PSYCOPG2_BEGUN: Final = 2
+
+
 def _psycopg2_status(connection: Any) -> TransactionStatus:
     return _LIBPQ[connection.get_transaction_status()]
 
@@ -189,7 +199,9 @@ DRIVERS: Final[Mapping[str, Driver]] = {
         cursor=_psycopg_cursor,
         reported_name=_psycopg_name,
     ),
-    "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor, reported_name=_psycopg2_name),
+    "psycopg2": Driver(
+        "postgresql", _psycopg2_status, _psycopg2_is_ready, cursor=_psycopg2_cursor, reported_name=_psycopg2_name
+    ),
     "pg8000": Driver("postgresql", reported_name=_pg8000_name, commits_by_sql=True),
     "pymysql": Driver("mysql", _mysql_status, cursor=_mysql_cursor),
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),

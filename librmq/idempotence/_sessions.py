@@ -48,8 +48,8 @@ class AlchemyLink(Link):
         self.dialect = "mysql" if name == "mariadb" else name
 
     @override
-    def enter_block(self, worker: object) -> None:
-        super().enter_block(worker)
+    def enter_block(self, worker: object, connection: Any = None) -> None:
+        super().enter_block(worker, connection)
         self._worker = worker
 
     @override
@@ -70,7 +70,7 @@ class AlchemyLink(Link):
     def _enter_driver(self) -> None:
         # Sessions of several threads share a connection in a StaticPool, as of a database in memory.
         if self._worker is not None:
-            self._enter(self._driver_connection(), self._worker)
+            self.enter_block(self._worker, self._driver_connection())
 
     def _core(self) -> Any:
         return self.connection.connection() if self._is_session else self.connection

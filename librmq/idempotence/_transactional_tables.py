@@ -122,7 +122,6 @@ class _Statements(NamedTuple):
     finish: str
     is_ours: str
     mark: str
-    delete: str
 
 
 @lru_cache(maxsize=64)
@@ -156,7 +155,6 @@ def record_statements(table: str, dialect: str) -> _Statements:
         "AND expires_timestamp_ms = :number",
         f"SELECT 1 FROM {table} WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
         f"UPDATE {table} SET expires_timestamp_ms = :number WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
-        f"DELETE FROM {table} WHERE dedup_key = :key AND CAST(xmin AS text) = :writer",
     )
 
 
@@ -266,8 +264,6 @@ class Transactional:
             self._statements = record_statements(self._table, "reported")
             rows = link.fetch(self._statements.insert, {"key": key, "number": self._until_ms, "name": name})
             self._writer, number = rows[0] if rows else (None, self._read(link))
-            if self._writer and link.status() is TransactionStatus.IDLE:
-                self._refuse_lone_statement(link)
         else:
             self._name = ""
             self._number = _BEGUN + random.getrandbits(_TOKEN_BITS)
@@ -298,13 +294,6 @@ class Transactional:
         if result.last_id == _ANSWER + 2:  # Another unique column of the application's has the conflict.
             link.execute(record_statements(self._table, "").insert, **parameters)
         return _BEGUN if result.last_id > _ANSWER else 1
-
-    def _refuse_lone_statement(self, link: Link) -> None:
-        link.execute(self._statements.delete, key=self._key, writer=self._writer)
-        raise ConfigError(
-            "the driver has begun no transaction, because one that it had begun was ended by SQL: end it by the "
-            "connection's rollback()"
-        )
 
     def _read(self, link: Link) -> int | None:
         rows = link.execute(self._statements.read, key=self._key).rows
