@@ -64,7 +64,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "stats": (
         "type:str path:str kind:str used_by:str? closed_cleanly:bool? topics:int queues:int messages:int retries:int "
-        "dead_letters:int groups:int log_bytes:int log_files:int min_phy_offset:int max_phy_offset:int "
+        "dead_letters:int resent:int groups:int log_bytes:int log_files:int min_phy_offset:int max_phy_offset:int "
         "min_timestamp_ms:int? max_timestamp_ms:int? settings:obj",
     ),
     "disk": (

@@ -269,6 +269,8 @@ def test_a_repeated_resend_continues_with_the_unsent_letters(broken: Shell) -> N
     listed = broken("dead-letters", "kit").rows
     words = ["dead-letters", "kit", "--resend", "--group", "g", "--limit", 2]
     assert [row["physical_offset"] for row in broken(*words).rows] == [row["physical_offset"] for row in listed[:2]]
+    (counted,) = broken("stats", "kit").rows
+    assert (counted["dead_letters"], counted["resent"]) == (1, 2)
     assert broken("dead-letters", "kit", "--unsent").rows == listed[2:]
     assert [row["physical_offset"] for row in broken(*words).rows] == [listed[2]["physical_offset"]]
     assert [row["resent_at_ms"] is None for row in broken("dead-letters", "kit").rows] == [False] * 3

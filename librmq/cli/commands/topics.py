@@ -53,6 +53,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
         with ProgressBar("stats", len(view.listed_topics), "topics") as bar:
             rows = list(bar.track(topic_summaries(view), lambda summary: 1))
         user_rows = [row for row in rows if row.kind == "user"]
+        resent = view.resent_letters.total()
         times = [time_ms for row in rows for time_ms in row[-2:] if time_ms is not None]
         holder = store.files.lock_holder(directory.lock_path(store.path))
         output.row(
@@ -66,7 +67,8 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "queues": sum(row.queues for row in user_rows),
                 "messages": sum(row.messages for row in user_rows),
                 "retries": sum(row.messages for row in rows if row.kind == "retry"),
-                "dead_letters": sum(row.messages for row in rows if row.kind == "dead"),
+                "dead_letters": sum(row.messages for row in rows if row.kind == "dead") - resent,
+                "resent": resent,
                 "groups": sum(not is_own_group(group) for group in view.groups),
                 "log_bytes": store.log.end - store.log.begin,
                 "log_files": len(store.log.sequence.starts),

@@ -329,7 +329,7 @@ _OWN = ("KEYS", "TAGS", "UNIQ_KEY")
 
 
 def dead_letters(messages: DataFrame) -> DataFrame:
-    """Return dead letters by group, topic and cause.
+    """Return dead letters by group, topic and cause, those too that were sent again, which ``librmq groups`` counts.
 
     ``messages`` has store, topic, storeTimestamp, properties, reconsumeTimes. The cause is that of
     `librmq.diagnosis.dead_letter_causes`: the exception that a consumer of librmq recorded, with ``#`` for numbers, or
