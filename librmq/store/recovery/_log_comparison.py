@@ -60,6 +60,7 @@ class Scope:
 
 def _hides_entries(raw: bytes) -> bool:
     """Return whether the used bytes of a queue's file have an entry that is none, which would hide those behind it."""
+    raw += bytes(-len(raw) % ENTRY_SIZE)  # the last entry can end in zeros
     places, sizes = raw[::ENTRY_SIZE], [raw[at::ENTRY_SIZE] for at in range(8, 12)]  # of each its bytes
     if max(places, default=0) > 127 or max(sizes[0], default=0) > 127:
         return True

@@ -14,6 +14,7 @@ from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue_entries import first_bad
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import DelayLevels
@@ -95,9 +96,15 @@ def _unknown_spans(
         place, size, _ = ENTRY.unpack(queue.read(begin, 1))
         if place > log.begin and size != HOLE_SIZE:
             spans.append((log.begin, place))
-    has_no_end = not end * ENTRY_SIZE % queue.file_size or was_cut(queue) or queue.data_behind_end()
-    if has_no_end and queue.max_physic_offset < until:
-        spans.append((queue.max_physic_offset, until))
+    known_to = queue.max_physic_offset
+    has_no_end = not end * ENTRY_SIZE % queue.file_size or was_cut(queue)
+    if queue.data_behind_end():
+        has_no_end, bad = True, first_bad(queue._chunks(begin, end))
+        if bad is not None:  # the search for the end has passed it
+            place, size, _ = ENTRY.unpack(queue.read(bad - 1, 1) or bytes(ENTRY_SIZE))
+            known_to = max(place + size, log.begin)
+    if has_no_end and known_to < until:
+        spans.append((known_to, until))
     return spans
 
 
