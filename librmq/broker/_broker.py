@@ -40,6 +40,7 @@ from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import (
     BrokerError,
+    ClientStateError,
     ConfigError,
     NoRouteError,
     StoreError,
@@ -600,7 +601,16 @@ class Broker(StoreRoute, Endpoint):
 
     @override
     def close(self) -> None:
-        """Save everything and close the store. Shut down clients first. A second call completes an interrupted one."""
+        """Save everything and close the store. Shut down clients first. A second call completes an interrupted one.
+
+        Raises:
+            ClientStateError: A listener calls it, whose end it would wait for.
+        """
+        if self._own_runner is not None and self.runner.is_within():
+            raise ClientStateError(
+                f"{self.store.path}: a listener can't close the broker that runs it: set an event there, and let the "
+                "code that opened the broker close it"
+            )
         if not self.dead:
             self._replication.copy_tables_early(is_closing=True)
         with ExitStack() as last:

@@ -79,6 +79,7 @@ class DeliveryCall(Work):
         self.group: str = instance.group
         self.owner: Client = instance.client
         self.loop: asyncio.AbstractEventLoop | None = calls.loop
+        self.task = None
         self.listener: Listener = listener
         self.assigned: AssignedQueue = assigned
         self.messages: list[DeliveredMessage] = messages
@@ -243,6 +244,12 @@ class ListenerCalls:
                 work.cancel()
                 cancelled += 1
         return cancelled
+
+    def are_around_caller(self) -> bool:
+        """Return whether the caller is one of this consumer's listeners, by its thread or its task."""
+        runner = self.instance.runner
+        works = (work for work in list(runner.running) if isinstance(work, DeliveryCall) and work.calls is self)
+        return get_ident() in self.by_thread or runner.runs_here(works)
 
     def warn_of_result(self, listener: Listener, result: object) -> None:
         """Warn once of a listener whose result says nothing, because its author may take it for a failure."""

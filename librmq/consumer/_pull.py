@@ -118,6 +118,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last: tuple[AssignedQueue, int, int] | None = None  # its queue, its first offset, and the next one
         self._arrived = _Arrival()
         self._polling = Lock()
+        self._looks_once = False
+        """Whether the present poll waits for nothing."""
         self._rests = Rests(self, self._end_rest)
         self._retries = Retries(self, ConsumerCounts())
         self._in_work = 0
@@ -327,7 +329,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
-        has_begun = False
+        has_begun, self._looks_once = False, deadline <= clock.monotonic()
         try:
             with self._polling:
                 self._begin_poll()
@@ -376,6 +378,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
         if not self._polling.acquire(blocking=False):
             raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
+        self._looks_once = deadline <= clock.monotonic()
         try:
             arrived = asyncio.Event()
             self._arrived.awaited = asyncio.get_running_loop(), arrived
@@ -645,7 +648,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return delivered
 
     def _request(self, assigned: AssignedQueue) -> PullResponse:
-        queue = assigned.queue
+        queue, endpoint = assigned.queue, self.client.route.endpoint(assigned.queue.broker_name)
+        # A poll that does not wait asks the owner of a share for an answer; a held pull has one for a later poll.
+        notify = None if self._looks_once and self.route.is_remote and endpoint.has_page else assigned.notify
         subscription: Subscription | None = None if self._shares_queues else self.subscriptions.get(queue.topic)
         request = PullMessage(
             self.client.client_id,
@@ -656,10 +661,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self.config.pull_batch_size,
             subscription,
             None,
-            assigned.notify,
+            notify,
         )
-        assigned.endpoint = self.client.route.endpoint(queue.broker_name)
-        return assigned.endpoint.call(request)
+        assigned.endpoint = endpoint
+        return endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
         """Exclude queues from polls."""

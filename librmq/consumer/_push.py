@@ -38,6 +38,7 @@ from librmq.errors import (
     BrokerDamageError,
     BrokerError,
     BrokerUnreachableError,
+    ClientStateError,
     ConfigError,
     RmqError,
     StoreClosedError,
@@ -648,6 +649,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         message is delivered again elsewhere. Coroutine listeners are cancelled then; threads can't be. A second
         shutdown does nothing. On the loop of coroutine listeners, call `shutdown_async` instead.
         """
+        self._check_not_within()
         try:
             in_time = self._stop(timeout, self.delivery.stop)
         finally:
@@ -665,6 +667,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 cancelled=cancelled,
             )
         return in_time
+
+    @override
+    def _check_not_within(self) -> None:
+        if self.calls.are_around_caller():
+            raise ClientStateError(
+                f"{self._life.what} can't shut down in its own listener, which it would wait for: set an event there, "
+                "and let the code that started it shut it down; pause() only stops pulling"
+            )
 
     @override
     def _release_locks(self) -> None:

@@ -336,8 +336,12 @@ class Consumer(Instance, Member, Generic[C]):
         """Leave the group, and return whether all listeners ended in time."""
         raise NotImplementedError
 
+    def _check_not_within(self) -> None:
+        """Refuse a shutdown that would wait for its caller."""
+
     async def shutdown_async(self, timeout: float | timedelta | None = None) -> bool:
         """Shut down without blocking the event loop."""
+        self._check_not_within()
         return await self.runner.offload(functools.partial(self.shutdown, timeout))
 
     # ---- what brokers ask

@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
@@ -93,7 +93,7 @@ class Work:
     subjects; for a listener they are the addresses of the messages, broker's name and physical offset.
     """
 
-    __slots__ = ("about", "call", "cancel", "done", "label", "loop", "owner")
+    __slots__ = ("about", "call", "cancel", "done", "label", "loop", "owner", "task")
 
     group: str = ""
     """The consumer group whose listener is called; the worker that calls it has its name."""
@@ -118,6 +118,8 @@ class Work:
         self.owner: Owner | None = owner
         self.loop: asyncio.AbstractEventLoop | None = loop
         self.about: Sequence[tuple[str, int]] = about
+        self.task: asyncio.Task[Any] | None = None
+        """Runs the coroutine that ``call`` has returned."""
 
     def go(self, runner: Runner) -> None:
         """Take the turn."""
@@ -239,6 +241,7 @@ class Runner:
         raise NotImplementedError
 
     async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        work.task = asyncio.current_task()
         result: object = None
         error: Exception | None = None
         try:
@@ -265,6 +268,18 @@ class Runner:
 
     def _signal(self, at: int) -> None:
         """Note that a step is due at ``at``."""
+
+    def runs_here(self, works: Iterable[Work]) -> bool:
+        """Return whether one of these is a coroutine that the calling task runs."""
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # There is no event loop.
+            return False
+        return task is not None and any(work.task is task for work in works)
+
+    def is_within(self) -> bool:
+        """Return whether the caller is code that this runner runs, and whose end a shutdown would wait for."""
+        return self.runs_here(list(self.running))
 
     def call_waiting(self) -> None:
         """Make the application's calls that have waited for the release of the lock."""

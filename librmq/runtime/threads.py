@@ -470,6 +470,11 @@ class ThreadRunner(Runner):
         self._stopping = self.is_inherited = False
         _runners.add(self)
 
+    @override
+    def is_within(self) -> bool:
+        """Return whether the caller is in one of its threads, or in a coroutine that it runs."""
+        return threading.current_thread() in self._threads or super().is_within()
+
     def shutdown(self, timeout: float | timedelta = 5) -> bool:
         """End the threads. Shut down clients first. A second call waits again.
 

@@ -240,7 +240,8 @@ class KitRunner(ManualRunner):
                 loop = ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")
                 raise EndlessLoopError(
                     f"{LONGEST_CHAIN:,} messages in a row, each sent by the listener of the one before "
-                    f"(group → topic that it sends to): {loop}; the next is for {work.label}"
+                    f"(group → topic that it sends to): {loop}; the next is for {work.label}; a job that plans itself "
+                    "by datetime.now() is due at once, because that is not the kit's time"
                 )
 
 

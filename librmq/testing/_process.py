@@ -7,6 +7,7 @@ broker, so that producers and consumers need no code for them.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 from librmq.client import Client, Producer, SendResult
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Recorder
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
@@ -406,6 +407,14 @@ class _Connection(Endpoint):
         kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(TopicPrefix.RETRY)
+        at_ms = first.deliver_at_ms
+        if at_ms is not None and SystemClock().now_ms() <= at_ms <= kit.clock.now_ms():
+            warnings.warn(
+                f"topic {first.topic}: deliver_at is past for the kit's clock, and is not for the machine's: code that "
+                "asks datetime.now() does not see the kit's time; let it ask a clock that the test passes, or send by "
+                "delay=",
+                stacklevel=2,
+            )
         is_repeated = False
         if not of_consumer:
             is_repeated = kit.observer.before_send(process, first.topic, self._name)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
-from librmq import Broker, ConfigError, Producer, PushConsumer, StoreConfig
+import librmq
+from librmq import Broker, ClientStateError, ConfigError, Producer, PullConsumer, PushConsumer, StoreConfig
+from librmq.clock import SystemClock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupListener
 from librmq.idempotence import MemoryDedupStore
@@ -147,3 +152,68 @@ def test_the_error_of_a_listener_says_how_a_test_gets_retries() -> None:
         with pytest.raises(OSError, match="down") as caught:
             kit.run_until_idle()
         assert "fail_fast=False" in " ".join(caught.value.__notes__)
+
+
+# ---- a listener that closes what runs it
+
+
+def test_a_listener_that_shuts_its_consumer_down_gets_the_remedy(rmq: Kit) -> None:
+    errors: list[str] = []
+    consumer = rmq.consumer("billing")
+
+    @consumer.subscribe("orders")
+    def stop(message: object) -> None:
+        with pytest.raises(ClientStateError) as caught:
+            consumer.shutdown()
+        errors.append(str(caught.value))
+
+    rmq.producer().send("orders", "o-1")
+    rmq.run_until_idle()
+    assert "can't shut down in its own listener" in errors[0]
+    assert "set an event" in errors[0]
+
+
+@pytest.mark.parametrize("what", ["shutdown", "shutdown_async", "close"])
+def test_a_coroutine_that_closes_what_runs_it_gets_the_remedy(what: str) -> None:
+    errors: list[str] = []
+    done = threading.Event()
+    with Broker.temporary() as broker, Producer(broker) as producer:
+        consumer = PushConsumer(broker, "billing", start_at="first")
+
+        @consumer.subscribe("orders")
+        async def stop(message: object) -> None:
+            try:
+                if what == "close":
+                    broker.close()
+                elif what == "shutdown":
+                    consumer.shutdown()
+                else:
+                    await consumer.shutdown_async()
+            except ClientStateError as error:
+                errors.append(str(error))
+            done.set()
+
+        producer.send("orders", "o-1")
+        with consumer:
+            assert done.wait(30)
+    assert "set an event there" in errors[0]
+
+
+def test_time_that_only_the_machine_has_is_a_warning_in_a_kit() -> None:
+    with Kit(check=False, now_ms=SystemClock().now_ms()) as kit:
+        kit.advance(hours=2)
+        soon = datetime.now(UTC) + timedelta(hours=1)  # noqa: TID251 (code under test that knows no other clock)
+        with pytest.warns(UserWarning, match="deliver_at is past for the kit's clock"):
+            kit.producer().send("orders", "o-1", deliver_at=soon)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no Unix domain sockets with credentials")
+def test_a_poll_that_does_not_wait_finds_what_is_there_in_a_peer_too(tmp_path: Path) -> None:
+    with librmq.share(tmp_path) as owner, librmq.share(tmp_path) as peer, Producer(owner) as producer:
+        queue = producer.send("orders", "0").queue
+        with PullConsumer(peer, "billing") as consumer:
+            consumer.assign([queue])
+            consumer.seek_to_begin(queue)
+            for number in range(1, 40):
+                assert [message.body for message in consumer.poll(timeout=0)] == [f"{number - 1}".encode()]
+                producer.send("orders", f"{number}", queue=queue)
