@@ -36,8 +36,8 @@ class Table(NamedTuple):
     """A table of a page; without rows the page shows ``nothing``."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = ()
     note: str = ""
     nothing: str = "None."
     about: str = ""

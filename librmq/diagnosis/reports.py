@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
@@ -41,7 +41,7 @@ from librmq.diagnosis.report_rows import (
     TimeAxis,
     WaitingMessages,
 )
-from librmq.diagnosis.view import Source, StoreView, topic_summaries, viewed
+from librmq.diagnosis.view import Source, StoreView, TopicSummary, topic_summaries, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import Damage, Files
 from librmq.message import record
@@ -115,23 +115,24 @@ VERIFIED: Final = 300_000
 """Most messages for which a report runs ``verify`` by default, because it reads every record."""
 
 
-def _readable_times(view: StoreView) -> Callable[[QueueName, range], tuple[int | None, int | None]]:
+def topic_rows(view: StoreView, scope: ReportScope) -> tuple[TopicSummary, ...]:
+    """Return the rows of `librmq topics`, without times that can't be read."""
+
     def times_of(queue: QueueName, offsets: range) -> tuple[int | None, int | None]:
         with suppress(CorruptionError):  # verify reports it
             return view.times_of(queue, offsets)
         return None, None
 
-    return times_of
+    return tuple(topic_summaries(view, filter(scope.has_topic, view.listed_topics), times_of))
 
 
-def _time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | None:
-    """Return the least and the greatest store time of the wanted messages; None without messages."""
-    rows = list(topic_summaries(view, filter(scope.has_topic, view.topics), _readable_times(view)))
+def _axis(rows: Iterable[TopicSummary], scope: ReportScope) -> TimeAxis | None:
+    """Return intervals of the time between the first and the last wanted message; None without messages."""
     times = [time_ms for row in rows for time_ms in (row.min_timestamp_ms, row.max_timestamp_ms) if time_ms is not None]
     if not times:
         return None
     last = max(times) if scope.end_ms is None else min(max(times), scope.end_ms - 1)
-    return min(max(min(times), scope.begin_ms or 0), last), last
+    return TimeAxis.between(min(max(min(times), scope.begin_ms or 0), last), last)
 
 
 def _verify(path: str, files: Files | None = None) -> tuple[tuple[Damage, ...], list[Damage]]:
@@ -152,18 +153,10 @@ def broken_store(path: str, name: str, error: CorruptionError) -> StoreReport:
     )
 
 
-def _store_report(
-    view: StoreView,
-    name: str,
-    scope: ReportScope,
-    axis: TimeAxis,
-    *,
-    limits: Thresholds,
-    window_s: float,
-    check: bool | None,
+def _with_messages(
+    part: StoreReport, view: StoreView, scope: ReportScope, axis: TimeAxis, window_s: float
 ) -> StoreReport:
-    """Return everything about a store; ``check`` is that of `report`."""
-    part = without_messages(view, name, scope, limits=limits, check=is_verified(view, check, VERIFIED))
+    """Return what a report says about a store with the sums over its messages."""
     if view.store.read_only:  # the findings' pages of queues and log would add to those of this pass
         for queue_name in view.ranges:
             view.store.queues[queue_name].unmap_all()
@@ -171,7 +164,7 @@ def _store_report(
     traffic = Traffic(axis, KeyCounts(view.message_count(), window_s))
     unreadable = tuple(read_messages(view, scope, traffic))
     if unreadable and not part.damage:
-        findings = (*_damage_findings(name, unreadable, None), *part.findings)
+        findings = (*_damage_findings(part.store, unreadable, None), *part.findings)
         part = replace(part, damage=unreadable, findings=findings, is_sound=False)
     return replace(
         part,
@@ -187,7 +180,15 @@ def _store_report(
     )
 
 
-def without_messages(view: StoreView, name: str, scope: ReportScope, *, limits: Thresholds, check: bool) -> StoreReport:
+def without_messages(
+    view: StoreView,
+    name: str,
+    scope: ReportScope,
+    topics: Iterable[TopicSummary],
+    limits: Thresholds,
+    *,
+    check: bool,
+) -> StoreReport:
     """Return what a report says about a store without a pass over all messages."""
     path, log, every_lag = view.store.path, view.store.log, lag(view)
     damage, recoverable = _verify(path, view.store.files) if check else ((), [])
@@ -210,7 +211,6 @@ def without_messages(view: StoreView, name: str, scope: ReportScope, *, limits: 
         and scope.has_group(row.group)
         and scope.has_topic(row.topic)
     )
-    topics = filter(scope.has_topic, view.listed_topics)
     return StoreReport(
         store=name,
         path=path,
@@ -223,7 +223,7 @@ def without_messages(view: StoreView, name: str, scope: ReportScope, *, limits: 
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *map(_readable, worst_first(findings))),
         lag=rows,
-        topics=tuple(topic_summaries(view, topics, _readable_times(view))),
+        topics=tuple(topics),
         dead_letters=tuple(_causes(view, scope)),
         waiting=tuple(_waiting(view, scope)),
         log_files=tuple(_log_files(view, every_lag)),
@@ -341,19 +341,16 @@ def report(
         sound_views = [view for view in views.values() if isinstance(view, StoreView)]
         passes = ((view.store.log, 3 if is_verified(view, check, VERIFIED) else 1) for view in sound_views)
         advance(0, sum(count * (log.end - log.begin) for log, count in passes))  # verify takes two
-        ranges = [time_range for view in sound_views if (time_range := _time_range(view, scope))]
-        axis = None
-        if ranges:
-            axis = TimeAxis.between(min(begin_ms for begin_ms, _ in ranges), max(end_ms for _, end_ms in ranges))
+        topics = {view.store.path: topic_rows(view, scope) for view in sound_views}
+        axis = _axis(chain.from_iterable(topics.values()), scope)
 
         def part(path: str, view: StoreView | CorruptionError) -> StoreReport:
             if isinstance(view, CorruptionError):
                 return broken_store(path, names[path], view)
             try:
-                return _store_report(
-                    view, names[path], scope, axis or TimeAxis(0, 1000, 1), limits=limits, window_s=window_s,
-                    check=check,
-                )  # fmt: skip
+                wanted = is_verified(view, check, VERIFIED)
+                part = without_messages(view, names[path], scope, topics[view.store.path], limits, check=wanted)
+                return _with_messages(part, view, scope, axis or TimeAxis(0, 1000, 1), window_s)
             except CorruptionError as error:
                 return broken_store(path, names[path], error)
 

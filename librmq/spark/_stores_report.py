@@ -29,7 +29,7 @@ from librmq.diagnosis.report_rows import (
     TopicTraffic,
     frequent_keys,
 )
-from librmq.diagnosis.reports import WINDOW_S, broken_store, joined, short_names, without_messages
+from librmq.diagnosis.reports import WINDOW_S, broken_store, joined, short_names, topic_rows, without_messages
 from librmq.errors import CorruptionError
 from librmq.message.topics import SYSTEM_TOPICS, TopicPrefix
 from librmq.spark import stores
@@ -95,7 +95,7 @@ def _parts(spark: SparkSession, names: dict[str, str], scope: ReportScope) -> di
 def _survey(path: str, name: str, scope: ReportScope) -> str:
     try:
         with StoreView.open(path) as view:
-            part = without_messages(view, name, scope, limits=Thresholds(), check=True)
+            part = without_messages(view, name, scope, topic_rows(view, scope), Thresholds(), check=True)
     except CorruptionError as error:
         part = broken_store(path, name, error)
     return json.dumps(part.to_document())
