@@ -900,6 +900,31 @@ def test_a_lost_log_file_that_was_flushed_is_no_leftover_of_a_crash(tmp_path: Pa
     assert prepared.exists()
 
 
+def test_flushed_messages_that_only_the_checkpoint_knows_are_named_as_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk, or a copy, has lost the end of the log within a file; the opening sets the checkpoint back."""
+    clock = ManualClock(1_700_000_000_000)
+    store = MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock)
+    places = []
+    for _ in range(3):
+        places.append(store.append(Message("orders", b"x")).physical_offset)
+        clock.advance(seconds=1)
+    store.flush()
+    store.abandon()
+    file = min((tmp_path / "store" / "commitlog").iterdir())
+    with file.open("r+b") as log:
+        log.seek(places[1])
+        log.write(bytes(file.stat().st_size - places[1]))
+    for missing in ("; messages that were flushed are missing: the checkpoint covers records up to 2023-11-14", ""):
+        caplog.clear()
+        with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as opened:
+            assert [damage.offset for damage in opened.recovered if damage.kind == "lost"] == [places[1]] * bool(
+                missing
+            )
+        assert missing in caplog.text
+
+
 def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
     """Power fails while retention deletes the files of a queue without remaining messages; its offsets stay."""
     files = MemoryFiles()

@@ -240,8 +240,8 @@ def test_an_owner_is_stopped_with_the_lock(tmp_path: Path) -> None:
         shared.direct(b"before", 1)
         take = AppendPage.take
 
-        def take_and_stop(page: AppendPage, *words: Any) -> None:
-            take(page, *words)
+        def take_and_stop(page: AppendPage, *words: Any, **fields: Any) -> None:
+            take(page, *words, **fields)
             AppendPage.take = take  # type: ignore[method-assign]
             tell()
             os.kill(os.getpid(), signal.SIGSTOP)

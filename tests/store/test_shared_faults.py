@@ -258,8 +258,8 @@ def test_the_time_of_an_append_is_that_under_the_lock(shared: Shared) -> None:
     shared.store.appender.now_ms = clock.now_ms
     take, thread = AppendPage.take, threading.get_ident()
 
-    def take_late(page: AppendPage, *words: Any) -> None:
-        take(page, *words)
+    def take_late(page: AppendPage, *words: Any, **fields: Any) -> None:
+        take(page, *words, **fields)
         if threading.get_ident() == thread:
             clock.advance(minutes=1)  # while another process had it
 

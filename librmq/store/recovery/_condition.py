@@ -131,16 +131,14 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
 
     A copy that was made while the store was written can have older bytes of the log than of its other files.
     """
-    log, checkpoint, what, is_of_copy = parts.log, parts.checkpoint, "", False
+    log, what, is_of_copy = parts.log, "", False
     for end in noted_ends(path, files):
         if end.log_end > log.end:
             what = f"{end.what} noted that it reached {end.log_end}"
             is_of_copy = end.by_flush and end.log_end <= log.sequence.end
             break
-    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
-    if not what and covered_ms > 0 and not _has_record_of(log, covered_ms):
-        covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-        what, is_of_copy = f"the checkpoint covers records up to {covered} UTC", True
+    if not what and (what := beyond_checkpoint(parts)):
+        is_of_copy = True
     if not what:
         return None, ""
     if is_of_copy and not was_closed and was_copied(path, files):
@@ -149,6 +147,16 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
             f"{what}, beyond the log's end: this copy was made while a process wrote, or has lost its end since",
         )
     return _lost_end(log, what), ""
+
+
+def beyond_checkpoint(parts: Parts) -> str:
+    """Return what the checkpoint says of flushed records that the log lacks at its end; empty if it lacks none."""
+    checkpoint = parts.checkpoint
+    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
+    if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
+        return ""
+    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return f"the checkpoint covers records up to {covered} UTC"
 
 
 def _lost_end(log: CommitLog, what: str) -> Damage:

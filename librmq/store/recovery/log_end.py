@@ -36,6 +36,7 @@ from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.log_paths import REMEDY
 from librmq.store.recovery import salvage
+from librmq.store.recovery._condition import beyond_checkpoint
 from librmq.store.recovery._log_comparison import Reconciliation, Scope, UncleanQueues
 from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery.missing_files import lacking_queues, missing_keys
@@ -390,6 +391,10 @@ class Recovery:
         stored = self._last_timestamp_ms()
         if self._mode.is_thorough:
             self._check_checkpoint(stored)
+        elif not self._clean and not self._mode.is_of_copy and (what := beyond_checkpoint(parts)):
+            # Say it before the checkpoint is set, because no later opening can know it.
+            end = parts.log.end
+            parts.cuts.append(Damage(parts.log.sequence.path_at(end), end, "lost", f"{what}, beyond the log's end"))
         if not self._clean or parts.cuts:
             self._set_checkpoint(stored)
 

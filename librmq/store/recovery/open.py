@@ -501,14 +501,16 @@ def describe_recovery(
     if cuts:
         size, place = sum(damage.bytes for damage in cuts), os.path.join(OWN_FOLDER, "salvage")
         what = f"{size} bytes were cut from {cuts[0].offset} on ({cuts[0].what}); the nonzero bytes are kept in {place}"
-    others = len(damages) - len(cuts)
+    lost = [damage.what for damage in damages if damage.kind == "lost"]
+    others = len(damages) - len(cuts) - len(lost)
+    missing = f"; messages that were flushed are missing: {lost[0]}" if lost else ""
     again = f", {counted(others, 'part')} of queues and index rebuilt" if others else ""
     seconds = took_ms / 1000
     no_mark = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
     older = f"; queue entries of records before {compared_from} are compared with the log in the background"
     return (
         f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log.end}, {what}{again}"
-        f"{no_mark}{older if compared_from > log.begin else ''}"
+        f"{missing}{no_mark}{older if compared_from > log.begin else ''}"
     )
 
 
