@@ -115,7 +115,7 @@ VERIFIED: Final = 300_000
 """Most messages for which a report runs ``verify`` by default, because it reads every record."""
 
 
-def topic_rows(view: StoreView, scope: ReportScope) -> tuple[TopicSummary, ...]:
+def _topic_rows(view: StoreView, scope: ReportScope) -> tuple[TopicSummary, ...]:
     """Return the rows of `librmq topics`, without times that can't be read."""
 
     def times_of(queue: QueueName, offsets: range) -> tuple[int | None, int | None]:
@@ -144,7 +144,7 @@ def _verify(path: str, files: Files | None = None) -> tuple[tuple[Damage, ...], 
     return tuple(damage), recoverable
 
 
-def broken_store(path: str, name: str, error: CorruptionError) -> StoreReport:
+def _broken_store(path: str, name: str, error: CorruptionError) -> StoreReport:
     """Return what is known about a store that cannot be opened."""
     damage, _ = _verify(path)
     findings = _damage_findings(name, damage, str(error))
@@ -180,7 +180,7 @@ def _with_messages(
     )
 
 
-def without_messages(
+def _without_messages(
     view: StoreView,
     name: str,
     scope: ReportScope,
@@ -228,6 +228,16 @@ def without_messages(
         waiting=tuple(_waiting(view, scope)),
         log_files=tuple(_log_files(view, every_lag)),
     )
+
+
+def summary_of(path: str, name: str, scope: ReportScope) -> StoreReport:
+    """Return what a report says about a folder without a pass over all messages."""
+    try:
+        with StoreView.open(path) as view:
+            topics = _topic_rows(view, scope)
+            return _without_messages(view, name, scope, topics, Thresholds(), check=True)
+    except CorruptionError as error:
+        return _broken_store(path, name, error)
 
 
 def _is_inside(log: CommitLog, place: Damage) -> bool:
@@ -341,18 +351,18 @@ def report(
         sound_views = [view for view in views.values() if isinstance(view, StoreView)]
         passes = ((view.store.log, 3 if is_verified(view, check, VERIFIED) else 1) for view in sound_views)
         advance(0, sum(count * (log.end - log.begin) for log, count in passes))  # verify takes two
-        topics = {view.store.path: topic_rows(view, scope) for view in sound_views}
+        topics = {view.store.path: _topic_rows(view, scope) for view in sound_views}
         axis = _axis(chain.from_iterable(topics.values()), scope)
 
         def part(path: str, view: StoreView | CorruptionError) -> StoreReport:
             if isinstance(view, CorruptionError):
-                return broken_store(path, names[path], view)
+                return _broken_store(path, names[path], view)
             try:
                 wanted = is_verified(view, check, VERIFIED)
-                part = without_messages(view, names[path], scope, topics[view.store.path], limits, check=wanted)
+                part = _without_messages(view, names[path], scope, topics[view.store.path], limits, check=wanted)
                 return _with_messages(part, view, scope, axis or TimeAxis(0, 1000, 1), window_s)
             except CorruptionError as error:
-                return broken_store(path, names[path], error)
+                return _broken_store(path, names[path], error)
 
         parts = [part(path, view) for path, view in views.items()]
     return joined(parts, axis, scope, title=title, window_s=window_s)

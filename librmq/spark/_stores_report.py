@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
-from librmq.diagnosis import Report, StoreView, Thresholds
+from librmq.diagnosis import Report
 from librmq.diagnosis.report_rows import (
     ATTEMPTS,
     DELAY_BOUNDS_MS,
@@ -29,8 +29,7 @@ from librmq.diagnosis.report_rows import (
     TopicTraffic,
     frequent_keys,
 )
-from librmq.diagnosis.reports import WINDOW_S, broken_store, joined, short_names, topic_rows, without_messages
-from librmq.errors import CorruptionError
+from librmq.diagnosis.reports import WINDOW_S, joined, short_names, summary_of
 from librmq.message.topics import SYSTEM_TOPICS, TopicPrefix
 from librmq.spark import stores
 from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
@@ -85,23 +84,11 @@ def _parts(spark: SparkSession, names: dict[str, str], scope: ReportScope) -> di
         import pyarrow as pa
 
         for row in (row for batch in batches for row in batch.to_pylist()):
-            text = _survey(row["store"], row["name"], scope)
+            text = json.dumps(summary_of(row["store"], row["name"], scope).to_document())
             yield pa.RecordBatch.from_pydict({"store": [row["store"]], "report": [text]})
 
     reports = rows.repartition(len(names), "store").mapInArrow(survey, "store string, report string").collect()
     return {row["store"]: StoreReport.from_document(json.loads(row["report"])) for row in reports}
-
-
-def _survey(path: str, name: str, scope: ReportScope) -> str:
-    try:
-        with StoreView.open(path) as view:
-            part = without_messages(view, name, scope, topic_rows(view, scope), Thresholds(), check=True)
-    except CorruptionError as error:
-        part = broken_store(path, name, error)
-    return json.dumps(part.to_document())
-
-
-# -------------------------------------------------------------------------------------------------------------- sums
 
 
 class _Sums:

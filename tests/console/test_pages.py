@@ -233,7 +233,10 @@ def test_a_rate_that_is_not_there_says_why(tmp_path: Path, runner: ManualRunner)
         asked = Asked(console(broker))
         assert "rates come with the second look" in asked.page("/")
         runner.advance(10_000)
-        assert "in the last minute" in asked.page("/")
+        page = asked.page("/")
+        assert "in the last minute" in page
+        assert '<svg class="line"' in page
+        assert " style=" not in page  # the page's own header forbids it
         assert "in the last minute" in asked.page("/group?name=mail")
         first = broker.runner.now_ms() - 1_000
         assert "a past moment has no rates" in asked.page(f"/?at={first}")
