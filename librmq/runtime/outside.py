@@ -73,8 +73,9 @@ def calls_later() -> Iterator[None]:
     if _thread.calls is not None:
         yield
         return
-    calls = _thread.calls = []
+    calls: list[Callable[[], object]] = []
     try:
+        _thread.calls = calls  # here, because a signal's handler can raise at any line
         yield
     finally:
         _thread.calls = None
