@@ -26,6 +26,7 @@ from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, last_
 from benchmarks.peers import TAG, TOPIC, Load, make_load
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.message.message import Message
+from librmq.message.record import BODY_AT, header_struct
 from librmq.store import GetStatus, MessageStore
 from librmq.store.engine.read import matching_entries
 
@@ -34,6 +35,7 @@ BATCH: Final = 256
 CHUNK: Final = 1 << 20
 ENTRIES: Final = 1_000_000
 _SELECT: Final = f"SELECT * FROM record WHERE queue_offset >= ? ORDER BY queue_offset LIMIT {PULL}"
+_CHECKSUM_AND_SIZE: Final = header_struct("body_crc", "body_length")
 _spawn: Final = multiprocessing.get_context("spawn")
 
 
@@ -153,6 +155,19 @@ def slice_records(stored: Any, _: Path) -> Timed:
         records = [raw[begin:end] for begin, end in places[at : at + PULL]]
     yield len(places)
     assert records
+
+
+def compare_records(stored: Any, _: Path) -> Timed:
+    """Cut the records out of a mapped file, at known places, and compare their bodies with their checksums."""
+    raw, places, unpack, crc32 = stored.mapped, stored.places, _CHECKSUM_AND_SIZE.unpack_from, zlib.crc32
+    yield
+    count = 0
+    for begin, end in places:
+        record = raw[begin:end]
+        checksum, size = unpack(record)
+        count += crc32(record[BODY_AT : BODY_AT + size]) & 0x7FFFFFFF == checksum
+    yield len(places)
+    assert count == len(places)
 
 
 def scan(stored: Any, _: Path) -> Timed:
@@ -315,6 +330,8 @@ def reading(detail: str, size: int) -> Iterator[Case]:
     one, two = partial(scan_in_processes, two=False), partial(scan_in_processes, two=True)
     yield Case(f"pull {PULL}", pull, detail, pull_sqlite, "SQLite rows", Target(1.1, 1.8), setup=setup)
     yield Case(f"pull {PULL}", pull, detail, slice_records, "raw slices of records", sliced, setup=setup, limit=True)
+    compared = Target(1.5, pure=Target())
+    yield Case(f"pull {PULL}", pull, detail, compare_records, "raw slices, compared", compared, setup=setup, limit=True)
     yield Case("scan", scan, detail, crc32, "raw crc32", scanned, "B/s", setup, limit=True)
     yield Case("scan, two processes", two, detail, one, "one process", Target(reach=1.9), "B/s", setup, limit=True)
 

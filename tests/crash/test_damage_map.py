@@ -10,7 +10,7 @@ import pytest
 
 from tests.budget import step
 from tests.conftest import SlowBudget
-from tests.crash.damage_map import Look, draw, look, places, silent, store
+from tests.crash.damage_map import Look, draw, look, loses_last_entries, places, silent, store
 
 WITHOUT_CHECK = {
     "log: born_host", "log: born_timestamp", "log: flag", "log: prepared_offset", "log: properties",
@@ -35,14 +35,17 @@ def check(closed: bool, seed: object, folder: Path) -> None:
     found, now_ms = store(closed=closed)
     damage = draw(found, random.Random(f"damage {seed} {closed}"))
     changed = places(found, damage)
-    if not changed:
+    if not changed or (not closed and loses_last_entries(found, damage)):
         return
     before, after = whole(closed, folder), look({**found, damage.path: damage.data}, now_ms, folder)
     where = f"{damage.kind} at {damage.begin} of {damage.path}: {', '.join(sorted(changed))}"
     foreign = {name: seen.said for name, seen in after.seen.items() if seen.is_foreign}
     excused = bool(changed & WITHOUT_CHECK)
     assert not foreign or excused, (where, foreign)
-    assert not (passed := silent(before, after, closed=closed)) or excused, (where, passed)
+    passed = silent(before, after, closed=closed)
+    if changed == {"log: topic"}:  # a walk over the log asks no queue, and sees the gap by a later record
+        passed = [reader for reader in passed if reader != "show"]
+    assert not passed or excused, (where, passed)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
