@@ -393,7 +393,11 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
 
 def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> StoredMessage | None:
     raw = store.log.read(physical_offset, size)
-    return None if raw is None else StoredMessage(raw)
+    message = None if raw is None else StoredMessage(raw)
+    if message is not None and message.physical_offset != physical_offset:
+        path, what = store.log.sequence.path_at(physical_offset), f"it says that it is at {message.physical_offset}"
+        raise CorruptionError(path, physical_offset, "record", what)
+    return message
 
 
 def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:

@@ -127,6 +127,8 @@ def store_times_at(log: CommitLog, physical_offsets: Sequence[int]) -> list[int 
             buffer = None if file is None else file.buffer
         if buffer is None or not begin <= place <= last or at + record.FIXED_SIZE > size:
             times.append(None)
+            if place >= log.sequence.end:  # a writer beside this reader has stored nothing there
+                _leave_out(log, place)
             continue
         stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + record.PHYSICAL_OFFSET_AT)
         if sys_flag & record.BORN_HOST_V6:
