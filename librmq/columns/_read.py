@@ -11,7 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +29,7 @@ from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files import Damage, DiskFiles, File, Files, is_folder
 from librmq.files.rolling import file_name
+from librmq.java.lang import string_hash
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.properties import PropertyName
@@ -281,8 +282,8 @@ class _Task:
             if bad:
                 yield from self.malformed.places(bad)
         else:
-            if self._tags is not None and not self._tags.takes_all:
-                rows = rows.take(_candidates(rows.codes, self._tags) | self._has_times_as_codes(rows))
+            for codes in self._wanted_codes():
+                rows = rows.take(_candidates(rows.codes, codes) | self._has_times_as_codes(rows))
             self._fetch(rows.places, rows.sizes)
         size = self._part.log_file_size
         # Spark is faster with few large batches; data of variable length decodes faster in pieces that fit the cache.
@@ -295,6 +296,14 @@ class _Task:
         if isinstance(self._files, RemoteFiles):
             self._files.release_space(self._part.path)
 
+    def _wanted_codes(self) -> Iterator[Iterable[int]]:
+        """Yield the hashes of the wanted tags: those of the setting, and those of the predicate."""
+        if self._tags is not None and not self._tags.takes_all:
+            yield self._tags.codes
+        predicate = self._options.predicate
+        if predicate is not None and predicate.tags is not None and not self._options.reports_all_damage:
+            yield map(string_hash, predicate.tags)
+
     def _has_times_as_codes(self, rows: Rows) -> Mask:
         """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
         waits = np.array([share.topic == SystemTopic.SCHEDULE for share in self._part.slices], np.bool_)
@@ -302,7 +311,7 @@ class _Task:
 
     def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
-            rows = rows.take(_candidates(rows.codes, self._tags))
+            rows = rows.take(_candidates(rows.codes, self._tags.codes))
         if self._options.selection.has_times:
             rows = rows.take(self._in_window(rows))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
@@ -639,8 +648,7 @@ def _is_in(values: pa.Array, members: list[str]) -> Mask:
     return np.frombuffer(mask.buffers()[1], np.bool_, len(mask), mask.offset) if len(mask) else np.zeros(0, np.bool_)
 
 
-def _candidates(codes: Ints, tags: TagFilter) -> Mask:
-    """Return which entries can have one of the tags, by hash; an entry with an extension address can have any."""
-    tag_codes = np.array(sorted(tags.codes), np.int64)
-    mask: Mask = np.isin(codes.astype(np.int32), tag_codes) | (codes <= LAST_EXT_ADDRESS)
+def _candidates(codes: Ints, tag_codes: Iterable[int]) -> Mask:
+    """Return which entries can have a tag with one of the hashes; an entry with an extension address can have any."""
+    mask: Mask = np.isin(codes.astype(np.int32), np.array(sorted(tag_codes), np.int64)) | (codes <= LAST_EXT_ADDRESS)
     return mask

@@ -135,6 +135,8 @@ class Predicate:
 
     expression: Any
     columns: tuple[str, ...]
+    tags: frozenset[str] | None = None
+    """The only tags that rows can have which it selects, and perhaps others; None if it can select any."""
 
 
 @dataclass(frozen=True)

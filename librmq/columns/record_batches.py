@@ -289,7 +289,45 @@ def _predicate_of(expression: pc.Expression, options: ReadOptions) -> Predicate:
             without.empty_table().filter(expression)
         except pa.ArrowInvalid:
             columns.append(left_out)
-    return Predicate(expression, tuple(columns))
+    return Predicate(expression, tuple(columns), _tags_of(expression, row.schema) if "tags" in columns else None)
+
+
+_TAGS: Final = re.compile(r"\btags\b")
+_COMPARED: Final = re.compile(r"\(tags == |\bis_in\(tags, |\bis_valid\(tags\)|\bis_null\(tags, ")
+"""What Arrow shows of an expression that reads tags only to compare them with whole values."""
+
+
+def _tags_of(expression: pc.Expression, schema: pa.Schema) -> frozenset[str] | None:
+    """Return tags of which rows that an expression selects have one; None if they can have others, or none.
+
+    The tags are all texts in the expression. Arrow says whether it can be true for another one, which stands for all
+    others if the expression only compares tags as a whole.
+    """
+    import pyarrow.dataset as ds  # loads pandas, as a filter does
+    from pyarrow.fs import LocalFileSystem
+
+    text = str(expression)
+    if len(_TAGS.findall(text)) > len(_COMPARED.findall(text)):
+        return None
+    try:
+        literals = pa.ipc.open_file(expression.__reduce__()[1][0]).read_all()  # Arrow's form of an expression on a wire
+    except (pa.ArrowException, TypeError):
+        return None
+    tags = frozenset(_texts([column.to_pylist() for column in literals.columns]))
+    kind, field = ds.IpcFileFormat(), pc.field("tags")
+    others = (field.is_null(), field == "".join(tags) + "-")
+    fragments = [kind.make_fragment("/", LocalFileSystem(), partition_expression=other) for other in others]
+    can_be_other = any(ds.FileSystemDataset(fragments, schema, kind).get_fragments(filter=expression))
+    return None if can_be_other else tags
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts within lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def _with_offsets(options: ReadOptions, offsets: Any) -> ReadOptions:

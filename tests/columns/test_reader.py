@@ -342,6 +342,32 @@ def test_rows_are_filtered_before_bodies_are_read(path: Path, tmp_path: Path, ca
     assert f": at {place}: " in line
 
 
+def test_a_condition_on_tags_leaves_out_records_by_the_hash_in_their_entries(path: Path, tmp_path: Path) -> None:
+    """As the setting does: a record that is unreadable is not looked at. Other conditions look at every record."""
+    shutil.copytree(path, tmp_path / "s")
+    tags, whole = pc.field("tags"), reader(path).read_all()
+    place = whole.filter(tags == "t1").column("physicalOffset")[5].as_py()
+    file = tmp_path / "s" / "commitlog" / f"{place - place % 4096:020d}"
+    raw = bytearray(file.read_bytes())
+    raw[place % 4096 + 4] ^= 0xFF
+    file.write_bytes(raw)
+    many = tags.isin([f"t{number}" for number in range(2, 40)])
+    for wanted in (
+        tags == "t2",
+        many,
+        (tags == "t2") & (pc.field("queueId") >= 0),
+        many & tags.is_valid(),
+        tags == "x",
+    ):
+        found = reader(tmp_path / "s", filter=wanted, fail_on_data_loss=False).read_all()
+        assert found.equals(whole.filter(wanted)), wanted
+    keys = pc.field("keys")
+    for wanted in (tags != "t2", (tags == "t2") | (keys != "none"), ~(tags == "t2"), pc.starts_with(tags, "t2"),
+                   tags.is_null() | (tags == "t2"), pc.coalesce(tags, pc.scalar("t2")) == "t2"):  # fmt: skip
+        with pytest.raises(CorruptionError):
+            reader(tmp_path / "s", filter=wanted).read_all()
+
+
 def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: Path) -> None:
     """Its times can't be looked up, so each message is compared, and an offset by time is the end of the queue."""
     shutil.copytree(path, tmp_path / "s")
