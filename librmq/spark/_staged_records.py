@@ -2,8 +2,11 @@
 
 ::
 
-    <folder>/<job>.staging/t<task>.log      records; fields that only the store knows are zero
-    <folder>/<job>.staging/t<task>.arrow    one row for each record: size, queue, tags code, keys, order
+    <folder>/<job>.<run>.staging/t<task>.log      records; fields that only the store knows are zero
+    <folder>/<job>.<run>.staging/t<task>.arrow    one row for each record: size, queue, tags code, keys, order
+
+A run is the time of its begin and a random number, so runs of one job share no file. What a killed run leaves is
+deleted by a later one, of any job.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from typing import Final, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +29,7 @@ from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.documents import OWN_FOLDER
+from librmq.store.format.documents import KEPT_MS, STAGING_SUFFIX, JobNote, staged_runs
 
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion removes no others."""
@@ -42,17 +46,24 @@ class Staged:
     lanes: tuple[QueueName, ...]
 
 
-def job_folder(path: str, job: str, staging: str | None) -> str:
-    """Return the folder in which tasks stage the records of ``job``.
+def run_folder(path: str, job: str, staging: str | None, began_ms: int) -> str:
+    """Return a new folder in which tasks of a run of ``job`` stage records.
 
     Raises:
         ConfigError: ``job`` is not the name of a file.
     """
-    base = staging or os.path.join(path, OWN_FOLDER, "spark")
-    folder = os.path.join(base, f"{job}.staging")
+    base = staging or os.path.join(path, JobNote.FOLDER)
+    folder = os.path.join(base, f"{job}.{began_ms}-{uuid4().hex[:8]}{STAGING_SUFFIX}")
     if "\0" in job or os.path.dirname(os.path.normpath(folder)) != os.path.normpath(base):
         raise ConfigError(f"option jobId: {job[:120]!r} is not the name of a folder")
     return folder
+
+
+def discard_old(base: str, now_ms: int) -> None:
+    """Delete what runs have staged in ``base`` that began so long ago that they must have been killed."""
+    for run in staged_runs(base, DiskFiles()):
+        if run.began_ms < now_ms - KEPT_MS:
+            discard(run.folder)
 
 
 def discard(folder: str) -> None:
@@ -76,8 +87,8 @@ class _Task:
             self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # not mapped, to free pages
         except FileNotFoundError:
             raise ConfigError(
-                f"{path}: expected the file that a task wrote: driver and workers must share this folder "
-                "(option staging sets another)"
+                f"{path}: expected the file that a task wrote: driver and workers must share this folder (option "
+                "staging sets another), and a later job deletes it a day after this one began"
             ) from None
 
     def __enter__(self) -> _Task:

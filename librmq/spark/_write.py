@@ -39,7 +39,7 @@ from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
 from librmq.spark._kafka import written_batch, written_schema
 from librmq.spark._options import WriteOptions, local_path
-from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, job_folder
+from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, run_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
@@ -325,6 +325,8 @@ class Ready(WriterCommitMessage):
     """A task's report to the driver, without messages."""
 
     staged: Staged
+    folder: str
+    """Spark makes the writer of a stream again for each commit, so only its tasks know their run."""
 
 
 @shows_conditions
@@ -341,7 +343,9 @@ class StagingWriter:
         self._options = options
         self._job = job
         self._path = options.path
-        self._folder = job_folder(options.path, self._job, options.staging)
+        now_ms = SystemClock().now_ms()
+        self._folder = run_folder(options.path, self._job, options.staging, now_ms)
+        discard_old(os.path.dirname(self._folder), now_ms)
         self._encoder = Encoder(
             topic=options.topic,
             queue_id=options.queue_id,
@@ -385,16 +389,16 @@ class StagingWriter:
                     if order is not None:
                         columns["order"] = batch.column(order)
                     table.write(columns)
-        return Ready(Staged(name, task, rows, tuple(lanes)))
+        return Ready(Staged(name, task, rows, tuple(lanes)), self._folder)
 
     def _commit(self, messages: list[WriterCommitMessage | None], job: str, *, keep_note: bool) -> None:
-        staged = [message.staged for message in messages if isinstance(message, Ready) and message.staged.records]
+        ready = [message for message in messages if isinstance(message, Ready)]
         options = self._options
         commit(
             options.path,
             job,
-            staged,
-            self._folder,
+            [message.staged for message in ready if message.staged.records],
+            ready[0].folder if ready else self._folder,
             ordered=options.order_by is not None,
             keep_note=keep_note,
             wait_seconds=options.wait_seconds,
@@ -437,7 +441,8 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     @override
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Delete the staged files, on the driver."""
-        discard(self._folder)
+        for folder in {message.folder for message in messages if isinstance(message, Ready)}:
+            discard(folder)
 
 
 def _query_id(checkpoint: str | None) -> str:

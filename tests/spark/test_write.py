@@ -24,13 +24,14 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import BinaryType, LongType, MapType, StringType, StructField, StructType
 
+from librmq.cli import main
 from librmq.commitlog import CommitLog
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
 from librmq.spark import _write as write
 from librmq.spark._encode import Encoder
 from librmq.spark._options import WriteOptions
-from librmq.spark._staged_records import Staged, StagedRecords, discard, job_folder
+from librmq.spark._staged_records import Staged, StagedRecords, discard, run_folder
 from librmq.spark._write import Writer, commit, wait_until_free
 from tests.job_histories import JobHistory
 from tests.spark_session import killing, shared_session
@@ -307,7 +308,7 @@ def test_a_job_repeated_after_its_records_expired(tmp_path: Path, died: bool) ->
     with MessageStore.open(path) as store:
         while store.log.end < 20_000:
             store.append(Message("Old", bytes(1000)))
-    folder, note = job_folder(str(path), "job", None), path / "librmq" / "spark" / "job.json"
+    folder, note = run_folder(str(path), "job", None, START_MS), path / "librmq" / "spark" / "job.json"
     staged = stage(Path(folder), 1, 10)
     assert commit(str(path), "job", staged, folder, ordered=False, keep_note=True) == 10
     found = json.loads(note.read_bytes())
@@ -323,7 +324,7 @@ def test_a_job_repeated_after_its_records_expired(tmp_path: Path, died: bool) ->
 
 def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
-    folder = job_folder(str(path), "job", None)
+    folder = run_folder(str(path), "job", None, START_MS)
     for _ in range(2):
         assert commit(str(path), "job", [], folder, ordered=False, keep_note=True) == 0
     assert json.loads((path / "librmq" / "spark" / "job.json").read_bytes())["done"] is True
@@ -334,7 +335,7 @@ def test_a_job_without_a_record_is_done_once(tmp_path: Path) -> None:
 def test_records_in_another_folder_are_not_committed(tmp_path: Path) -> None:
     """If workers wrote the files to another folder, the commit adds nothing."""
     path = new_store(tmp_path / "store")
-    folder = Path(job_folder(str(path), "job", None))
+    folder = Path(run_folder(str(path), "job", None, START_MS))
     staged = stage(folder, 2, 10)
     (folder / "t1.log").unlink()
     (folder / "t1.arrow").unlink()
@@ -353,7 +354,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.store import KeyIndex
 from tests.spark.test_write import stage
 from librmq.spark._write import commit
-from librmq.spark._staged_records import job_folder
+from librmq.spark._staged_records import run_folder
 
 left = [0]
 
@@ -378,9 +379,10 @@ for calls, path in enumerate(map(Path, sys.argv[1:])):
     child = os.fork()
     if not child:
         left[0] = 1 << 30
-        staged = stage(Path(job_folder(str(path), "job", None)), 2, 150)
+        folder = run_folder(str(path), "job", None, 1_700_000_000_000)
+        staged = stage(Path(folder), 2, 150)
         left[0] = calls
-        commit(str(path), "job", staged, job_folder(str(path), "job", None), ordered=False, keep_note=True)
+        commit(str(path), "job", staged, folder, ordered=False, keep_note=True)
         os._exit(7)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (7, 9), code
@@ -399,9 +401,10 @@ def test_a_commit_that_is_killed_anywhere_is_done_once(tmp_path: Path) -> None:
     assert not run_program(KILLED, *paths).returncode
     ends = set()
     for path, history, job in zip(paths, histories, jobs, strict=True):
-        left = Path(job_folder(str(path), "job", None))
-        if not left.parent.exists():
+        notes = path / "librmq" / "spark"
+        if not notes.exists():
             break  # every call was allowed, so no kill
+        left = next(notes.glob("job.*.staging"), notes / "deleted")
         with MessageStore.open(path) as store:
             there = sum(message.topic == "N" for message in store)
             ends.add(there)
@@ -456,7 +459,7 @@ def test_a_history_shows_a_planted_bug(
 ) -> None:
     """A job is committed, and repeated."""
     path = new_store(tmp_path / "store")
-    folder = Path(job_folder(str(path), "job", None))
+    folder = Path(run_folder(str(path), "job", None, START_MS))
     history = JobHistory(path)
     job = history.job("N", staged_bodies(20))
     plant(monkeypatch)
@@ -480,19 +483,41 @@ def test_an_invalid_job_id_is_refused(tmp_path: Path, job: str) -> None:
 def test_a_job_deletes_nothing_but_its_own_staged_files(tmp_path: Path) -> None:
     """Other files in the staging folder are kept, and so is the target of a link in its place."""
     path, shared = new_store(tmp_path / "store"), tmp_path / "shared"
-    staging = Path(job_folder(str(path), "thesis", str(shared)))
+    staging = Path(run_folder(str(path), "thesis", str(shared), START_MS))
     for kept in (shared / "thesis" / "chapter.log", shared / "t0.log", staging / "notes.txt", staging / "notes.log"):
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text("kept")
     staged = stage(staging, 1, 3)
     assert commit(str(path), "thesis", staged, str(staging), ordered=False, keep_note=True) == 3
     assert {one.relative_to(shared).as_posix() for one in shared.rglob("*") if one.is_file()} == {
-        "thesis/chapter.log", "t0.log", "thesis.staging/notes.txt", "thesis.staging/notes.log",
+        "thesis/chapter.log", "t0.log", f"{staging.name}/notes.txt", f"{staging.name}/notes.log",
     }  # fmt: skip
     (shared / "linked.staging").symlink_to(staging)
     (staging / "t9.log").write_text("another job's")
     discard(str(shared / "linked.staging"))
     assert (staging / "t9.log").exists()
+
+
+def test_runs_of_one_job_share_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An abort of one leaves the others theirs, one of which is committed; a run that was killed is deleted later."""
+    path = new_store(tmp_path / "store")
+    schema, options = StructType([StructField("body", BinaryType())]), WriteOptions(str(path), topic="T", job_id="job")
+    runs = [Writer(options, schema) for _ in range(4)]
+    ready = [run.write(iter([pa.RecordBatch.from_pydict({"body": [b"x"]})])) for run in runs]
+    runs[0].abort([ready[0]])
+    for number in (1, 2):
+        runs[number].commit([ready[number]])
+    with MessageStore.open(path, read_only=True) as store:
+        assert sum(message.topic == "T" for message in store) == 1
+    (killed,) = (path / "librmq" / "spark").glob("*.staging")
+    for command in ("disk", "verify"):
+        assert main([command, str(path)]) == 0
+        assert "of Spark jobs that run or were killed, the first since 20" in capsys.readouterr().err
+    Writer(options, schema)
+    assert killed.exists()
+    killed = killed.rename(killed.with_name(f"other.{START_MS}-{killed.name[-16:]}"))
+    Writer(options, schema)
+    assert not killed.exists()
 
 
 @pytest.mark.parametrize(
@@ -520,7 +545,7 @@ def test_rows_without_a_queue_go_to_the_option() -> None:
 def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
     """Rows are sorted by a column, with nulls first and equal rows in the order of tasks; their keys move with them."""
     path = new_store(tmp_path / "store")
-    folder = Path(job_folder(str(path), "job", None))
+    folder = Path(run_folder(str(path), "job", None, START_MS))
     staged = stage(folder, 3, 50, order=lambda task, n: None if n == 7 else (n * 13 + task) % 50)
     ranked = sorted((-1 if n == 7 else (n * 13 + task) % 50, task, n) for task in range(3) for n in range(50))
     bodies = [staged_bodies(150)[task * 50 + n] for _, task, n in ranked]
@@ -564,7 +589,7 @@ def test_the_driver_reads_staged_records_in_blocks(tmp_path: Path) -> None:
 
 def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
-    folder = Path(job_folder(str(path), "job", None))
+    folder = Path(run_folder(str(path), "job", None, START_MS))
     staged = stage(folder, 1, 10)
     history = JobHistory(path)
     job = history.job("N", staged_bodies(10))
@@ -595,7 +620,7 @@ with MessageStore.open(sys.argv[1]) as store:
 def test_messages_that_others_append_during_a_job_stay(tmp_path: Path) -> None:
     """The job does not hold the lock during its work; its records follow what another process appended meanwhile."""
     path = new_store(tmp_path / "store")
-    folder = Path(job_folder(str(path), "job", None))
+    folder = Path(run_folder(str(path), "job", None, START_MS))
     wait_until_free(str(path), 0)
     staged = stage(folder, 1, 10)
     history = JobHistory(path)

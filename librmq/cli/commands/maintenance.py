@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
     from librmq.cli._rows import verify_row
+    from librmq.diagnosis.disk_use import staged_notes
     from librmq.store import verify as verify_store
     from librmq.store.format.broker_tables import repair_advice
 
@@ -55,7 +56,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
         verdict = verify_store(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
-    for note in verdict.notes:
+    for note in (*verdict.notes, *staged_notes(arguments.store, files)):
         complain(f"note: {note}")
     if verdict.recoverable:
         places = counted(len(verdict.recoverable), "place")

@@ -554,6 +554,27 @@ def noted_jobs(path: str, files: Files) -> list[str]:
     return [entry.name.removesuffix(_JOB_SUFFIX) for entry in entries if entry.name.endswith(_JOB_SUFFIX)]
 
 
+STAGING_SUFFIX: Final = ".staging"
+_RUN: Final = re.compile(rf".+\.([0-9]{{13}})-[0-9a-f]{{8}}{re.escape(STAGING_SUFFIX)}")
+KEPT_MS: Final = 24 * 3600 * 1000
+"""Milliseconds after which a run of a job counts as killed if it has neither committed nor ended."""
+
+
+class StagedRun(NamedTuple):
+    """Records that a run of a Spark job has staged and not committed."""
+
+    folder: str
+    began_ms: int
+    bytes: int
+
+
+def staged_runs(base: str, files: Files) -> list[StagedRun]:
+    """Return what runs of jobs have staged in the folder ``base``, the oldest first."""
+    runs = [(int(match[1]), os.path.join(base, match[0])) for entry in files.list(base)
+            if (match := _RUN.fullmatch(entry.name))]  # fmt: skip
+    return [StagedRun(folder, ms, sum(entry.size for entry in files.list(folder))) for ms, folder in sorted(runs)]
+
+
 class MovedJobs:
     """The jobs of a store while its records are copied one by one to other places.
 
