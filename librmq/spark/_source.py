@@ -21,10 +21,13 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from librmq.columns import TYPES, ReadOptions, default_columns
 from librmq.columns.decoding import columns_of
+from librmq.columns.planner import PARTITION_BYTES
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
+from librmq.formatting import size
 from librmq.override import override
+from librmq.runtime.event_log import EventLog
 from librmq.spark._conditions import shows_conditions, with_condition
 from librmq.spark._kafka import Renaming, kafka_columns, kafka_schema, plain_name, plain_schema
 from librmq.spark._options import (
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 
 
 _OPTION: Final = "option."
+_log = EventLog("librmq.spark")
+_BIG: Final = 16
+"""Most tasks of a read that decodes all columns without a warning, 1 GiB."""
 _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
 
@@ -103,7 +109,8 @@ class RocketMQDataSource(DataSource):
         if is_progress(values):
             return ProgressReader(values, schema)
         options = parse_read_options(values)
-        return Reader(options, *read_schema(schema, options, values))
+        is_bare = parse_columns(values) is None and schema.names == default_columns(options)
+        return Reader(options, *read_schema(schema, options, values), is_bare=is_bare)
 
     @override
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
@@ -144,12 +151,17 @@ class Reader(DataSourceReader):
     """The batch reader of the data source.
 
     It takes no conditions of a query: Spark 4.3 keeps one reader for a frame, with the conditions that it pushed last,
-    and uses it for every other scan of the frame, without asking the source again. So a source can't notice that it
-    reads for another query, and the options say what is read.
+    and uses it for every other scan of the frame, without asking the source again. So after
+    ``frame.where("tags = 'one'").count()`` a source that only reads this tag makes ``frame.count()`` wrong, which a
+    source can't notice. The options say what is read.
     """
 
-    def __init__(self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None) -> None:
+    def __init__(
+        self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None, *, is_bare: bool = False
+    ) -> None:
         self._options = options
+        self._is_bare = is_bare
+        """Whether nobody has named the columns, so that all are decoded."""
         self._schema = schema
         self._renaming = renaming
 
@@ -162,6 +174,13 @@ class Reader(DataSourceReader):
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
         parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
+        if self._is_bare and len(parts) > max(_BIG, self._options.min_partitions):
+            _log.warning(
+                "%(path)s: Spark does not tell which columns a query uses, so about %(size)s of messages are decoded "
+                "with bodies; name the columns of the query in the option columns, for a count columns=queueId",
+                path=", ".join(self._options.paths),
+                size=size(len(parts) * PARTITION_BYTES),
+            )
         return [InputPartition(part) for part in parts]
 
     @override
