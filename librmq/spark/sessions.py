@@ -162,10 +162,12 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
 
     A session finds the data source automatically if librmq is installed in the same environment as PySpark; this call
     is for all other cases. The functions are registered only for ``spark``. With ``ship`` the workers get the
-    driver's librmq, so it need not be installed there; its dependencies and pyarrow must be.
+    driver's librmq, so it need not be installed there; its dependencies and pyarrow must be. Where the driver has it
+    from an archive, as of ``--py-files``, that is done anyway.
     """
-    if ship:
-        _ship(spark)
+    archive = _folder_of("librmq").parent
+    if ship or archive.is_file():
+        _ship(spark, archive if archive.is_file() else _packed())
     from librmq.spark._functions import register_functions
     from librmq.spark._source import RocketMQDataSource
 
@@ -173,18 +175,24 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
     register_functions(spark)
 
 
-def _ship(spark: SparkSession) -> None:
-    """Send librmq as a zip to the workers of ``spark``."""
-    packed = _own_folder() / "librmq.zip"  # the workers fetch it from there
+def _packed() -> Path:
+    """Return librmq as a zip, from which workers fetch it."""
+    packed = _own_folder() / "librmq.zip"
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for home in map(_folder_of, ("librmq", "pyspark_librmq")):
             for path in sorted(home.rglob("*")):
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(home.parent))
+    return packed
+
+
+def _ship(spark: SparkSession, packed: Path) -> None:
+    """Send an archive with librmq to the workers of ``spark``."""
     if hasattr(spark, "_jsparkSession"):
         from pyspark import SparkFiles
 
-        spark.sparkContext.addPyFile(str(packed))
+        if packed.name not in (spark.sparkContext._python_includes or ()):
+            spark.sparkContext.addPyFile(str(packed))
         # Spark's planner of streams, a Python process on the driver, looks for added files in a folder of this name,
         # which Spark does not fill.
         planner = Path(SparkFiles.getRootDirectory(), "streaming_job")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -132,16 +133,11 @@ import librmq
 from librmq.spark import register
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
-register(spark)
+register(spark, ship=sys.argv[2] == "ship")
 assert ".zip" in librmq.__file__, librmq.__file__
 """
     + WHERE
-    + """
-path = sys.argv[1] + "/store"
-rows = spark.range(40, numPartitions=2).selectExpr("CAST(id AS STRING) AS body")
-rows.write.format("rocketmq").mode("append").options(topic="T").save(path)
-assert spark.read.format("rocketmq").load(path).count() == 40
-"""
+    + "steps(spark, sys.argv[1])"
 )
 
 LARGE = """
@@ -318,20 +314,49 @@ sys.meta_path.insert(0, Lacking())
 """
 
 
+def lacking_python(folder: Path) -> str:
+    """Return a Python for Spark that has librmq only as it is delivered to it."""
+    (folder / "sitecustomize.py").write_text(LACKING)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
 def test_on_a_cluster_that_gets_librmq(tmp_path: Path) -> None:
     """The Python of Spark, on workers and for the plans of streams on the driver, has librmq only as it is shipped."""
-    (tmp_path / "sitecustomize.py").write_text(LACKING)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    run(tmp_path, SHIPPED, str(python))
+    run(tmp_path, SHIPPED, lacking_python(tmp_path))
 
 
 def test_a_store_of_ten_times_the_memory_of_an_executor(tmp_path: Path) -> None:
     run(tmp_path, LARGE)
 
 
-def test_spark_submit_with_the_wheel(tmp_path: Path) -> None:
+BIN = Path(pyspark.__file__ or "").parent / "bin"
+
+
+@contextlib.contextmanager
+def standalone(folder: Path, variables: dict[str, str]) -> Iterator[str]:
+    """Run a standalone cluster of two workers, and return its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"spark://127.0.0.1:{port}"
+    master = ["master.Master", "--host", "127.0.0.1", "--port", str(port)]
+    worker = ["worker.Worker", "--host", "127.0.0.1", "--cores", "1", "--memory", "768m", "--work-dir"]
+    programs = [master, *([*worker, str(folder / name), url] for name in ("a", "b"))]
+    with contextlib.ExitStack() as running:
+        for kind, *words in programs:
+            command = [str(BIN / "spark-class"), f"org.apache.spark.deploy.{kind}", *words, "--webui-port", "0"]
+            with (folder / "cluster.log").open("ab") as log:
+                process = running.enter_context(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
+            running.callback(process.kill)
+        yield url
+
+
+@pytest.mark.parametrize(("master", "ship"), [("local[2]", ""), ("local[2]", "ship"), ("standalone", "")])
+def test_spark_submit_with_the_wheel(tmp_path: Path, master: str, ship: str) -> None:
+    """Batches and streams have librmq only as --py-files gives it, here and on a cluster of two workers."""
     wheel = tmp_path / "librmq.zip"
     with zipfile.ZipFile(wheel, "w") as archive:
         for package in (librmq, pyspark_librmq):
@@ -340,27 +365,15 @@ def test_spark_submit_with_the_wheel(tmp_path: Path) -> None:
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(folder.parent))
     script = tmp_path / "job.py"
-    script.write_text(SUBMITTED)
-    submit = Path(pyspark.__file__ or "").parent / "bin" / "spark-submit"
-    done = subprocess.run(
-        [
-            submit,
-            "--master",
-            "local-cluster[1,2,768]",
-            "--conf",
-            "spark.executor.memory=768m",
-            "--conf",
-            "spark.executor.extraJavaOptions=-XX:TieredStopAtLevel=1",
-            "--py-files",
-            wheel,
-            script,
-            tmp_path,
-        ],
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        | {"JAVA_HOME": str(java_home()), "PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script.write_text(STEPS + SUBMITTED)
+    python = lacking_python(tmp_path)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"JAVA_HOME": str(java_home()), "PYSPARK_PYTHON": python, "PYSPARK_DRIVER_PYTHON": python}
+    settings = ["spark.executor.memory=512m", "spark.driver.host=127.0.0.1", "spark.ui.enabled=false"]
+    with standalone(tmp_path, variables) if master == "standalone" else contextlib.nullcontext(master) as url:
+        done = subprocess.run(
+            [BIN / "spark-submit", "--master", url, *(word for setting in settings for word in ("--conf", setting)),
+             "--py-files", wheel, script, tmp_path, ship],
+            env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
     assert not done.returncode, done.stderr[-4000:]
