@@ -75,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     os.makedirs(f"{folder}/warehouse", exist_ok=True)
     spark = session()
     register(spark)
+    spark.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")  # the tables take no nanoseconds
     stream = spark.readStream.format("rocketmq").option("maxOffsetsPerTrigger", "100000").load(os.path.abspath(store))
     write = partial(to_delta if kind == "delta" else to_iceberg, folder=folder)
     writer = stream.writeStream.foreachBatch(write).option("checkpointLocation", f"{folder}/checkpoint")

@@ -354,7 +354,7 @@ def standalone(folder: Path, variables: dict[str, str]) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(("master", "ship"), [("local[2]", ""), ("local[2]", "ship"), ("standalone", "")])
+@pytest.mark.parametrize(("master", "ship"), [("local[2]", "ship"), ("standalone", "")])
 def test_spark_submit_with_the_wheel(tmp_path: Path, master: str, ship: str) -> None:
     """Batches and streams have librmq only as --py-files gives it, here and on a cluster of two workers."""
     wheel = tmp_path / "librmq.zip"
