@@ -26,12 +26,11 @@ from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis._lag_report import lag
 from librmq.diagnosis.view import StoreView
-from librmq.files import Files
 from librmq.formatting import duration, moment, number, percent, size
 from librmq.message.delays import level_of_queue_id
 from librmq.message.topics import SystemTopic, kind_of_topic
 from librmq.store.format import directory
-from librmq.store.format.documents import JobNote, staged_runs
+from librmq.store.format.documents import StagedRun
 from librmq.store.retention import Unread, UnreadInFile, first_behind, next_hour, unread_between
 
 _KINDS: Final = {
@@ -243,7 +242,7 @@ def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[s
     Raises:
         CorruptionError: A file is damaged.
     """
-    yield from staged_notes(view.store.path, view.store.files)
+    yield from StagedRun.notes(view.store.path, view.store.files)
     if SystemTopic.SCHEDULE in view.topics and (why := view.unknown_delays) is not None:
         yield why
     log = view.store.log
@@ -263,16 +262,6 @@ def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[s
             f"disk, {percent(use.used_ratio)} full now, reaches {times}"
         )
     yield from _file_notes(view, use, config)
-
-
-def staged_notes(path: str, files: Files) -> Iterator[str]:
-    """Yield a sentence about what Spark jobs have staged in a store and not committed."""
-    if runs := staged_runs(os.path.join(path, JobNote.FOLDER), files):
-        yield (
-            f"{JobNote.FOLDER} holds {size(sum(run.bytes for run in runs))} of Spark jobs that run or were killed, the "
-            f"first since {moment(runs[0].began_ms)} UTC: {len(runs)} folders, which a later write of Spark deletes a "
-            "day after their begin"
-        )
 
 
 def old_files(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[OldFile]:

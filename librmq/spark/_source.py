@@ -21,11 +21,9 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from librmq.columns import TYPES, ReadOptions, default_columns
 from librmq.columns.decoding import columns_of
-from librmq.columns.planner import PARTITION_BYTES
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
-from librmq.formatting import size
 from librmq.override import override
 from librmq.runtime.event_log import EventLog
 from librmq.spark._conditions import shows_conditions, with_condition
@@ -55,7 +53,7 @@ if TYPE_CHECKING:
 _OPTION: Final = "option."
 _log = EventLog("librmq.spark")
 _BIG: Final = 16
-"""Most tasks of a read that decodes all columns without a warning, 1 GiB."""
+"""Most tasks of a read that decodes all columns without a warning: they read 1 GiB."""
 _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
 
@@ -176,10 +174,10 @@ class Reader(DataSourceReader):
         parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
         if self._is_bare and len(parts) > max(_BIG, self._options.min_partitions):
             _log.warning(
-                "%(path)s: Spark does not tell which columns a query uses, so about %(size)s of messages are decoded "
-                "with bodies; name the columns of the query in the option columns, for a count columns=queueId",
+                "%(path)s: Spark does not tell which columns a query uses, so %(count)d tasks decode all of them; name "
+                "those of the query in the option columns, for a count columns=queueId",
                 path=", ".join(self._options.paths),
-                size=size(len(parts) * PARTITION_BYTES),
+                count=len(parts),
             )
         return [InputPartition(part) for part in parts]
 

@@ -29,7 +29,7 @@ from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.documents import KEPT_MS, STAGING_SUFFIX, JobNote, staged_runs
+from librmq.store.format.documents import JobNote, StagedRun
 
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion removes no others."""
@@ -53,7 +53,7 @@ def run_folder(path: str, job: str, staging: str | None, began_ms: int) -> str:
         ConfigError: ``job`` is not the name of a file.
     """
     base = staging or os.path.join(path, JobNote.FOLDER)
-    folder = os.path.join(base, f"{job}.{began_ms}-{uuid4().hex[:8]}{STAGING_SUFFIX}")
+    folder = os.path.join(base, StagedRun.NAME.format(job=job, began_ms=began_ms, random=uuid4().hex[:8]))
     if "\0" in job or os.path.dirname(os.path.normpath(folder)) != os.path.normpath(base):
         raise ConfigError(f"option jobId: {job[:120]!r} is not the name of a folder")
     return folder
@@ -61,8 +61,8 @@ def run_folder(path: str, job: str, staging: str | None, began_ms: int) -> str:
 
 def discard_old(base: str, now_ms: int) -> None:
     """Delete what runs have staged in ``base`` that began so long ago that they must have been killed."""
-    for run in staged_runs(base, DiskFiles()):
-        if run.began_ms < now_ms - KEPT_MS:
+    for run in StagedRun.all_in(base, DiskFiles()):
+        if run.began_ms < now_ms - StagedRun.KEPT_MS:
             discard(run.folder)
 
 

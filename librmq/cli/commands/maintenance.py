@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
     from librmq.cli._rows import verify_row
-    from librmq.diagnosis.disk_use import staged_notes
     from librmq.store import verify as verify_store
     from librmq.store.format.broker_tables import repair_advice
+    from librmq.store.format.documents import StagedRun
 
     files, config = files_and_config(arguments)
     with log_bar("verify", arguments.store, 2):
         verdict = verify_store(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
-    for note in (*verdict.notes, *staged_notes(arguments.store, files)):
+    for note in (*verdict.notes, *StagedRun.notes(arguments.store, files)):
         complain(f"note: {note}")
     if verdict.recoverable:
         places = counted(len(verdict.recoverable), "place")

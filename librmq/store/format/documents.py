@@ -57,6 +57,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLockedError
 from librmq.files import Files, OverlayFiles
 from librmq.files.interface import confine, identity_of, is_full, make_folders, read_replaced
+from librmq.formatting import moment, size
 from librmq.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
@@ -554,25 +555,39 @@ def noted_jobs(path: str, files: Files) -> list[str]:
     return [entry.name.removesuffix(_JOB_SUFFIX) for entry in entries if entry.name.endswith(_JOB_SUFFIX)]
 
 
-STAGING_SUFFIX: Final = ".staging"
-_RUN: Final = re.compile(rf".+\.([0-9]{{13}})-[0-9a-f]{{8}}{re.escape(STAGING_SUFFIX)}")
-KEPT_MS: Final = 24 * 3600 * 1000
-"""Milliseconds after which a run of a job counts as killed if it has neither committed nor ended."""
-
-
-class StagedRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StagedRun:
     """Records that a run of a Spark job has staged and not committed."""
 
     folder: str
     began_ms: int
     bytes: int
 
+    NAME: ClassVar = "{job}.{began_ms}-{random}.staging"
+    """The name of the folder; the random number has 8 hexadecimal digits."""
+    KEPT_MS: ClassVar = 24 * 3600 * 1000
+    """Milliseconds after which a run that has neither committed nor ended counts as killed."""
 
-def staged_runs(base: str, files: Files) -> list[StagedRun]:
-    """Return what runs of jobs have staged in the folder ``base``, the oldest first."""
-    runs = [(int(match[1]), os.path.join(base, match[0])) for entry in files.list(base)
-            if (match := _RUN.fullmatch(entry.name))]  # fmt: skip
-    return [StagedRun(folder, ms, sum(entry.size for entry in files.list(folder))) for ms, folder in sorted(runs)]
+    @classmethod
+    def all_in(cls, base: str, files: Files) -> list[StagedRun]:
+        """Return what runs of jobs have staged in the folder ``base``, the oldest first."""
+        names = [entry.name for entry in files.list(base)]
+        runs = [(int(match[1]), os.path.join(base, match[0])) for match in map(_RUN.fullmatch, names) if match]
+        return [cls(folder, ms, sum(entry.size for entry in files.list(folder))) for ms, folder in sorted(runs)]
+
+    @classmethod
+    def notes(cls, path: str, files: Files) -> list[str]:
+        """Return a sentence about the runs of which the store in ``path`` has records; none without them."""
+        runs = cls.all_in(os.path.join(path, JobNote.FOLDER), files)
+        what = f"{JobNote.FOLDER} holds {size(sum(run.bytes for run in runs))} of Spark jobs that run or were killed"
+        return [
+            f"{what}, the first since {moment(run.began_ms)} UTC: {len(runs)} folders, which a later write of Spark "
+            "deletes a day after their begin"
+            for run in runs[:1]
+        ]
+
+
+_RUN: Final = re.compile(r".+\.([0-9]{13})-[0-9a-f]{8}\.staging")
 
 
 class MovedJobs:
