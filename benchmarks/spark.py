@@ -406,13 +406,13 @@ def encode_loop(given: Any, _: Path) -> Timed:
 
 def commit_records(given: Any, folder: Path, *, copied: bool) -> Timed:
     """Commit staged records, with queues and index, or only copy and flush their bytes."""
-    from librmq.spark._staged_records import job_folder
+    from librmq.spark._staged_records import run_folder
     from librmq.spark._write import commit
 
     path = str(folder / "store")
     with MessageStore.open(path, CONFIG, background=False) as store:
         store.append(Message("Orders", b"first"))
-    job = job_folder(path, "job", None)
+    job = run_folder(path, "job", None, 0)
     os.makedirs(job)
     staged = stage(job, "0", given.table, given.times, given.encoded.data, given.encoded.lanes)
     yield
@@ -433,12 +433,12 @@ def row_writer() -> Any:
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
     from librmq.java.lang import index_key_hash
-    from librmq.spark._staged_records import job_folder
+    from librmq.spark._staged_records import run_folder
     from librmq.spark._write import Ready, commit
 
     class Writer(DataSourceWriter):
         def __init__(self, path: str) -> None:
-            self.path, self.folder = path, job_folder(path, "rows", None)
+            self.path, self.folder = path, run_folder(path, "rows", None, 0)
             os.makedirs(self.folder)
 
         def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
@@ -452,7 +452,7 @@ def row_writer() -> Any:
             rows = [dict(zip(types, row, strict=True)) for row in columns]
             table = pa.Table.from_pylist(rows, pa.schema(types.items()))
             task, lanes = (0 if context is None else context.partitionId()), [("Orders", number) for number in range(4)]
-            return Ready(stage(self.folder, str(task), table, 1, b"".join(records), lanes))
+            return Ready(stage(self.folder, str(task), table, 1, b"".join(records), lanes), self.folder)
 
         def commit(self, messages: list[WriterCommitMessage | None]) -> None:
             staged = [message.staged for message in messages if isinstance(message, Ready)]

@@ -5,7 +5,7 @@
     <folder>/<job>.<run>.staging/t<task>.log      records; fields that only the store knows are zero
     <folder>/<job>.<run>.staging/t<task>.arrow    one row for each record: size, queue, tags code, keys, order
 
-A run is the time of its begin and a random number, so runs of one job share no file. What a killed run leaves is
+A run is the time of its start and a random number, so runs of one job share no file. What a killed run leaves is
 deleted by a later one, of any job.
 """
 

@@ -582,7 +582,7 @@ class StagedRun:
         what = f"{JobNote.FOLDER} holds {size(sum(run.bytes for run in runs))} of Spark jobs that run or were killed"
         return [
             f"{what}, the first since {moment(run.began_ms)} UTC: {len(runs)} folders, which a later write of Spark "
-            "deletes a day after their begin"
+            "deletes a day after their start"
             for run in runs[:1]
         ]
 
