@@ -2,8 +2,8 @@
 
 The others are ``log lines``, ``metrics``, ``history events``, ``anomalies``, ``rows`` for the JSON lines of commands,
 ``settings librmq.TimerConfig`` for the fields of a class, ``format librmq.consumequeue`` for the files that a module
-draws in its docstring, and those of ``facts``. In the README such a table stands up to ``<!-- end -->``, where
-``python tools/generated.py`` writes it.
+draws in its docstring, and those of ``facts``. Such a table stands up to ``<!-- end -->``, where ``python
+tools/generated.py`` writes it.
 """
 
 from __future__ import annotations
@@ -268,12 +268,16 @@ def fill(markdown: str, *, written: bool = False) -> str:
     of_path = {"settings": settings_table, "format": format_text}
 
     def fill_mark(mark: re.Match[str]) -> str:
-        if written:
-            head = mark[0].partition("\n")[0]
-            return mark[0] if mark[3] is None else f"{head}\n\n{facts.TABLES[mark[1]]()}\n\n<!-- end -->"
-        return of_path[mark[1]](mark[2]) if mark[2] else (tables | facts.TABLES)[mark[1]]()
+        table = of_path[mark[1]](mark[2]) if mark[2] else (tables | facts.TABLES)[mark[1]]()
+        return f"{mark[0].partition(chr(10))[0]}\n\n{table}\n\n<!-- end -->" if written else table
 
     return _MARK.sub(fill_mark, markdown)
+
+
+def pages() -> list[Path]:
+    """Return the pages in which tables stand."""
+    paths = (facts.CHECKOUT / "README.md", *sorted((facts.CHECKOUT / "docs").rglob("*.md")))
+    return [path for path in paths if "<!-- generated: " in path.read_text("utf-8")]
 
 
 class _Terminal(io.StringIO):
@@ -304,10 +308,10 @@ def drawn(screen: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of ``facts`` into the README, and the picture that it shows of the demo."""
+    """Write all tables into the README and the pages, and the picture of the demo that the README shows."""
     (facts.CHECKOUT / "docs" / "pictures" / "demo.svg").write_text(drawn(demo_screen()), "utf-8")
-    path = facts.CHECKOUT / "README.md"
-    path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
+    for path in pages():
+        path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
 
 
 if __name__ == "__main__":

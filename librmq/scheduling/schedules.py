@@ -42,9 +42,11 @@ class Schedule(NamedTuple):
     last: datetime | None
     """The due time of the last message."""
     paused: bool
+    """Whether it sends nothing until `resume_schedule`."""
     rule: str
     """Its cron expression with the zone, or its interval in seconds."""
     missed: str
+    """What becomes of due times at which nothing could be sent: ``once``, ``skip`` or ``all``."""
 
     @classmethod
     def of_row(cls, name: str, row: Mapping[str, Any]) -> Schedule:
