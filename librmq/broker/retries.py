@@ -13,8 +13,9 @@ from itertools import islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext
-from librmq.broker.handlers._in_flight import Flight, QueueKey, is_receive_retry
+from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
+from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
 from librmq.message.dead_letter_cause import record_cause
@@ -69,6 +70,7 @@ _DELIVERY_PROPERTIES: Final = (
     PropertyName.REAL_QUEUE_ID,
     PropertyName.RECONSUME_TIME,
     PropertyName.WAIT,
+    PropertyName.PROCESS_DEATHS,
 )
 
 
@@ -225,8 +227,11 @@ class FailedMessages:
         message.topic = self._dead_letters_of(group)
         return 0
 
-    def store_again(self, key: QueueKey, flight: Flight) -> None:
-        """Store a received message that was not acknowledged in time, as 5.x does when it revives one."""
+    def store_again(self, key: QueueKey, flight: Flight, *, is_suspect: bool) -> None:
+        """Store a received message that was not acknowledged in time, as 5.x does when it revives one.
+
+        ``is_suspect`` says that the process which received it has ended by surprise.
+        """
         group, topic, queue_id = key
         message = self._store.message_at(flight.physical_offset)
         if message is None:
@@ -246,6 +251,9 @@ class FailedMessages:
         copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
         copy.properties.update(message.properties)
         copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
+        if is_suspect:
+            deaths, alone = process_deaths(message)
+            copy.properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
         self._put(
             copy,
             0,
@@ -347,6 +355,12 @@ class FailedMessages:
         if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
         return message
+
+
+def process_deaths(message: StoredMessage) -> tuple[int, int]:
+    """Return how often processes have ended that had received a message, and how often of these it was alone."""
+    deaths, _, alone = message.properties.get(PropertyName.PROCESS_DEATHS, "").partition(" ")
+    return java_int(deaths) or 0, java_int(alone) or 0
 
 
 def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:

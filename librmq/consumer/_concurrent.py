@@ -512,18 +512,20 @@ class ConcurrentDelivery:
         """Let a suspect, which counts as waiting, have its turn; or make it a dead letter."""
         error = conviction(suspect, self.config.max_process_deaths)
         if error is None:
-            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message)))
+            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message, suspect)))
             return
         assigned.messages._lined_up -= 1
         self._apply(assigned, [message], 0, error)
         if assigned.messages.holds(message):  # no broker has accepted it
             assigned.keep_suspect(suspect)
 
-    def _begin_suspect(self, assigned: AssignedQueue, message: DeliveredMessage, turn: Turn, now_ms: int) -> bool:
+    def _begin_suspect(
+        self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect, turn: Turn, now_ms: int
+    ) -> bool:
         if assigned.released or self._instance._stopping or not assigned.messages.holds(message):
             return False
         if assigned.queue in self._rests:
-            assigned.keep_suspect(turn.suspect)
+            assigned.keep_suspect(suspect)
             self._resting.append(Pulled(assigned, 1, [message]))
             return False
         assigned.messages._lined_up -= 1

@@ -34,7 +34,7 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue, StoredMessage
-from librmq.protocol import LockQueues, MessageModel, UnlockQueues
+from librmq.protocol import LockQueues, MessageModel, Suspect, UnlockQueues
 from librmq.runtime import Step
 
 WAIT_FOR_LISTENER_MS: Final = 1_000
@@ -147,7 +147,7 @@ class OrderlyDelivery:
             return False
         error = conviction(suspect, self.config.max_process_deaths)
         if error is None:
-            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned)))
+            self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, suspect)))
         elif self._convict(assigned, error):
             self._continue(assigned)
         else:
@@ -165,12 +165,12 @@ class OrderlyDelivery:
         assigned.messages.put_back(messages)
         return False
 
-    def _begin_suspect(self, assigned: AssignedQueue, turn: Turn, now_ms: int) -> bool:
+    def _begin_suspect(self, assigned: AssignedQueue, suspect: Suspect, turn: Turn, now_ms: int) -> bool:
         if assigned.released or self._instance._stopping:
             assigned.delivering = False
             return False
         if self._rests.is_whole or (self.locks is not None and not self.locks.holds(assigned, now_ms)):
-            assigned.keep_suspect(turn.suspect)
+            assigned.keep_suspect(suspect)
             self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
             return False
         messages = assigned.messages.take(1)

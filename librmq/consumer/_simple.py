@@ -25,6 +25,7 @@ from librmq.consumer._listeners import (
     check_at_brokers,
     make_subscription,
 )
+from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import (
     BrokerUnreachableError,
     ClientStateError,
@@ -61,6 +62,7 @@ from librmq.protocol import (
     Route,
     SaveProgress,
     Subscription,
+    Takes,
 )
 from librmq.runtime import Runner, StateLog
 from librmq.runtime.event_log import EventLog
@@ -72,6 +74,7 @@ _Source: TypeAlias = tuple[Subscription, str]
 """What is received, and the broker's name."""
 _WAIT_S: Final = 5.0
 _INVISIBLE_S: Final = 60.0
+_MOST_IN_WORK: Final = 20_000
 _log = EventLog("librmq.consumer")
 
 
@@ -116,6 +119,34 @@ class _Wait:
                 endpoint.call(CancelReceive(notify))
 
 
+class _SuspectToReceive:
+    """A message that waits at the broker for a receive that takes suspects; see `librmq.consumer._suspects`."""
+
+    def __init__(self, consumer: SimpleConsumer, deaths: int) -> None:
+        self.deaths = deaths
+        self.takes: Takes = Takes.NO_SUSPECT
+        self.message: ReceivedMessage | None = None
+        self.turn = Turn(self, self._begin)
+        self._consumer = consumer
+
+    def _begin(self, turn: Turn, now_ms: int) -> bool:
+        consumer = self._consumer
+        if consumer._suspect is not self or not consumer._life.is_running:
+            return False
+        self.takes = self.takes or Takes.BESIDE_OTHERS
+        consumer._wake_all()
+        return True
+
+    def runs_alone(self, is_alone: bool) -> None:
+        consumer = self._consumer
+        if is_alone:
+            self.takes = Takes.ALONE
+        elif consumer._suspect is self:
+            consumer._suspect = None
+            if self.message is not None:
+                consumer._goes_on_in_company(self.message)
+
+
 class SimpleConsumer(Member):
     """A consumer that receives messages and acknowledges each, as an instance of a group. Thread-safe.
 
@@ -137,6 +168,7 @@ class SimpleConsumer(Member):
         instance_name: str | None = None,
         metrics: Metrics | None = None,
         on_damage: float | timedelta | None = 60.0,
+        max_process_deaths: int = 3,
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
 
@@ -148,6 +180,8 @@ class SimpleConsumer(Member):
             metrics: Counts the answers of predicates.
             on_damage: Seconds that a queue waits at a message whose record is damaged, before that becomes a dead
                 letter with the damage as its cause; None: receives raise `BrokerDamageError` until it is repaired.
+            max_process_deaths: Ends of the process, by a crash or a kill while it has received a message alone, before
+                that becomes a dead letter; 0: none makes it one.
 
         Raises:
             ConfigError: Both ``client`` and ``instance_name`` are given, or the client belongs to another route.
@@ -166,6 +200,15 @@ class SimpleConsumer(Member):
         self.metrics = metrics
         self._counts = outside(metrics)
         self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
+        if type(max_process_deaths) is not int or max_process_deaths < 0:
+            raise ConfigError(
+                f"max_process_deaths: expected a whole number from 0 on, found {max_process_deaths!r:.80}"
+            )
+        self._max_process_deaths = max_process_deaths
+        self._turns: Turns = Turns.of(self.runner)
+        self._suspect: _SuspectToReceive | None = None
+        self._is_held_back = False
+        self._in_work: dict[str, int] = {}  # the times of the next deliveries of what it has received, by receipt
         self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
         self._waits: set[_Wait] = set()
         self._notices: dict[str, _Wait] = {}  # of `receive_or_notify`, by topic
@@ -241,6 +284,7 @@ class SimpleConsumer(Member):
         """
         with self.runner.lock:
             self._life.start(lambda: self.client.join(self))
+            self._turns.join(self)
         return self
 
     @override
@@ -254,6 +298,9 @@ class SimpleConsumer(Member):
                 self._wake_all()
                 for topic in list(self._notices):
                     self._end_notice(topic)
+                self._in_work.clear()
+                self._end_work()
+                self._turns.leave(self)
                 self.client.leave(self)
 
     async def shutdown_async(self) -> None:
@@ -394,8 +441,13 @@ class SimpleConsumer(Member):
             raise ClientStateError(f"{self._life.what} has no subscription of {topic}: call subscribe(topic) first")
         self._end_notice(topic)
         only, now_ms = (topic, *self.route.broker_names()), self.runner.now_ms()
-        if self.client.observer is not None or any(
-            (message.topic, message.broker_name) != only or message.visible_timestamp_ms <= now_ms for message in done
+        if (
+            self.client.observer is not None
+            or self._is_held_back
+            or any(
+                (message.topic, message.broker_name) != only or message.visible_timestamp_ms <= now_ms
+                for message in done
+            )
         ):
             try:
                 self.ack_one_way(*done)
@@ -410,6 +462,7 @@ class SimpleConsumer(Member):
 
         waits = self._notices[topic] = _Wait(arrived)
         waits.acknowledged = tuple([message.receipt for message in done])
+        self._end_work(*waits.acknowledged)
         self._waits.add(waits)
         while self._notices.get(topic) is waits:
             sources = self._sources(subscription)
@@ -469,19 +522,28 @@ class SimpleConsumer(Member):
         self, sources: list[_Source], waits: _Wait, max_messages: int, invisible_ms: int
     ) -> list[ReceivedMessage]:
         self._turn += 1
+        suspect = self._suspect
+        takes = Takes.NO_SUSPECT if suspect is None or suspect.message is not None else suspect.takes
+        if self._is_held_back and not takes:
+            for subscription, name in sources[:1] if waits.acknowledged else ():
+                acknowledged = Acknowledge(self.group, subscription.topic, waits.acknowledged, is_one_way=True)
+                self.client.route.endpoint(name).call(acknowledged)
+            return []
         for number in range(len(sources)):
             subscription, name = sources[(self._turn + number) % len(sources)]
             # The function is one for this receive alone, because the broker knows by it which one is cancelled.
             notify: Callable[[], None] = partial(waits.wake)
             topic, client_id = subscription.topic, self.client.client_id
-            request = Receive(
-                *(client_id, self.group, topic, max_messages, invisible_ms, subscription),
-                notify=notify,
-                acknowledged=waits.acknowledged,
-                damage_ms=self._damage_ms,
-            )
             try:
                 endpoint = self.client.route.endpoint(name)
+                request = Receive(
+                    *(client_id, self.group, topic, 1 if takes else max_messages, invisible_ms, subscription),
+                    notify=notify,
+                    acknowledged=waits.acknowledged,
+                    damage_ms=self._damage_ms,
+                    max_process_deaths=self._max_process_deaths if endpoint.has_page else None,
+                    takes=takes,
+                )
                 response = endpoint.call(request)
             except (BrokerUnreachableError, NoRouteError) as error:
                 if len(sources) == 1:
@@ -491,9 +553,76 @@ class SimpleConsumer(Member):
             self._states.works(("receive", name), f"receiving from {name}")
             if response.is_held:
                 waits.held.append((endpoint, notify))
+            if response.suspect_deaths and self._suspect is None:
+                with self.runner.lock:
+                    self._suspect = suspect = _SuspectToReceive(self, response.suspect_deaths)
+                    self._turns.ask(suspect.turn)
             if response.messages:
-                return [ReceivedMessage(message, name) for message in response.messages]
+                received = [ReceivedMessage(message, name) for message in response.messages]
+                self._note_received(received, suspect if takes else None)
+                return received
+        if takes and suspect is not None:  # another process has received it
+            with self.runner.lock:
+                if self._suspect is suspect:
+                    self._suspect = None
+                    self._turns.ended(suspect.turn)
         return []
+
+    # ---- suspects
+
+    def _note_received(self, received: list[ReceivedMessage], suspect: _SuspectToReceive | None) -> None:
+        in_work = self._in_work
+        if len(in_work) > _MOST_IN_WORK:
+            now_ms = self.runner.now_ms()
+            self._in_work = in_work = {receipt: at_ms for receipt, at_ms in in_work.items() if at_ms > now_ms}
+        for message in received:
+            in_work[message.receipt] = message.visible_timestamp_ms
+        if suspect is not None:
+            with self.runner.lock:
+                suspect.message = received[0]
+                if suspect.takes is not Takes.ALONE and self._suspect is suspect:
+                    self._suspect = None
+
+    def _end_work(self, *receipts: str) -> None:
+        """Note that messages are processed; end the turn of a suspect among them."""
+        for receipt in receipts:
+            self._in_work.pop(receipt, None)
+        if self._suspect is not None or self._is_held_back:
+            with self.runner.lock:
+                suspect = self._suspect
+                if suspect is not None and (
+                    not self._life.is_running or (suspect.message and suspect.message.receipt not in self._in_work)
+                ):
+                    self._suspect = suspect.message = None
+                    self._turns.ended(suspect.turn)
+                self._turns.look()
+
+    def _goes_on_in_company(self, message: ReceivedMessage) -> None:
+        left_ms = message.visible_timestamp_ms - self.runner.now_ms()
+        if left_ms > 0 and self._life.is_running:
+            with suppress(RmqError):  # Then an end of the process counts although others were in work.
+                self._change(message, left_ms / 1000, keeps_receipt=True)
+
+    @property
+    def in_work(self) -> int:
+        """The number of messages that it has received, and not acknowledged."""
+        now_ms = self.runner.now_ms()
+        return 0 if self.client.dead else sum(at_ms > now_ms for at_ms in list(self._in_work.values()))
+
+    def hold_back(self) -> None:
+        """Receive no message while a suspect has its turn."""
+        self._is_held_back = True
+
+    def go_on(self, now_ms: int) -> None:
+        """Receive messages again."""
+        self._is_held_back = False
+        self._wake_all()
+
+    def leave_marks(self) -> None:
+        """Leave the group in order, so that what it has received is not suspect."""
+        if not self.runner.is_inherited:
+            with suppress(RmqError):
+                self.client.leave(self)
 
     def _wanted(self, received: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Return the messages for which their topic's predicate is true, and acknowledge those for which it is not."""
@@ -549,6 +678,10 @@ class SimpleConsumer(Member):
         for (_, topic), batch in by_source.items():
             request = Acknowledge(self.group, topic, tuple([message.receipt for message in batch]), is_one_way)
             answers = self._settle("ack", batch, request)
+            for receipt in request.receipts:
+                self._in_work.pop(receipt, None)
+            if self._suspect is not None or self._is_held_back:
+                self._end_work()
             now_ms = self.runner.now_ms() if is_one_way else 0
             failed += [
                 message
@@ -595,8 +728,13 @@ class SimpleConsumer(Member):
     def _change(self, message: ReceivedMessage, invisible: float | timedelta, *, keeps_receipt: bool) -> None:
         invisible_ms = round(1000 * to_seconds("invisible", invisible, 0, MAX_INVISIBLE_MS / 1000))
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms, keeps_receipt)
+        receipt = message.receipt
         message.receipt = self.client.route.endpoint(message.broker_name).call(request)
         message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms
+        if invisible_ms:
+            self._in_work[message.receipt] = message.visible_timestamp_ms
+        if not invisible_ms or message.receipt != receipt:
+            self._end_work(receipt)
 
     def renew(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
         """Hide a message for ``invisible`` seconds from now, while another thread may acknowledge it.
@@ -619,7 +757,9 @@ class SimpleConsumer(Member):
             ReceiptError: The message was already delivered again, or acknowledged.
         """
         request = ForwardToDeadLetters(self.group, message.topic, message.receipt, cause)
+        receipt = message.receipt
         self._settle("dead_letter", [message], request)
+        self._end_work(receipt)
 
     # ---- what brokers ask
 

@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from weakref import WeakSet
 
 from librmq.listener import DeadLetter
-from librmq.protocol import Suspect
+from librmq.protocol import Suspect, ended_cause
 from librmq.runtime import Runner, Step
 
 PATIENCE_MS: Final = 10_000
@@ -48,7 +48,18 @@ def conviction(suspect: Suspect, limit: int) -> EndsProcess | None:
     deaths = suspect.deaths_alone
     if not limit or deaths < limit:
         return None
-    return EndsProcess(f"its process ended {deaths} times while it ran alone (max_process_deaths={limit})")
+    return EndsProcess(ended_cause(deaths, limit))
+
+
+class Accused(Protocol):
+    """A `Suspect`, or what stands for one that only the broker knows."""
+
+    @property
+    def deaths(self) -> int:
+        """How often its process has ended by surprise."""
+
+    def runs_alone(self, is_alone: bool) -> None:
+        """Note whether it runs alone in its process from now on."""
 
 
 class Member(Protocol):
@@ -73,9 +84,9 @@ class Turn:
 
     __slots__ = ("begin", "suspect")
 
-    def __init__(self, suspect: Suspect, begin: Callable[[Turn, int], bool]) -> None:
+    def __init__(self, suspect: Accused, begin: Callable[[Turn, int], bool]) -> None:
         """``begin(turn, now_ms)`` begins the message, and returns False if it needs no turn any more."""
-        self.suspect: Suspect = suspect
+        self.suspect: Accused = suspect
         self.begin: Callable[[Turn, int], bool] = begin
 
 

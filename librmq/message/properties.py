@@ -44,6 +44,8 @@ class PropertyName:
     MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
     DEAD_LETTER_CAUSE: Final = "DEAD_LETTER_CAUSE"
     """Property of librmq's own: the exception for which a consumer gave up a message."""
+    PROCESS_DEATHS: Final = "PROCESS_DEATHS"
+    """Property of librmq's own: how many receivers' processes have ended at a message, and how many of them alone."""
     RESENT_LETTER: Final = "RESENT_LETTER"
     """Property of librmq's own: the dead letter that a message of a retry topic is a copy of."""
     CONSUME_START_TIME: Final = "CONSUME_START_TIME"

@@ -63,12 +63,14 @@ from librmq.protocol._client_requests import StartGroup as StartGroup
 from librmq.protocol._client_requests import StartOutcome as StartOutcome
 from librmq.protocol._client_requests import Subscription as Subscription
 from librmq.protocol._client_requests import TakeHandOuts as TakeHandOuts
+from librmq.protocol._client_requests import Takes as Takes
 from librmq.protocol._client_requests import TopicGroups as TopicGroups
 from librmq.protocol._client_requests import TransactionState as TransactionState
 from librmq.protocol._client_requests import UnlockQueues as UnlockQueues
 from librmq.protocol._client_requests import Unregister as Unregister
 from librmq.protocol._client_requests import UpdateOffset as UpdateOffset
 from librmq.protocol._client_requests import cancel_request as cancel_request
+from librmq.protocol._client_requests import ended_cause as ended_cause
 from librmq.protocol._endpoint import LOCAL_HOST as LOCAL_HOST
 from librmq.protocol._endpoint import PERM_INHERIT as PERM_INHERIT
 from librmq.protocol._endpoint import PERM_READ as PERM_READ

@@ -445,6 +445,22 @@ class ReceiveResponse:
     messages: Sequence[Received] = ()
     is_held: bool = False
     """Whether the broker will call `Receive.notify`."""
+    suspect_deaths: int = 0
+    """How often processes have ended at a message that waits for a receive which takes suspects; 0 without one."""
+
+
+def ended_cause(deaths: int, limit: int) -> str:
+    """Return the cause of the dead letter of a message at which its process has ended."""
+    return f"its process ended {deaths} times while it ran alone (max_process_deaths={limit})"
+
+
+class Takes(enum.IntEnum):
+    """Whether a receive takes a message that was in flight at a process which has ended by surprise."""
+
+    NO_SUSPECT = 0
+    ALONE = 1
+    """While the client's process has no other message in work."""
+    BESIDE_OTHERS = 2
 
 
 @value
@@ -480,6 +496,10 @@ class Receive(Request[ReceiveResponse]):
     damage_ms: int = DAMAGE_MS
     """Time after which a damaged message becomes a dead letter of the group; -1 for never. Its queue waits for that,
     and other queues are received from."""
+    max_process_deaths: int | None = None
+    """Ends of its receiver's process, alone, before a message is a dead letter; 0 for never. None: the client takes
+    suspects like other messages."""
+    takes: Takes = Takes.NO_SUSPECT
 
 
 @value

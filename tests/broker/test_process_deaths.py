@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,19 @@ from typing import Any
 import pytest
 
 import librmq
-from librmq import Broker, ConsumeFrom, DeliveredMessage, Producer, PullConsumer, PushConsumer
+from librmq import (
+    Broker,
+    ConsumeFrom,
+    DeliveredMessage,
+    Producer,
+    PullConsumer,
+    PushConsumer,
+    ReceiptError,
+    SimpleConsumer,
+)
 from librmq.broker import AdministeredRoute
-from tests.programs import Fork
+from librmq.cli import main
+from tests.programs import Fork, start_program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
 
@@ -119,6 +130,18 @@ def poll(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) ->
             consumer.commit()
 
 
+def receive(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) -> None:
+    with SimpleConsumer(route, "g") as consumer:
+        consumer.subscribe("t")
+        while not is_done(ledger) or not route.dead_letters("g"):
+            for message in consumer.receive(8, invisible=3, wait=1):
+                if message.body == POISON:
+                    death()
+                write_line(ledger, message.body)
+                with suppress(ReceiptError):
+                    consumer.ack(message)
+
+
 WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]] = {
     "push": listen,
     "one thread": partial(listen, threads=1),
@@ -126,6 +149,7 @@ WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]]
     "lists": listen_to_lists,
     "consume": iterate,
     "poll": poll,
+    "receive": receive,
 }
 
 
@@ -140,7 +164,7 @@ def check(store: Path, ledger: Path) -> None:
     assert is_done(ledger)
 
 
-@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS], strict=True)))
+@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS, "exit"], strict=True)))
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
@@ -149,11 +173,12 @@ def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, i
     check(store, ledger)
 
 
-def test_a_peer_dies_at_a_message_while_the_owner_lives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["push", "poll", "receive"])
+def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
     with librmq.share(store):
-        assert count_deaths(work, store, ledger, "push", "kill", True) == 1 + 3
+        assert count_deaths(work, store, ledger, way, "kill", True) == 1 + 3
     check(store, ledger)
 
 
@@ -227,6 +252,44 @@ def test_three_deployments_in_a_row_make_no_dead_letter(
 def work_innocently(path: Path, ledger: Path) -> None:
     with Broker.open(path) as broker:
         listen(broker, ledger, lambda: None)
+
+
+_ENDS_BY_ITSELF = """
+    import sys, threading
+    from librmq import Broker, ConsumeFrom, PushConsumer
+
+    broker, begun = Broker.open(sys.argv[1]), threading.Event()
+
+    def consume(message):
+        begun.set()
+        threading.Event().wait()
+
+    consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST, threads=1)
+    consumer.subscribe("t", consume)
+    consumer.start()
+    assert begun.wait(30)
+    sys.exit(7)
+"""
+
+
+def test_ends_of_an_interpreter_make_no_dead_letter(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    for _ in range(5):
+        with start_program(_ENDS_BY_ITSELF, store) as program:
+            assert program.wait(60) == 7
+    with Fork(work_innocently, store, ledger) as child:
+        child.process.join(60)
+        assert child.process.exitcode == 0
+    assert letters(store) == {}
+
+
+def test_the_command_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    count_deaths(work, store, ledger, "push", "exit", False)
+    assert main(["dead-letters", str(store), "--group", "g", "--causes"]) == 0
+    assert "its process ended" in capsys.readouterr().out
 
 
 def test_without_a_limit_a_message_ends_its_process_again_and_again(tmp_path: Path) -> None:

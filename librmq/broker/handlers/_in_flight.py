@@ -13,13 +13,16 @@ Each change is on the page of groups (`librmq.store.format.group_page`) before i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from librmq.errors import BrokerError
 from librmq.message.ids import Receipt
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import Place, ResponseCode
 
+_ATTEMPT: Final = (1 << 32) - 1
 QueueKey = tuple[str, str, int]
 """Group, topic of the queue, queue id."""
 
@@ -59,8 +62,19 @@ class RetryOwners:
             )
 
 
+ALONE: Final = 1 << 32
+"""The bit of a receiver that has the message alone."""
+
+
+def receiver_of(client_id: str) -> int:
+    """Return the number by which the page knows a client that receives."""
+    return (zlib.crc32(client_id.encode()) >> 2 or 1) << 33
+
+
 class Flight:
-    __slots__ = ("attempt", "cell", "invisible_ms", "physical_offset", "received_ms", "visible_ms")
+    __slots__ = (
+        "attempt", "cell", "invisible_ms", "physical_offset", "received_ms", "receiver", "visible_ms"
+    )  # fmt: skip
 
     def __init__(
         self, physical_offset: int, received_ms: int, invisible_ms: int, attempt: int, visible_ms: int | None = None
@@ -75,6 +89,8 @@ class Flight:
         """Time of the next delivery unless it is acknowledged; renewals move it beyond the time in the receipt."""
         self.cell: int | None = None
         """Its place on the page of groups."""
+        self.receiver: int = 0
+        """`receiver_of` its client; 0 for one at whose end it is no suspect."""
 
     def has(self, receipt: Receipt) -> bool:
         """Return whether a receipt is the latest one."""
@@ -105,10 +121,11 @@ class QueueFlights:
         self.attempt_id = ""
 
     @classmethod
-    def restored(cls, place: Place, progress: int, end: int, *, is_ordered: bool) -> QueueFlights:
+    def restored(cls, place: Place, progress: int, end: int, *, is_ordered: bool, was_killed: bool) -> QueueFlights:
         """Return the state that a page has.
 
         ``progress`` is that of the group, and ``end`` the queue's end: a recovery can have cut messages.
+        ``was_killed`` says that processes have ended by surprise.
         """
         noted = place.next_offset
         next_offset = progress if noted is None else min(max(noted, progress), max(end, progress))
@@ -116,8 +133,11 @@ class QueueFlights:
         for row in sorted(page.flights.pop(place.number, []), key=lambda row: row.queue_offset):
             offset = row.queue_offset
             is_in_flight = noted is not None and row.is_in_flight and progress <= offset < next_offset
+            attempt = row.attempt & _ATTEMPT
             if is_in_flight and offset not in queue.flights:
-                flight = Flight(row.physical_offset, row.received_ms, row.invisible_ms, row.attempt, row.visible_ms)
+                flight = Flight(row.physical_offset, row.received_ms, row.invisible_ms, attempt, row.visible_ms)
+                if was_killed:
+                    flight.receiver = row.attempt & ~_ATTEMPT
                 flight.cell, queue.flights[offset] = row.cell, flight
             elif is_ordered and not row.is_in_flight and offset >= progress:
                 queue._cells[offset] = row.cell
@@ -125,7 +145,7 @@ class QueueFlights:
                 page.free_flight(row.cell)
                 continue
             if is_ordered:
-                queue.counts[offset] = row.attempt
+                queue.counts[offset] = attempt
         return queue
 
     @property
@@ -163,7 +183,7 @@ class QueueFlights:
                 flight.physical_offset,
                 flight.received_ms,
                 flight.invisible_ms,
-                flight.attempt,
+                flight.attempt | flight.receiver,
                 flight.visible_ms,
             )
 

@@ -24,17 +24,21 @@ from librmq.broker._context import BrokerContext
 from librmq.broker._topics import Topic, not_readable
 from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._in_flight import (
+    ALONE,
     Flight,
     QueueFlights,
     QueueKey,
     RetryOwners,
     is_receive_retry,
+    receiver_of,
 )
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
+from librmq.broker.retries import process_deaths
 from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message.ids import IN_ORDER, Receipt
+from librmq.message.properties import PropertyName
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -51,6 +55,9 @@ from librmq.protocol import (
     ReceiveResponse,
     ResponseCode,
     SendBack,
+    Takes,
+    Unregister,
+    ended_cause,
 )
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
@@ -63,6 +70,7 @@ MAX_IN_FLIGHT: Final = 10_000
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
+_DEATHS: Final = PropertyName.PROCESS_DEATHS.encode()
 
 
 class ReceiveHandler:
@@ -100,16 +108,20 @@ class ReceiveHandler:
         self._full: set[QueueKey] = set()  # queues of which a group can receive no more
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
+        self._was_killed = context.was_killed
+        self._suspect_deaths = 0  # of a suspect that a receive has passed over
         self._step = context.step("ends invisible times", self._run_due)
 
     def start(self) -> None:
         """Restore the messages that were in flight when the store was closed, or its process killed."""
         page = self._offsets.page
+        was_killed = page is not None and page.is_of_killed and self._was_killed
         for name, place in [] if page is None else page.received:
             progress, settings = self._consumer_offset(name), self._groups.by_name.get(name.group)
             is_ordered = settings is not None and settings.is_ordered
             end = self._store.queue_range(name.topic, name.queue_id)[1]
-            queue = QueueFlights.restored(place, -1 if progress is None else progress, end, is_ordered=is_ordered)
+            progress_or_none = -1 if progress is None else progress
+            queue = QueueFlights.restored(place, progress_or_none, end, is_ordered=is_ordered, was_killed=was_killed)
             if progress is not None and (queue.flights or queue.counts):
                 self._queues[name] = queue
                 queue.committed = progress
@@ -126,6 +138,7 @@ class ReceiveHandler:
             self._acknowledge(request.group, request.topic, text)
         group, queues, selection = self._check_receive(request)
         now_ms = self._runner.now_ms()
+        self._suspect_deaths = 0
         self._follow_clock(now_ms)
         first_ms = self._visible.first_ms
         if first_ms is not None and first_ms <= now_ms:  # its step has not run yet, such as right after a change to 0
@@ -139,7 +152,7 @@ class ReceiveHandler:
 
         received, has_more = read()
         if received or notify is None:
-            return ReceiveResponse(tuple(received))
+            return ReceiveResponse(tuple(received), suspect_deaths=self._suspect_deaths)
         if not has_more:
             selections = {queue: selection if queue[0] == request.topic else ALL for queue in queues}
             self._held.hold_receive(request.client_id, request.group, selections, notify)
@@ -149,7 +162,7 @@ class ReceiveHandler:
                 self._held.remove_receive(notify)
         if has_more and not received:
             notify()  # no new message has to come: the next receive reads on
-        return ReceiveResponse(tuple(received), is_held=not received)
+        return ReceiveResponse(tuple(received), not received, self._suspect_deaths)
 
     def cancel_receive(self, request: CancelReceive) -> None:
         self._held.remove_receive(request.notify)
@@ -179,6 +192,7 @@ class ReceiveHandler:
         now_ms = self._runner.now_ms()
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
         flight.visible_ms = now_ms + request.invisible_ms
+        flight.receiver &= ~ALONE  # it has run for a while, and its process may do something else too
         if not request.keeps_receipt:
             if not receipt.is_ordered:
                 flight.received_ms = now_ms
@@ -299,6 +313,8 @@ class ReceiveHandler:
         """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
         received: list[Received] = []
         has_more = False
+        if request.takes is not Takes.NO_SUSPECT:  # they are among the retries, which come last else
+            queues = sorted(queues, key=lambda queue: queue[0] == request.topic)
         for topic, queue_id in queues:
             room = request.max_messages - len(received)
             if room <= 0:
@@ -343,9 +359,11 @@ class ReceiveHandler:
                 return self._redelivered(request, key, queue) if is_same else [], False
             queue.read_again()
             queue.attempt_id = request.attempt_id
-        max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
         received: list[Received] = []
         has_more = False
+        max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
+        receiver = 0 if request.max_process_deaths is None else receiver_of(request.client_id)
+        has_suspects = receiver and is_receive_retry(group.name, key[1])
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
             self._warn_of_full(key, room)
@@ -355,24 +373,27 @@ class ReceiveHandler:
             result = self._read(key, before, room, selection, request.damage_ms)
             if result is None:
                 break
+            next_offset = result.next_offset
             for message in result.messages:
+                deaths = process_deaths(message) if has_suspects and _DEATHS in message.raw else (0, 0)
                 attempt = 1 + (
                     queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
                 )
-                if attempt > max(max_attempts, 1):
-                    # In order, an acknowledged message can end here too: an earlier one was not acknowledged.
-                    what = "not passed by its group" if group.is_ordered else "not acknowledged"
-                    cause = f"{what} in {attempt - 1} attempts"
+                if (attempt > max_attempts or deaths[0]) and (cause := _cause(request, group, attempt, *deaths)):
                     self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
+                if deaths[0] and (received or request.takes is Takes.NO_SUSPECT):
+                    self._suspect_deaths, next_offset = deaths[0], message.queue_offset
+                    break
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
+                flight.receiver = receiver | ALONE if deaths[0] and request.takes is Takes.ALONE else receiver
                 queue.add_flight(message.queue_offset, flight, is_ordered=group.is_ordered)
                 self._visible.set((key, message.queue_offset), flight.visible_ms)
                 if not received:  # the others are visible at the same time
                     self._runner.wake(self._step, flight.visible_ms)
                 received.append(self._received(request.topic, key, message, flight, group.is_ordered))
-            queue.next_offset = result.next_offset
-            if received or result.next_offset == before:
+            queue.next_offset = next_offset
+            if received or next_offset == before or next_offset != result.next_offset:
                 break
         else:
             has_more = True
@@ -564,7 +585,7 @@ class ReceiveHandler:
                 self._held.wake_receives(key[0], key[1])
                 continue
             try:
-                self._sending.failed.store_again(key, flight)
+                self._sending.failed.store_again(key, flight, is_suspect=self._has_ended(key[0], flight))
             except RmqError as error:
                 self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
                 what = f"storing a message of group {key[0]} again, which was not acknowledged"
@@ -573,6 +594,21 @@ class ReceiveHandler:
             self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
             self._finish_message(key, queue_offset)
         return self._visible.first_ms
+
+    def _has_ended(self, group: str, flight: Flight) -> bool:
+        """Return whether the client that received a message has ended by surprise."""
+        members = self._clients.consumers.get(group)
+        receiver = flight.receiver & ~ALONE
+        return bool(receiver) and (members is None or receiver not in map(receiver_of, members.clients))
+
+    def left(self, request: Unregister) -> None:
+        """Note that a client leaves its group in order: what it has received is no suspect."""
+        receiver = receiver_of(request.client_id)
+        for key, queue in self._queues.items():
+            for queue_offset, flight in queue.flights.items() if key[0] == request.consumer_group else ():
+                if flight.receiver & ~ALONE == receiver:
+                    flight.receiver = 0
+                    queue.note_flight(queue_offset, flight)
 
     def _follow_clock(self, now_ms: int) -> None:
         """After the clock was set back, hide no message for longer than its invisible time from now."""
@@ -584,6 +620,18 @@ class ReceiveHandler:
                         queue.note_flight(queue_offset, flight)
                         self._wake_at(flight.visible_ms, key, queue_offset)
         self._latest_ms = now_ms
+
+
+def _cause(request: Receive, group: GroupSettings, attempt: int, deaths: int, deaths_alone: int) -> str | None:
+    """Return why a message becomes a dead letter before an attempt; None if it is delivered."""
+    limit = request.max_process_deaths or 0
+    if 0 < limit <= deaths_alone:
+        return ended_cause(deaths_alone, limit)
+    max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
+    if attempt - deaths <= max(max_attempts, 1):  # an end of the process uses up no attempt
+        return None
+    # In order, an acknowledged message can end here too: an earlier one was not acknowledged.
+    return f"{'not passed by its group' if group.is_ordered else 'not acknowledged'} in {attempt - 1} attempts"
 
 
 def _check_number(name: str, value: int, minimum: int, maximum: int) -> None:

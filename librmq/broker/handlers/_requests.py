@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Final, TypeVar
 
 from librmq.broker._administration import Administration, Handlers, Progress
+from librmq.broker._clients import Clients
 from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
@@ -101,6 +102,11 @@ _NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
 """The groups and topics that a request adds to tables. Others name those in the tables, or check a name themselves."""
 
 
+def _unregister(receives: ReceiveHandler, clients: Clients, request: Unregister) -> None:
+    receives.left(request)
+    clients.unregister(request)
+
+
 def _refuse(name: str, master: str, request: Request[Any]) -> None:
     raise refused_by_replica(name, master, type(request))
 
@@ -129,6 +135,7 @@ class RequestTable:
         answer(PullMessage, pulling.pull)
         answer(CheckSubscription, pulling.check_subscription)
         answer(TakeHandOuts, self._locked(pulling.take_hand_outs))
+        answer(Unregister, locked(partial(_unregister, receives, self._context.clients)))
         answer(Receive, locked(receives.receive))
         answer(CancelReceive, locked(receives.cancel_receive))
         answer(Acknowledge, locked(receives.acknowledge))
@@ -139,7 +146,6 @@ class RequestTable:
         """Add what clients say and ask of themselves and of their groups."""
         clients, locks, answer, locked = self._context.clients, self._context.locks, self._add, self._locked
         answer(Heartbeat, locked(clients.register_client))
-        answer(Unregister, locked(clients.unregister))
         answer(ChannelClosed, locked(clients.channel_closed))
         answer(ConsumerIds, locked(clients.consumer_ids))
         answer(GroupSubscriptions, locked(clients.subscriptions))

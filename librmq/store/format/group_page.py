@@ -23,7 +23,8 @@
     a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight), with checksums of words 1 to 3
                                   << 8 and of the others << 40, or FREE, 1 the cell of its place
                                   2 queue offset, 3 physical offset, 4 time of the receive, 5 invisible time
-                                  6 attempt, 7 time at which it is visible again; all times in ms
+                                  6 attempt, the receiver << 33, whether it received it alone << 32
+                                  7 time at which it is visible again; all times in ms
     a name                        0 NAME, its cells << 8, its bytes << 32, their checksum << 48; then the bytes
     the rest of a segment         0 GAP, its cells << 8
 
@@ -852,6 +853,8 @@ class KeptPage:
         self._copied: bytes | None = None
         self.received: list[tuple[PlaceName, Place]] = []
         """The places with something in `GroupPage.flights`."""
+        self.is_of_killed: bool = page is not None
+        """Whether a process of this machine has left the page, and not a loss of power."""
         self.is_in_table = False
         """Whether all positions were saved for the last time."""
         self.is_shared = False

@@ -83,6 +83,7 @@ from librmq.protocol import (
     StartOutcome,
     Subscription,
     TakeHandOuts,
+    Takes,
     TopicGroups,
     TransactionState,
     UnlockQueues,
@@ -902,6 +903,8 @@ def receive_frame(request: Receive, hold: int) -> Frame:
         request.max_attempts,
         "\n".join(request.acknowledged) or None,
         request.damage_ms,
+        request.max_process_deaths,
+        int(request.takes),
     )
     return frame_of(RequestCode.RECEIVE, header)
 
@@ -919,13 +922,23 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
         notify,
         tuple(header.acknowledged.split("\n")) if header.acknowledged else (),
         header.damage_ms,
+        header.max_process_deaths,
+        _takes(header.takes),
     )
+
+
+def _takes(number: int) -> Takes:
+    try:
+        return Takes(number)
+    except ValueError as error:
+        raise MalformedError(f"takes: {error}") from None
 
 
 def received_reply(response: ReceiveResponse) -> Reply:
     lines = [f"{part.receipt} {part.attempt} {part.visible_timestamp_ms}" for part in response.messages]
     return Reply(
-        ReceivedHeader(response.is_held, "\n".join(lines)), records_body(part.message for part in response.messages)
+        ReceivedHeader(response.is_held, "\n".join(lines), response.suspect_deaths),
+        records_body(part.message for part in response.messages),
     )
 
 
@@ -945,4 +958,4 @@ def read_received(answer: Frame, topic: str) -> ReceiveResponse:
         ]
     except ValueError as error:
         raise MalformedError(f"deliveries: {error}") from error
-    return ReceiveResponse(messages, header.is_held)
+    return ReceiveResponse(messages, header.is_held, header.suspect_deaths)

@@ -619,6 +619,8 @@ class ReceiveHeader:
     acknowledged: str | None = None
     """Receipts, separated by line ends."""
     damage_ms: int = DAMAGE_MS
+    max_process_deaths: int | None = None
+    takes: int = 0
 
 
 @value
@@ -627,6 +629,7 @@ class ReceivedHeader:
 
     is_held: bool
     deliveries: str
+    suspect_deaths: int = 0
 
 
 @value
