@@ -280,6 +280,19 @@ def pages() -> list[Path]:
     return [path for path in paths if "<!-- generated: " in path.read_text("utf-8")]
 
 
+def llms() -> str:
+    """Return the site's ``llms.txt``, for programs that read documentation: each page with its first sentence."""
+    docs = facts.CHECKOUT / "docs"
+    lines = []
+    for path in sorted(docs.rglob("*.md"), key=lambda path: (path.name != "index.md", path.as_posix())):
+        title, _, text = path.read_text("utf-8").partition("\n")
+        paragraph = " ".join(text.strip().partition("\n\n")[0].split())
+        sentence = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).partition(". ")[0].rstrip(".:")
+        place = path.relative_to(docs).with_suffix("").as_posix().removesuffix("index")
+        lines.append(f"- [{title.lstrip('# ')}]({place}{'/' * bool(place)}): {sentence}.")
+    return "\n".join(["# librmq", "", "## Pages", "", *lines, ""])
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

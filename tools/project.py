@@ -387,6 +387,7 @@ def check(arguments: Sequence[str]) -> int:
     if options.fix:
         run([*python, "ruff", "check", "--fix", "--quiet", "."])
         run([*python, "ruff", "format", "--quiet", "."])
+        run([*python, "generated"])
     with ExitStack() as running:
         # Types and site keep one core busy, and tests leave cores partly idle.
         programs: dict[str, Beside] = {}
@@ -441,7 +442,11 @@ def parser() -> argparse.ArgumentParser:
     kind = made.add_mutually_exclusive_group()
     kind.add_argument("--quick", action="store_true", help="leave out slow tests and Spark; end at the first failure")
     kind.add_argument("--lint", action="store_true", help="style, types and layers only")
-    kind.add_argument("--fix", action="store_true", help="let ruff repair and format the files, then --lint")
+    kind.add_argument(
+        "--fix",
+        action="store_true",
+        help="let ruff repair and format the files, write the tables of pages, then --lint",
+    )
     made.add_argument("--keep-going", action="store_true", help="with --quick: continue after a failing test")
     made.add_argument("--coverage", action="store_true", help="list the lines of librmq that no test reached")
     wheel = "test this built wheel instead of the checkout (also: LIBRMQ_WHEEL)"

@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
             texts[name] = (
                 f"# {path.name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text('utf-8')}\n````\n"
             )
-    return {**texts, **dict(reference())}
+    return {**texts, **dict(reference()), "llms.txt": generated.llms()}
 
 
 def place_of(path: Path) -> str:

@@ -240,6 +240,12 @@ def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
     assert [name for name in tests if not (CHECKOUT / name).is_file()] == []
 
 
+def test_programs_find_each_page_with_a_sentence(generated: ModuleType) -> None:
+    lines = [line for line in generated.llms().splitlines() if line.startswith("- ")]
+    assert len(lines) == len([*(CHECKOUT / "docs").rglob("*.md")])
+    assert [line for line in lines if not re.fullmatch(r"- \[[^\]]+\]\([\w/-]*\): .{10,}\.", line)] == []
+
+
 def test_tables_are_up_to_date(generated: ModuleType) -> None:
     """`python tools/generated.py` writes them into the pages; the trusted parts may grow by some lines."""
     facts = importlib.import_module("facts")
