@@ -3,8 +3,8 @@
 A message costs the guard a claim and a mark. A guarded message has a listener too, which does nothing. In
 `transactional` it costs a record beside its effect, an update here, in one transaction. A sender of the outbox claims a
 hundred rows by three statements, and marks them by one. The bare form runs the same statements or commands on a plain
-connection of the driver, with keys and parameters prepared. What `transactional` costs is compared by the processor's
-time of this process, in which no server counts. Round trips to a server are counted by a proxy.
+connection of the driver, with keys and parameters prepared. Costs of `transactional`, and all on SQLite, are compared
+by the processor's time of this process, in which no server counts. Round trips to a server are counted by a proxy.
 """
 
 from __future__ import annotations
@@ -388,8 +388,9 @@ CASES: Final = [
     Case("a message and its effect", consume, "PostgreSQL", consume_bare, "the bare statements", Target(0.8, 0.9),
          setup=postgresql, limit=True, cpu=True, needs=("psycopg",)),
     Case("claim and mark", claim_and_mark, "SQLite", bare, "the bare statements", Target(0.8, 0.95), setup=sqlite,
-         limit=True),
-    Case("guarded listener", guard, "SQLite", bare, "the bare statements", Target(0.8), setup=sqlite, limit=True),
+         limit=True, cpu=True),
+    Case("guarded listener", guard, "SQLite", bare, "the bare statements", Target(0.8), setup=sqlite, limit=True,
+         cpu=True),
     Case("claim and mark", claim_and_mark, "PostgreSQL", bare, "the bare statements", Target(0.8),
          setup=server_of_records, limit=True, needs=("psycopg", "sqlalchemy")),
     Case("guarded listener", guard, "PostgreSQL, an application's engine", bare, "the bare statements", Target(0.8),

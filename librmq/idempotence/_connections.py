@@ -60,13 +60,15 @@ class Link:
     """Whether the transaction is the caller's, and its end too."""
     _scope: Any = None
     """What stands for the savepoint in the caller's transaction; None in a transaction of librmq's own."""
+    _instead = ""
+    """What to use in place of a connection that commits each statement."""
     _is_explicit = False
     _entered: tuple[int, ...] = ()
     """The connections for which this link has noted its block, by their ids."""
 
     def execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement; its rows are tuples or can be read like tuples."""
-        return self._run(sql, parameters)
+        raise NotImplementedError
 
     def begin(self) -> None:
         """Begin a transaction, if the next statement would not do so; `commit` and `rollback` end it."""
@@ -75,7 +77,7 @@ class Link:
 
     def begin_by_statement(self) -> None:
         """Begin a transaction by a statement, which on SQLite locks the file for writing."""
-        self._run(_BEGIN.get(self.dialect, "BEGIN"), {})
+        self.execute(_BEGIN.get(self.dialect, "BEGIN"))
         self._is_explicit = True
 
     def commit(self) -> None:
@@ -96,7 +98,7 @@ class Link:
                     raise ConfigError(ENDED_INSIDE) from error
                 return
             if self._is_explicit:
-                self._run("COMMIT", {})  # A connection of sqlite3 with autocommit=True ignores calls of commit.
+                self.execute("COMMIT")  # A connection of sqlite3 with autocommit=True ignores calls of commit.
                 self._is_explicit = False
             self._commit()
         except BaseException:
@@ -120,7 +122,7 @@ class Link:
             return
         if self._is_explicit:
             self._is_explicit = False
-            self._run("ROLLBACK", {})
+            self.execute("ROLLBACK")
         self._rollback()
 
     def status(self) -> TransactionStatus | None:
@@ -201,7 +203,9 @@ class Link:
             ConfigError: It does.
         """
         if self._has_autocommit():
-            raise ConfigError("expected a connection without autocommit, found one that commits each statement")
+            raise ConfigError(
+                f"expected a connection without autocommit, found one that commits each statement{self._instead}"
+            )
 
     # ---- what a connection tells without a statement
 
@@ -221,7 +225,7 @@ class Link:
         """
         connection = self._driver_connection()
         if self.dialect == "postgresql" and status_of(connection) is not None:
-            self._run("SELECT 1", {})
+            self.execute("SELECT 1")
             return status_of(connection) is _IDLE
         return bool(driver_of(connection)[0].has_autocommit(connection)) and status_of(connection) is not _OPEN
 
@@ -231,16 +235,13 @@ class Link:
 
     # ---- what differs
 
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-        raise NotImplementedError
-
     def change(self, sql: str, parameters: Mapping[str, Any]) -> int:
         """Run one statement that returns no rows; return how many rows it has changed."""
-        return self._run(sql, parameters).changed
+        return self.execute(sql, **parameters).changed
 
     def fetch(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         """Run one statement that returns rows; return them."""
-        return self._run(sql, parameters).rows
+        return self.execute(sql, **parameters).rows
 
     def _commit(self) -> None:
         self.connection.commit()
@@ -329,7 +330,7 @@ class DriverLink(Link):
         self.dialect = driver.dialect
 
     @override
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
+    def execute(self, sql: str, **parameters: Any) -> StatementResult:
         if self._cursor is None:
             self._cursor = self._driver.cursor(self.connection)
         return run_on(self._cursor, self._style, sql, parameters)
@@ -359,7 +360,7 @@ class DriverLink(Link):
     @override
     def _commit(self) -> None:
         if self._driver.commits_by_sql:
-            self._run("COMMIT", {})
+            self.execute("COMMIT")
         else:
             self.connection.commit()
 
@@ -382,10 +383,10 @@ class DriverLink(Link):
     def alone(self) -> Iterator[Link]:
         # By SQL, because psycopg refuses calls that end a transaction within `connection.transaction()`.
         with suppress(Exception):
-            self._run("ROLLBACK", {})
+            self.execute("ROLLBACK")
         try:
             yield self
-            self._run("COMMIT", {})
+            self.execute("COMMIT")
         finally:
             with suppress(Exception):  # The driver may remember that it has begun a transaction.
                 self._rollback()
@@ -402,7 +403,7 @@ class DriverLink(Link):
         if statement is None:
             raise unknown_driver(self.connection, "an open transaction")
         try:
-            is_open = bool(self._run(statement, {}).rows)
+            is_open = bool(self.execute(statement).rows)
         except Exception as error:
             code = error_code(error)
             if code not in (IN_ABORTED_TRANSACTION, "1568"):
@@ -412,14 +413,11 @@ class DriverLink(Link):
         return _OPEN if is_open else _IDLE
 
     @override
-    def check_no_autocommit(self) -> None:
-        if not self.dialect and self._driver.has_autocommit(self.connection) is None:
-            raise unknown_driver(self.connection, "that it commits each statement")
-        super().check_no_autocommit()
-
-    @override
     def _has_autocommit(self) -> bool:
-        return bool(self._driver.has_autocommit(self.connection)) and self.status() is not _OPEN
+        commits_each = self._driver.has_autocommit(self.connection)
+        if commits_each is None and not self.dialect:
+            raise unknown_driver(self.connection, "that it commits each statement")
+        return bool(commits_each) and self.status() is not _OPEN
 
 
 def driver_link(connection: Any) -> DriverLink:

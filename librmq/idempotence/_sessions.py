@@ -7,7 +7,7 @@ This module imports SQLAlchemy and Django only for their own connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache, partial
 from inspect import iscoroutinefunction
@@ -79,7 +79,7 @@ class AlchemyLink(Link):
         return self._core().connection
 
     @override
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
+    def execute(self, sql: str, **parameters: Any) -> StatementResult:
         result = self.connection.execute(_text(sql), parameters)
         if result.returns_rows:
             return StatementResult(result.fetchall(), 0, 0)
@@ -125,7 +125,7 @@ class AlchemyLink(Link):
     def _set_savepoint(self) -> Any:
         self._enter_driver()
         if self.dialect == "sqlite" and self.status() is _IDLE:
-            self._run("BEGIN", {})  # else the driver's transaction would begin, and end, with the savepoint
+            self.execute("BEGIN")  # else the driver's transaction would begin, and end, with the savepoint
         return self.connection.begin_nested()
 
     @override
@@ -164,6 +164,7 @@ def _text(sql: str) -> Any:
 class DjangoLink(Link):
     """A link to Django's ``connection``, by its own API: its transactions are the blocks of ``transaction.atomic``."""
 
+    _instead = ": use transaction.atomic()"
     _atomic: Any = None
 
     def __init__(self, connection: Any) -> None:
@@ -175,7 +176,7 @@ class DjangoLink(Link):
         self.dialect = self.connection.vendor
 
     @override
-    def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
+    def execute(self, sql: str, **parameters: Any) -> StatementResult:
         with self.connection.cursor() as cursor:
             return run_on(cursor, "format", sql, parameters)
 
@@ -264,14 +265,6 @@ class DjangoLink(Link):
     def check_can_begin(self) -> None:
         if self.connection.in_atomic_block or self._is_manual():
             super().check_can_begin()
-
-    @override
-    def check_no_autocommit(self) -> None:
-        if self._has_autocommit():
-            raise ConfigError(
-                "expected a connection without autocommit, found one that commits each statement: use "
-                "transaction.atomic()"
-            )
 
     @override
     def _has_autocommit(self) -> bool:
