@@ -128,6 +128,9 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
         place.advance(4100)
         for queue_offset in (2050, 4101, 4105):  # the first one counts no more, and could count again by one bit
             place.finish(queue_offset)
+        place.begin(4112)
+        place = page.hold(place, was_left=True)
+        place.begin(4113)
         place.set_next_offset(4120)
         page.free_flight(page.add_flight(place.number, None, 4099, 9, 5, 60, 1, 65))
         for queue_offset in (4110, 4115):
@@ -141,6 +144,9 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
         rows = {row for flights in found.flights.values() for row in flights}
         places = [place for _, place in found.opened]
         finished = {name: place.finished() for name, place in found.opened}
+        for suspects in [place.suspects() for place in places]:
+            assert suspects.keys() <= {4112, -1}
+            assert not any(suspect.deaths_alone for suspect in suspects.values()), "it could be convicted"
         return positions(found), finished, [place.next_offset for place in places], rows
 
     sound, buffer = read(), files.open(SEGMENT, writable=True).buffer

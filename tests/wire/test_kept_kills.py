@@ -101,3 +101,74 @@ def check(ledger: Path) -> None:
     repeats = sum(len(processes) - 1 for processes in begun.values())
     # A member that dies, and the one that comes, let the others hand over queues whose messages they have in work.
     assert repeats <= KILLS * THREADS * MEMBERS, repeats
+
+
+POISONS: Final = (b"31", b"77")
+FEW: Final = 120
+
+
+def consume_poison(path: Path, ledger: Path) -> None:
+    """Consume until a kill, or until a message ends this process."""
+    lines = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def listen(message: DeliveredMessage) -> None:
+        os.write(lines, b"%d begins %s\n" % (os.getpid(), message.body))
+        if message.body in POISONS:
+            os._exit(1)
+        CLOCK.wait(NEVER, 0.005)
+        os.write(lines, b"%d ends %s\n" % (os.getpid(), message.body))
+
+    shared = librmq.share(path, wait=60, timeout=5)
+    consumer = PushConsumer(shared, "g", threads=THREADS, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", listen)
+    consumer.start()
+    signal.pause()
+
+
+def test_what_ends_its_process_is_convicted_among_kills_and_nothing_else(
+    tmp_path: Path, slow_budget: SlowBudget
+) -> None:
+    for number in slow_budget.rounds(40):
+        poison_members(tmp_path / str(number), random.Random(f"poison {number}"))
+
+
+def poison_members(folder: Path, rng: random.Random) -> None:
+    folder.mkdir()
+    store, ledger = folder / "store", folder / "ledger"
+    with librmq.share(store) as shared, Producer(shared, "p") as producer:
+        shared.create_topic("t", 2)
+        for number in range(FEW):
+            producer.send("t", b"%d" % number)
+    members = [Fork(consume_poison, store, ledger) for _ in range(2)]
+    kills = 4
+    try:
+        with librmq.share(store, wait=60, timeout=5) as shared:
+            for _ in range(1200):
+                for place, member in enumerate(members):
+                    if member.process.exitcode is None and kills and rng.random() < 0.02:
+                        kills -= 1
+                        member.process.kill()
+                        member.process.join()
+                    if member.process.exitcode is not None:
+                        member.__exit__()
+                        members[place] = Fork(consume_poison, store, ledger)
+                try:
+                    dead = [letter.body for letter in shared.dead_letters("g")]
+                    if len(dead) >= len(POISONS) and shared.lag("g", "t") == 0:
+                        break
+                except RmqError:  # its owner has ended
+                    continue
+                CLOCK.wait(NEVER, 0.05)
+            assert sorted(dead) == sorted(POISONS)
+    finally:
+        for member in members:
+            member.__exit__()
+    begun, ended = defaultdict[bytes, int](int), set[bytes]()
+    for line in ledger.read_bytes().splitlines():
+        _, what, body = line.split()
+        if what == b"begins":
+            begun[body] += 1
+        else:
+            ended.add(body)
+    assert ended == {b"%d" % number for number in range(FEW)} - set(POISONS), "an innocent message did not run"
+    assert all(1 + 3 <= begun[body] <= 1 + 3 + 4 for body in POISONS), [begun[body] for body in POISONS]

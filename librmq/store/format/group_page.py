@@ -311,16 +311,17 @@ class Suspect:
         self._words = page.words[cell // _CELLS]
         self._at = cell % _CELLS * _CELL
 
-    def _number(self, field: int) -> int:
+    def _number(self, field: int, damaged: int = 0) -> int:
         try:
-            return _unsealed(self._words[self._at + field]) or 0
+            number = _unsealed(self._words[self._at + field])
         except ValueError:  # the broker has ended
-            return 0
+            number = None
+        return damaged if number is None else number
 
     @property
     def queue_offset(self) -> int:
-        """Its place in the queue."""
-        return self._number(1)
+        """Its place in the queue; -1, which no message has, where that is damaged."""
+        return self._number(1, damaged=-1)
 
     @property
     def since(self) -> int:
