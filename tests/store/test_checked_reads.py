@@ -405,6 +405,21 @@ def test_after_a_kill_a_damaged_entry_ends_no_queue(tmp_path: Path, number: int,
             assert [message.body for message in store.messages("orders", 0)] == [b"%d" % n for n in range(count)]
 
 
+def test_the_last_record_of_a_closed_store_is_cut_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path / "first")
+    folder = Path(shutil.copytree(tmp_path / "first", tmp_path / "store"))
+    with MessageStore.open(folder, read_only=True) as store:
+        *_, last = store
+    flip(folder, LOG, 8 * (last.physical_offset + record.BODY_AT))
+    (folder / "lock").touch()  # as a copy, or as a broker does that has run meanwhile
+    caplog.clear()
+    with MessageStore.open(folder, clock=ManualClock(START_MS)) as store:
+        assert store.log.end == last.physical_offset
+    assert f"it reached from 0 to {last.physical_offset + last.size} at the last close" in caplog.text
+
+
 # ---- times
 
 

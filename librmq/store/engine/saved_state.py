@@ -232,7 +232,8 @@ def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
     closed = read_closed_state(path, files)
     if closed is None or (closed.log_begin == log.begin and closed.log_end <= log.end):
         return
-    if not _broker_has_started(path, files):
+    # A broker's retention deletes files at the beginning; no end that was closed is lost without damage.
+    if closed.log_end > log.end or not _broker_has_started(path, files):
         _log.warning(
             "%(path)s: the log lacks a part: it reached from %(noted_begin)d to %(noted_end)d at the last close, and "
             "reaches from %(begin)d to %(end)d: copy missing files from a backup, then run librmq recover",
