@@ -15,6 +15,7 @@ from librmq.errors import ConfigError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.override import override
 from librmq.protocol import Endpoint, HoldPlace, Place, Request, Route, RouteWrapper
+from librmq.runtime import calls_later
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -83,14 +84,14 @@ class HistoryFile(RecordedRoute, Closing):
         """Write an event, unless the file is full; one that can end, with room for its end."""
         line = _line(event)
         room = _ROOM if "begin_ms" in event else 0
-        with self._lock:
+        with calls_later(), self._lock:
             place = self._append(line, room)
             if room and place is not None:
                 self._open[id(event)] = event, place, len(line) + room
 
     def ends(self, event: Event) -> None:
         """Write an event again, in the place where it began."""
-        with self._lock:
+        with calls_later(), self._lock:
             _, place, size = self._open.pop(id(event), (event, 0, 0))
             line = _line(event)
             if not size or self._file.closed:
