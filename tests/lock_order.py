@@ -346,6 +346,10 @@ def _checking(method: Callable[..., object]) -> Callable[..., object]:
     return called
 
 
+_OF_A_CALL: Final = "PullConsumer._polling"
+"""Held by a call of the application as those of the first level are, within one of which it can be taken."""
+
+
 def _check_application(what: str, *, queues: bool = False) -> None:
     """Note a fault if this thread holds a lock of librmq, but for those of calls, and that of a runner by hand.
 
@@ -353,7 +357,8 @@ def _check_application(what: str, *, queues: bool = False) -> None:
     """
     from librmq.runtime.outside import _all
 
-    names = [lock.name for lock in _held.locks if lock.is_held() and levels().get(lock.name, [9])[-1] > 1]
+    held = [lock.name for lock in _held.locks if lock.is_held() and lock.name != _OF_A_CALL]
+    names = [name for name in held if levels().get(name, [9])[-1] > 1]
     if not names:
         return
     if "Runner.lock" in names and (queues or not any((one := at()) is not None and one._is_held() for at in _all)):

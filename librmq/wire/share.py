@@ -68,7 +68,7 @@ from librmq.protocol import (
     Unregister,
     Watchers,
 )
-from librmq.runtime import StateLog, ThreadRunner, critical
+from librmq.runtime import StateLog, ThreadRunner, calls_later, critical
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Inherited, Lock, is_held_here
@@ -689,7 +689,7 @@ class SharedBroker(AdministeredRoute):
             return
         if self._closer == threading.get_ident():  # the handler has interrupted this
             return
-        with self._ending:
+        with calls_later(), self._ending:
             self._closer = threading.get_ident()
             try:
                 self._end()
