@@ -39,6 +39,7 @@ USES = {
     "console": "import uvicorn\nfrom librmq import Broker\nfrom librmq.console import console\n"
     "with Broker.temporary() as b: assert console(b)",
     "compression": "import lz4.frame, zstandard",
+    "cron": "from librmq import Broker\nwith Broker.temporary() as b: b.set_schedule('n', topic='t', cron='0 6 * * *')",
     "django": "import django\nfrom django.conf import settings\n"
     "settings.configure(TASKS={'default': {'BACKEND': 'librmq.integrations.django.LibrmqBackend', 'OPTIONS': "
     "{'path': 's'}}})\ndjango.setup()\n"

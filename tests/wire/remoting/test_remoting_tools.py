@@ -31,6 +31,7 @@ TO_CLIENTS = {
 }
 TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
 OF_PROCESSES = {Code.LIST_CONNECTIONS, Code.GROUPS_BEHIND, Code.RESEND_LETTERS}
+OF_PROCESSES |= {Code.CHANGE_SCHEDULE, Code.DESCRIBE_SCHEDULES, Code.TAKE_HAND_OUTS}
 UNANSWERED = TO_CLIENTS | OF_PROCESSES  # by TCP; the socket of a shared store does
 """What only a broker asks, and only of its clients."""
 
