@@ -427,11 +427,14 @@ class ConsumeQueue(Closing):
         before = self.max_offset
         per_file = self._files.file_size // ENTRY_SIZE
         begin = before - 1 - (before - 1) % per_file - (_RECOVERED_FILES - 1) * per_file
-        end = stored_entries.first_bad(self._chunks(begin, before))
+        end = self._first_bad(begin, before)
         if end is None:
             end = max(before, self.stored_begin)
         self._cut(end)
         return before - end
+
+    def _first_bad(self, begin: int, end: int) -> int | None:
+        return stored_entries.first_bad(self._chunks(begin, end))
 
     def truncate_after(self, physical_end: int) -> int:
         """Drop the last file's entries from the first one that reaches beyond ``physical_end`` of the log.

@@ -14,7 +14,6 @@ from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
-from librmq.consumequeue_entries import first_bad
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import DelayLevels
@@ -99,7 +98,7 @@ def _unknown_spans(
     known_to = queue.max_physic_offset
     has_no_end = not end * ENTRY_SIZE % queue.file_size or was_cut(queue)
     if queue.data_behind_end():
-        has_no_end, bad = True, first_bad(queue._chunks(begin, end))
+        has_no_end, bad = True, queue._first_bad(begin, end)
         if bad is not None:  # the search for the end has passed it
             place, size, _ = ENTRY.unpack(queue.read(bad - 1, 1) or bytes(ENTRY_SIZE))
             known_to = max(place + size, log.begin)
