@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from librmq.consumer._listeners import DeliveredMessage
@@ -346,12 +347,13 @@ class AssignedQueue:
     def leave_marks(self) -> None:
         """Remove the marks of all that has begun: this holder ends in order, or gives the queue up."""
         place = self.place
-        if place is not None:
-            # A pull consumer has handed out what is before the next offset, and holds nothing.
-            for queue_offset in self.messages._begun or range(max(place.position, 0), self.next_offset)[-SLOTS:]:
-                place.end(queue_offset)
-            for suspect in place.suspects().values():
-                suspect.runs_alone(False)
+        with suppress(ValueError):  # the broker has ended
+            if place is not None:
+                # A pull consumer has handed out what is before the next offset, and holds nothing.
+                for queue_offset in self.messages._begun or range(max(place.position, 0), self.next_offset)[-SLOTS:]:
+                    place.end(queue_offset)
+                for suspect in place.suspects().values():
+                    suspect.runs_alone(False)
 
     def choose(self, queue_offset: int) -> None:
         """Continue at a chosen offset, which is stored even if the broker has later progress."""
