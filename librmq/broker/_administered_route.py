@@ -84,7 +84,8 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog, counted
-from librmq.scheduling.schedules import Schedule, ScheduleRule
+from librmq.scheduling import Schedule
+from librmq.scheduling.schedules import ScheduleRule
 
 if TYPE_CHECKING:
     from librmq.store import BrokerTables, MessageStore

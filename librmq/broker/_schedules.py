@@ -17,7 +17,8 @@ from librmq.message.ids import parse_host
 from librmq.protocol import ChangeSchedule, DescribeSchedules, ResponseCode
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.schedules import Schedule, ScheduleRule
+from librmq.scheduling import Schedule
+from librmq.scheduling.schedules import ScheduleRule
 
 _log = EventLog("librmq.broker")
 _LATE_MS: Final = 1_000

@@ -36,9 +36,10 @@ from librmq.message.delays import level_of_queue_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
+from librmq.scheduling import Schedule
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP
-from librmq.scheduling.schedules import Schedule, ScheduleRule
+from librmq.scheduling.schedules import ScheduleRule
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore

@@ -23,7 +23,7 @@ from librmq.protocol._client_requests import (
 )
 from librmq.protocol._endpoint import PERM_READ, PERM_WRITE, QueueData
 from librmq.protocol._request import ReadRequest, Request, value
-from librmq.scheduling.schedules import Schedule
+from librmq.scheduling import Schedule
 from librmq.store.format.documents import LetterIdentity
 
 __all__ = [

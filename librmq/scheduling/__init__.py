@@ -6,3 +6,14 @@ and when, and has the cancelled ones; `timer_slots.waiting_timers` reads the tim
 finds what a killed process wrote.
 `librmq.delay` and `librmq.txn` stand on it.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.scheduling.schedules import Schedule as Schedule
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__, {"librmq.scheduling.schedules": ("Schedule",)})

@@ -91,7 +91,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.scheduling.schedules import Schedule
+from librmq.scheduling import Schedule
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting._bodies import (
     heartbeat_body,
