@@ -229,8 +229,8 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
 
 
 def call_is_told(call: str) -> bool:
-    """Snapshots try to link files, and otherwise copy them without a message."""
-    return call != "link"
+    """Snapshots try to link files, and otherwise copy them; the only file of a folder is read by other calls then."""
+    return call not in ("link", "names")
 
 
 @many
