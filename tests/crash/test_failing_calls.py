@@ -230,7 +230,7 @@ def check_failure(config: StoreConfig, call: str, number: int, code: int) -> Non
 
 def call_is_told(call: str) -> bool:
     """Snapshots try to link files, and otherwise copy them; the only file of a folder is read by other calls then."""
-    return call not in ("link", "names")
+    return call not in ("link", "names", "read_used")
 
 
 @many
