@@ -118,8 +118,8 @@ def test_durations_are_seconds_or_a_timedelta() -> None:
     ("config", "keywords", "others"),
     [
         (ProducerConfig, ProducerKeywords, set()),
-        (ConsumerConfig, ConsumerKeywords, set()),
-        (PullConsumerConfig, PullConsumerKeywords, set()),
+        (ConsumerConfig, ConsumerKeywords, {"concurrency"}),
+        (PullConsumerConfig, PullConsumerKeywords, {"concurrency"}),
         (OutboxConfig, OutboxKeywords, set()),
         (DedupConfig, DedupKeywords, {"key", "metrics", "clock"}),
     ],

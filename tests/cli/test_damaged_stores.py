@@ -228,7 +228,7 @@ def test_a_report_counts_what_other_commands_count(shell: Shell, damaged: tuple[
     assert shell("report", path, "--out", "r.html").status == 1
     report = json.loads((shell.folder / "r.json").read_text())
     counts = {row["topic"]: row["messages"] for row in shell("topics", path, "--as-recovered").rows}
-    assert {row["topic"]: row["messages"] for row in report["topics"]} == counts
+    assert {row["topic"]: row["messages"] for row in report["stores"][0]["topics"]} == counts
 
 
 def test_a_dump_ends_there_too(shell: Shell, damaged: tuple[Path, int]) -> None:
@@ -352,9 +352,9 @@ def test_a_report_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Pat
     assert shell("report", orders, "--out", "r.html", "--as-recovered").status == 0
     report = json.loads((shell.folder / "r.json").read_text())
     assert report["stores"][0]["skipped"] is True
-    assert "damage" in [finding["kind"] for finding in report["findings"]]
+    assert "damage" in [finding["finding"] for finding in report["stores"][0]["findings"]]
     (topic,) = [row for row in shell("topics", orders, "--as-recovered").rows if row["topic"] == "T"]
-    assert [row["messages"] for row in report["topics"] if row["topic"] == "T"] == [topic["messages"]]
+    assert [row["messages"] for row in report["stores"][0]["topics"] if row["topic"] == "T"] == [topic["messages"]]
 
 
 def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path) -> None:

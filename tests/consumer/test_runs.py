@@ -144,7 +144,13 @@ def test_one_thread_keeps_what_its_listener_has_not_begun(party: Party) -> None:
 
 def test_what_a_run_has_consumed_is_stored_when_its_consumer_ends(party: Party) -> None:
     """A shutdown in the middle begins nothing new, and loses no progress."""
-    party.start(on(4, lambda: party.consumer.shutdown(timeout=0)))
+
+    def shut_down() -> None:
+        thread = threading.Thread(target=party.consumer.shutdown, args=(0,))
+        thread.start()
+        thread.join()
+
+    party.start(on(4, shut_down))
     party.runner.advance(1000)
     assert (party.seen, party.stored()) == ([0, 1, 2, 3, 4], 4)
 

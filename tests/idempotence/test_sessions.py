@@ -169,6 +169,7 @@ def test_sessions_of_one_connection_in_two_threads(name: str) -> None:
     assert "is in a block of MainThread" in refused[0]
     with Session(engine) as session, transactional(session, message_of(name + "b"), group="billing") as first:
         assert first
+    engine.dispose()
 
 
 @pytest.mark.parametrize("base", DATABASES)

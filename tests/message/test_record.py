@@ -373,11 +373,12 @@ def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
         "INNER_NUM",
         "__SHARDINGKEY",
         "TRACE_CONTEXT",
-        "DEAD_LETTER_CAUSE",  # librmq's own, like the next one
+        "DEAD_LETTER_CAUSE",  # librmq's own, like the next two
         "RESENT_LETTER",
+        "PROCESS_DEATHS",
     }
     assert names >= RESERVED_PROPERTIES
-    assert len(names) == 41
+    assert len(names) == 42
 
 
 # --- hosts and ids
