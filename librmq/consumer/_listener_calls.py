@@ -79,7 +79,7 @@ class DeliveryCall(Work):
         self.group: str = instance.group
         self.owner: Client = instance.client
         self.loop: asyncio.AbstractEventLoop | None = calls.loop
-        self.task = None
+        self.task: asyncio.Task[Any] | None = None
         self.listener: Listener = listener
         self.assigned: AssignedQueue = assigned
         self.messages: list[DeliveredMessage] = messages
@@ -248,7 +248,7 @@ class ListenerCalls:
     def are_around_caller(self) -> bool:
         """Return whether the caller is one of this consumer's listeners, by its thread or its task."""
         runner = self.instance.runner
-        works = (work for work in list(runner.running) if isinstance(work, DeliveryCall) and work.calls is self)
+        works = [work for work in list(runner.running) if isinstance(work, DeliveryCall) and work.calls is self]
         return get_ident() in self.by_thread or runner.runs_here(works)
 
     def warn_of_result(self, listener: Listener, result: object) -> None:

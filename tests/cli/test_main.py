@@ -30,6 +30,7 @@ from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordEr
 from tests.budget import many
 from tests.cli.stand import Shell, files_of
 from tests.programs import POSIX, Process, environment, run_program
+from tests.reference import CHECKOUT
 
 NEXT = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
@@ -500,6 +501,6 @@ def test_doctor_of_a_plain_installation_says_what_each_extra_would_bring(
     assert checks["python"]["ok"]
     assert not checks["spark"]["ok"]
     assert "pip install 'librmq[spark]' brings Spark's tables" in checks["spark"]["what"]
-    project = Path(librmq.__file__).parents[1] / "pyproject.toml"
+    project = CHECKOUT / "pyproject.toml"
     extras = tomllib.loads(project.read_text("utf-8"))["project"]["optional-dependencies"]
     assert checks.keys() - {"python", "core"} == extras.keys() - {"all", "bench", "test", "test-spark", "docs", "dev"}

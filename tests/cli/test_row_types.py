@@ -80,4 +80,4 @@ def test_each_line_has_its_type(shell: Shell, monkeypatch: pytest.MonkeyPatch) -
             silent.discard(name)
             wrong += [f"{line}: {error}" for error in errors_of(name, row)]
     assert wrong == []
-    assert silent <= {"decide", "expiring", "traces"}
+    assert silent <= {"decide", "expiring", "schedules", "traces"}
