@@ -18,13 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, ClassVar, Final, NamedTuple
-from zoneinfo import ZoneInfo
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from librmq.config import to_timestamp_ms
 from librmq.errors import ConfigError, MalformedError, MissingExtraError
 from librmq.message import Message
 from librmq.message.topics import validate_client_topic
+
+if TYPE_CHECKING:
+    from zoneinfo import ZoneInfo
 
 _MISSED: Final = ("once", "skip", "all")
 _MOST_NAME: Final = 255
@@ -215,6 +217,8 @@ _FIELDS: Final = tuple(entry.name for entry in dataclasses.fields(ScheduleRule))
 
 @cache
 def _zone(name: str) -> ZoneInfo:
+    from zoneinfo import ZoneInfo  # only schedules need it, and it takes some ms to load
+
     try:
         return ZoneInfo(name)
     except (OSError, ValueError, TypeError, LookupError):
