@@ -88,11 +88,6 @@ class Schedules:
         self._save()
         self._context.runner.wake(self._step)
 
-    def copy(self, rows: dict[str, Any]) -> None:
-        """Replace a replica's schedules by its master's."""
-        if self._table.replace(rows):
-            self._save()
-
     def _save(self) -> None:
         self._context.writing.save(self._table, self._context.runner.now_ms(), after_flush=True)
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.store import BrokerTables, Condition, MessageStore
     from librmq.wire.share_links import OwnedStore
 
-ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
-"""What names a name server in the place of a folder."""
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000
 _BY_QUEUES: Final = frozenset(("groups", "lag", "queue", "queues", "stats", "topics"))
@@ -54,6 +52,27 @@ _QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCI
 
 
 # ---- folders
+
+
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
+
+
+def names_cluster(place: str) -> bool:
+    """Return whether the place that a command names is the ``HOST:PORT`` of a name server, and no file."""
+    return not os.path.lexists(place) and _ADDRESS.fullmatch(place) is not None
+
+
+def folder_of_place(place: str, log_paths: Sequence[str] = (), hint: str = "") -> str:
+    """Return the folder of the store in a place that a command names.
+
+    Raises:
+        InputError: There is none, which ``hint`` continues, or librmq does not write to such a store.
+    """
+    if not os.path.isdir(place):
+        raise InputError(f"{place}: expected the folder of a store, or the HOST:PORT of a name server{hint}")
+    folder = locate(place, log_paths)
+    check_kind(folder, DiskFiles())
+    return folder
 
 
 def locate(path: str, log_paths: Sequence[str] = ()) -> str:

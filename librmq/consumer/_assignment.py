@@ -213,10 +213,10 @@ class LeftWork:
 
     __slots__ = ("finished", "suspects")
 
-    def __init__(self, place: Place) -> None:
-        self.finished: set[int] = place.finished()
+    def __init__(self, finished: set[int], suspects: dict[int, Suspect]) -> None:
+        self.finished: set[int] = finished
         """Queue offsets to pull whose messages they have finished."""
-        self.suspects: dict[int, Suspect] = place.suspects()
+        self.suspects: dict[int, Suspect] = suspects
         """The messages to pull at which a process has ended, by queue offset."""
 
     def pulled(self, messages: Sequence[M], begin: int, end: int) -> list[M]:
@@ -328,8 +328,7 @@ class AssignedQueue:
     def keep_suspect(self, suspect: Suspect) -> None:
         """Return a suspect, which is delivered later."""
         if self.left is None and self.place is not None:
-            self.left = LeftWork(self.place)
-            self.left.finished, self.left.suspects = set(), {}
+            self.left = LeftWork(set(), {})
         if self.left is not None:
             self.left.suspects[suspect.queue_offset] = suspect
 

@@ -105,7 +105,7 @@ class Instance:
         assigned = AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
         assigned.place = self._offsets.hold(queue)
         if assigned.place is not None:
-            assigned.left = LeftWork(assigned.place)
+            assigned.left = LeftWork(assigned.place.finished(), assigned.place.suspects())
             assigned.forget_left()
         return assigned
 

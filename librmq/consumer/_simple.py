@@ -678,10 +678,7 @@ class SimpleConsumer(Member):
         for (_, topic), batch in by_source.items():
             request = Acknowledge(self.group, topic, tuple([message.receipt for message in batch]), is_one_way)
             answers = self._settle("ack", batch, request)
-            for receipt in request.receipts:
-                self._in_work.pop(receipt, None)
-            if self._suspect is not None or self._is_held_back:
-                self._end_work()
+            self._end_work(*request.receipts)
             now_ms = self.runner.now_ms() if is_one_way else 0
             failed += [
                 message

@@ -159,7 +159,7 @@ class Reader(DataSourceReader):
     ) -> None:
         self._options = options
         self._is_bare = is_bare
-        """Whether nobody has named the columns, so that all are decoded."""
+        """Whether the reader of the frame has named no columns, so that all are decoded."""
         self._schema = schema
         self._renaming = renaming
 

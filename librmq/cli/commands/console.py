@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import socket
 import threading
@@ -11,10 +10,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._output import Output, complain, end_signals
-from librmq.cli._stores import ADDRESS, locate
+from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError, MissingExtraError
-from librmq.files import DiskFiles
-from librmq.store.format.directory import check_kind
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute
@@ -71,15 +68,12 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
 
     place = arguments.place
     log_paths = arguments.log_path or ()
-    if not os.path.lexists(place) and ADDRESS.fullmatch(place):
+    if names_cluster(place):
         if log_paths:
             raise InputError(f"--log-path: expected it with the folder of a store, found {place}")
         arguments.route = place
         return opened.enter_context(connect_to(arguments)), None
-    if not os.path.isdir(place):
-        raise InputError(f"{place}: expected the folder of a store, or the HOST:PORT of a name server")
-    folder = locate(place, log_paths)
-    check_kind(folder, DiskFiles())
+    folder = folder_of_place(place, log_paths)
     return opened.enter_context(connect_to_sharing(folder)), folder
 
 

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 import librmq
 from librmq.cli._output import Output, end_signals
 from librmq.cli._rows import message_line
-from librmq.cli._stores import ADDRESS, locate
+from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError
-from librmq.files import DiskFiles
 from librmq.listener import DownstreamDown, ReconsumeLater
 from librmq.message.delays import DEFAULT_LEVELS
 from librmq.protocol import ConsumeFrom, QueryOffset
-from librmq.store.format.directory import check_kind
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute
@@ -42,19 +40,13 @@ def _opened(arguments: argparse.Namespace, opened: ExitStack, *, creates: bool =
         InputError: The place is neither.
     """
     place = arguments.place
-    if not os.path.lexists(place) and ADDRESS.fullmatch(place):
+    if names_cluster(place):
         from librmq.cli._routes import connect_to
 
         arguments.route = place
         return opened.enter_context(connect_to(arguments))
     if not creates:
-        if not os.path.isdir(place):
-            raise InputError(
-                f"{place}: expected the folder of a store, or the HOST:PORT of a name server; `librmq send --create` "
-                "makes a store"
-            )
-        place = locate(place, ())
-        check_kind(place, DiskFiles())
+        place = folder_of_place(place, hint="; `librmq send --create` makes a store")
     if sys.platform == "win32":
         return opened.enter_context(librmq.Broker.open(place))
     return opened.enter_context(librmq.share(place))

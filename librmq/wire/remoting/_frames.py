@@ -106,21 +106,11 @@ def encode(frame: Frame) -> bytes:
     Raises:
         MalformedError: It is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
     """
-    if frame.is_binary:
-        return framed(_binary_header(frame), frame.body, 1)
-    return framed(_json_header(frame), frame.body, 0)
-
-
-def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
-    """Return the bytes of a frame; ``kind`` is the type of the header.
-
-    Raises:
-        MalformedError: It is longer than `MAX_FRAME`.
-    """
-    length = 4 + len(header) + len(body)
+    header = (_binary_header if frame.is_binary else _json_header)(frame)
+    length = 4 + len(header) + len(frame.body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, body))
+    return b"".join((_PREFIX.pack(length, frame.is_binary << 24 | len(header)), header, frame.body))
 
 
 class FrameReader:
