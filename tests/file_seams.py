@@ -21,6 +21,7 @@ import mmap
 import os
 import random
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,6 +171,8 @@ class FailingFiles:
         self._due: dict[tuple[str, int], int] = {}
         self.calls: Counter[str] = Counter()
         """Number of calls by name."""
+        self.failed_within: frozenset[str] = frozenset()
+        """The names of the functions around the last call that has failed."""
 
     def fail(self, call: str, number: int = 1, code: int = errno.ENOSPC) -> None:
         """Make a later call fail with the error ``code``."""
@@ -181,6 +184,7 @@ class FailingFiles:
             self.calls[call] += 1
             code = self._due.pop((call, self.calls[call]), None)
         if code is not None:
+            self.failed_within = frozenset(frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
             raise StoreIOError(call, path, OSError(code, os.strerror(code)))
 
     open = _passed_on("open")
