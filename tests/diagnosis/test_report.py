@@ -224,7 +224,7 @@ def test_values_that_a_folder_lacks_are_unknown(tmp_path: Path) -> None:
     html = render_page(found)
     assert "not checked" in html
     assert ">unknown</td>" in section(html, "lag")  # when the backlog is consumed
-    assert [one.kind for _, one in found.findings] == ["not-verified", "unlisted-group"]  # nobody made the group
+    assert [one.kind for _, one in found.findings] == ["not-verified", "unlisted-group"]  # the broker has no such group
 
 
 def test_an_empty_store(tmp_path: Path) -> None:

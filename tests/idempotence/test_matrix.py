@@ -6,7 +6,7 @@ delivered until it is acknowledged or a dead letter, and then once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -224,15 +224,20 @@ def base_of(session: str) -> str:
     return session.partition("-")[0]
 
 
+def matrix(sessions: Iterable[str]) -> list[tuple[str, str]]:
+    """Return each session with each behaviour that its database has."""
+    return [
+        (session, behaviour)
+        for session in sessions
+        for behaviour in BEHAVIOURS
+        if base_of(session) in BEHAVIOURS[behaviour].bases
+    ]
+
+
 @many
 @pytest.mark.parametrize(
     ("session", "behaviour"),
-    [
-        (session, behaviour)
-        for session in SESSIONS
-        for behaviour in BEHAVIOURS
-        if base_of(session) in BEHAVIOURS[behaviour].bases
-    ],
+    matrix(SESSIONS),
 )
 def test_whatever_a_block_does(prepared: Callable[[str], Database], session: str, behaviour: str, name: str) -> None:
     base = base_of(session)
@@ -271,12 +276,7 @@ ROLLBACKS: Final = ("rolls-back-by-sql", "rolls-back-by-the-driver")
 @many
 @pytest.mark.parametrize(
     ("session", "behaviour"),
-    [
-        (session, behaviour)
-        for session in ALONE
-        for behaviour in BEHAVIOURS
-        if base_of(session) in BEHAVIOURS[behaviour].bases
-    ],
+    matrix(ALONE),
 )
 def test_whatever_a_local_transaction_does(
     prepared: Callable[[str], Database], session: str, behaviour: str, name: str

@@ -175,7 +175,8 @@ DEVIATIONS: Final = (
         "what a pull passes is progress at once",
         "RocketMQ's client hears up to 15 s later, when the hold of its pull ends, which messages its filter left out, "
         "and that a queue in which it found nothing begins at its end. librmq counts both as progress at once, so that "
-        "nothing lags which nobody gets. Instances with different filters so skip more of each other's messages.",
+        "a lag has no message that the group does not get. So instances with different filters skip more of each "
+        "other's messages.",
         _of_what_is_passed_at_once,
     ),
     Deviation(

@@ -93,9 +93,18 @@ def test_a_notification_comes_without_the_lock(runner: ThreadRunner) -> None:
     assert held == [False]
 
 
+def consume_one(broker: Broker, **settings: Any) -> None:
+    is_consumed = threading.Event()
+    consumer = PushConsumer(broker, "billing", consume_from=ConsumeFrom.FIRST, **settings)
+    consumer.subscribe("orders", lambda message: is_consumed.set())
+    consumer.start()
+    assert is_consumed.wait(60)
+    consumer.shutdown()
+
+
 def test_a_subclass_of_metrics_counts_without_the_lock(runner: ThreadRunner) -> None:
     """All that librmq counts reaches it, in the order of the calls."""
-    held, is_consumed = list[bool](), threading.Event()
+    held = list[bool]()
 
     class Own(Metrics):
         def count(self, name: str, n: float = 1, **labels: str) -> None:
@@ -112,11 +121,7 @@ def test_a_subclass_of_metrics_counts_without_the_lock(runner: ThreadRunner) -> 
         Producer(broker, "shop", metrics=metrics) as producer,
     ):
         producer.send("orders", b"x")
-        consumer = PushConsumer(broker, "billing", consume_from=ConsumeFrom.FIRST, metrics=metrics)
-        consumer.subscribe("orders", lambda message: is_consumed.set())
-        consumer.start()
-        assert is_consumed.wait(60)
-        consumer.shutdown()
+        consume_one(broker, metrics=metrics)
     runner.shutdown()
     counted = metrics.snapshot()
     assert "clients" not in counted
@@ -127,7 +132,7 @@ def test_a_subclass_of_metrics_counts_without_the_lock(runner: ThreadRunner) -> 
 
 
 def test_a_strategy_shares_out_without_the_lock(runner: ThreadRunner) -> None:
-    held, is_consumed = list[bool](), threading.Event()
+    held = list[bool]()
 
     def share_out(client: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
         held.append(is_held_here(runner.lock))
@@ -135,11 +140,7 @@ def test_a_strategy_shares_out_without_the_lock(runner: ThreadRunner) -> None:
 
     with Broker.temporary(runner=runner) as broker, Producer(broker, "shop") as producer:
         producer.send("orders", b"x")
-        consumer = PushConsumer(broker, "billing", consume_from=ConsumeFrom.FIRST, strategy=share_out)
-        consumer.subscribe("orders", lambda message: is_consumed.set())
-        consumer.start()
-        assert is_consumed.wait(60)
-        consumer.shutdown()
+        consume_one(broker, strategy=share_out)
     assert held
     assert not any(held)
 

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,13 +29,18 @@ KILLS: Final = 8
 MESSAGES: Final = 1200
 
 
-def consume(path: Path, ledger: Path) -> None:
-    """Consume until a kill, and write a line at the beginning and at the end of each call of the listener."""
+def consume(path: Path, ledger: Path, poisons: Sequence[bytes] = (), work_s: float = 0.002) -> None:
+    """Consume until a kill or a poison, and write a line at the beginning and at the end of each call of the listener.
+
+    A call takes ``work_s`` seconds.
+    """
     lines = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def listen(message: DeliveredMessage) -> None:
         os.write(lines, b"%d begins %s\n" % (os.getpid(), message.body))
-        CLOCK.wait(NEVER, 0.002)
+        if message.body in poisons:
+            os._exit(1)
+        CLOCK.wait(NEVER, work_s)
         os.write(lines, b"%d ends %s\n" % (os.getpid(), message.body))
 
     shared = librmq.share(path, wait=60, timeout=5)
@@ -107,24 +113,6 @@ POISONS: Final = (b"31", b"77")
 FEW: Final = 120
 
 
-def consume_poison(path: Path, ledger: Path) -> None:
-    """Consume until a kill, or until a message ends this process."""
-    lines = os.open(ledger, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def listen(message: DeliveredMessage) -> None:
-        os.write(lines, b"%d begins %s\n" % (os.getpid(), message.body))
-        if message.body in POISONS:
-            os._exit(1)
-        CLOCK.wait(NEVER, 0.005)
-        os.write(lines, b"%d ends %s\n" % (os.getpid(), message.body))
-
-    shared = librmq.share(path, wait=60, timeout=5)
-    consumer = PushConsumer(shared, "g", threads=THREADS, consume_from=ConsumeFrom.FIRST)
-    consumer.subscribe("t", listen)
-    consumer.start()
-    signal.pause()
-
-
 def test_what_ends_its_process_is_convicted_among_kills_and_nothing_else(
     tmp_path: Path, slow_budget: SlowBudget
 ) -> None:
@@ -139,7 +127,7 @@ def poison_members(folder: Path, rng: random.Random) -> None:
         shared.create_topic("t", 2)
         for number in range(FEW):
             producer.send("t", b"%d" % number)
-    members = [Fork(consume_poison, store, ledger) for _ in range(2)]
+    members = [Fork(consume, store, ledger, POISONS, 0.005) for _ in range(2)]
     kills = 4
     try:
         with librmq.share(store, wait=60, timeout=5) as shared:
@@ -151,7 +139,7 @@ def poison_members(folder: Path, rng: random.Random) -> None:
                         member.process.join()
                     if member.process.exitcode is not None:
                         member.__exit__()
-                        members[place] = Fork(consume_poison, store, ledger)
+                        members[place] = Fork(consume, store, ledger, POISONS, 0.005)
                 try:
                     dead = [letter.body for letter in shared.dead_letters("g")]
                     if len(dead) >= len(POISONS) and shared.lag("g", "t") == 0:
