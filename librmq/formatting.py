@@ -27,7 +27,7 @@ def sent_again(letters: int | None) -> str:
     """Return the note beside a number of dead letters: how many others were sent again; None if that is unknown."""
     if letters is None:
         return "with those that were sent again, which brokers do not note"
-    return f"{number(letters)} more were sent again" if letters else ""
+    return f"{number(letters)} more {'was' if letters == 1 else 'were'} sent again" if letters else ""
 
 
 def duration(seconds: float | None) -> str:
