@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -60,6 +61,11 @@ def child(work: Callable[[Callable[[], object], Callable[[], object]], int | Non
         yield made
     finally:
         made.end(signal.SIGKILL)
+
+
+def stop_here() -> None:
+    """Stop this process within this call: a signal to the process lets a thread that isn't its first run on."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 class Child:
@@ -175,11 +181,11 @@ def test_a_peer_is_stopped_with_the_lock(tmp_path: Path, way: str) -> None:
     shared.direct(b"before")
 
     def stop(tell: Callable[[], object], _: Callable[[], object]) -> int:
-        def stop_here() -> None:
+        def tell_and_stop() -> None:
             tell()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
 
-        with within_a_write(stop_here):
+        with within_a_write(tell_and_stop):
             return REFUSED if shared.peer().append(Message("orders", b"stopped"), 0) is None else 0
 
     with ExitStack() as ending:
@@ -244,7 +250,7 @@ def test_an_owner_is_stopped_with_the_lock(tmp_path: Path) -> None:
             take(page, *words, **fields)
             AppendPage.take = take  # type: ignore[method-assign]
             tell()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
 
         while not shared.appends.is_open:
             shared.direct(b"before", 1)
