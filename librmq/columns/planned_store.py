@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -341,6 +341,12 @@ class PlannedStore(Closing):
         beginning = self._store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
         return hashlib.blake2b(beginning, digest_size=8).hexdigest()
 
+    @property
+    def last_place(self) -> int:
+        """The place in the log of the last message of the wanted queues; -1 without one."""
+        ends = (queue.place_of(queue.end - 1) for queue in self.queues.values() if queue.end > queue.begin)
+        return max(ends, default=-1)
+
     def _first_kept(self, queue: ConsumeQueue) -> int:
         """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
 
@@ -517,6 +523,40 @@ class PlannedStore(Closing):
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )
+
+
+@contextlib.contextmanager
+def open_stores(
+    options: ReadOptions, files: Files | None = None, opened: MessageStore | None = None
+) -> Iterator[list[PlannedStore]]:
+    """Open the stores of a read for a while.
+
+    Raises:
+        ConfigError: One is a copy of another. Else as `PlannedStore.open`.
+    """
+    with contextlib.ExitStack() as stores_open:
+        stores = [stores_open.enter_context(PlannedStore.open(path, options, files, opened)) for path in options.paths]
+        refuse_copies(
+            {files.url(store.path) if isinstance(files, RemoteFiles) else store.path: store for store in stores}
+        )
+        yield stores
+
+
+def refuse_copies(stores: Mapping[str, PlannedStore], checked: Collection[str] = ()) -> None:
+    """Raise `ConfigError` if a store has the last message of another one, and so all of its messages that are left.
+
+    Stores that were ``checked`` before are only compared with others.
+    """
+    for path, copy in stores.items():
+        place = copy.last_place
+        digest = copy.fingerprint_at(place) if place >= 0 and len(stores) > 1 else None
+        for other, store in stores.items():
+            is_new = path not in checked or other not in checked
+            if other != path and is_new and digest is not None and store.fingerprint_at(place) == digest:
+                raise ConfigError(
+                    f"{max(path, other)} has the messages of {min(path, other)}, up to the one at {place} at least, as "
+                    "a snapshot or a replica of it: they would be read twice; name only one of them"
+                )
 
 
 def _damage_of(error: CorruptionError) -> Damage:

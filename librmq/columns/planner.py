@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
 from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
-from librmq.columns.planned_store import PlannedStore, stored_entries
+from librmq.columns.planned_store import PlannedStore, open_stores, stored_entries
 from librmq.columns.remote import RemoteFiles
 from librmq.config import ENTRY_SIZE, nearest
 from librmq.files import Files
@@ -58,7 +58,8 @@ def plan(
     another process fetches what it reads of the log.
 
     Raises:
-        ConfigError: An offset names a queue that does not exist, or the offsets of a queue begin after their end.
+        ConfigError: An offset names a queue that does not exist, the offsets of a queue begin after their end, or one
+            store is a copy of another.
         DataLossError: Requested messages were deleted, and ``options`` treat that as an error.
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
@@ -69,8 +70,8 @@ def plan(
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.
     planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
-    for path in options.paths:
-        with PlannedStore.open(path, planned, files, opened) as store:
+    with open_stores(planned, files, opened) as stores:
+        for store in stores:
             topics |= store.topics
             of_store = _damage_parts(store, files)
             if options.view == "log":

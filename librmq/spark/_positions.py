@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from librmq.columns import DataLossError
-from librmq.columns.planned_store import PlannedStore
-from librmq.errors import ConfigError
+from librmq.columns.planned_store import PlannedStore, refuse_copies
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.spark")
@@ -83,20 +82,8 @@ class Positions:
                 digest = store.fingerprint_at(place) if place >= 0 else None
                 if digest is not None:
                     fingerprints[key] = Fingerprint(place, digest)
-        moved = Positions(offsets, fingerprints)
-        moved._refuse_copies(stores, {path for path, _, _ in self.fingerprints})
-        return moved
-
-    def _refuse_copies(self, stores: Stores, read_before: set[str]) -> None:
-        for path, last in self._last_of_stores().items():
-            for other, store in stores.items():
-                is_new = path not in read_before or other not in read_before
-                if path != other and is_new and store.fingerprint_at(last.physical_offset) == last.digest:
-                    raise ConfigError(
-                        f"{max(path, other)} has the messages of {min(path, other)}, up to the one at "
-                        f"{last.physical_offset} at least, as a snapshot or a replica of it: they would be read twice; "
-                        "name only one of them"
-                    )
+        refuse_copies(stores, {path for path, _, _ in self.fingerprints})
+        return Positions(offsets, fingerprints)
 
     def located(self, stores: Stores, unless: str | None, warned: set[str]) -> Positions:
         """Return the positions by the present paths of their stores, without the queues that are others now.
@@ -213,10 +200,6 @@ class Positions:
                     f"it is, name it by a link at {path}"
                 )
         return f"{gone} (add its folder, or {unless} goes on without it)"
-
-    def _last_of_stores(self) -> dict[str, Fingerprint]:
-        """Return the fingerprint of the last record of each store."""
-        return {key[0]: mark for key, mark in sorted(self.fingerprints.items(), key=lambda item: item[1])}
 
     def _marks_of(self, path: str) -> list[Fingerprint]:
         """Return the fingerprints of a store, the last record's first."""

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns import ReadOptions, ReadSelection
 from librmq.columns.options import Mode
-from librmq.columns.planned_store import PlannedStore
+from librmq.columns.planned_store import PlannedStore, open_stores
 from librmq.diagnosis.report_rows import parse_time
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
@@ -62,10 +62,8 @@ def of_all_topics(options: Mapping[str, str]) -> dict[str, str]:
 
 def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFrame:
     """Return store, topic, queueId, minOffset, maxOffset of every queue; ``mode`` is the source's option."""
-    rows = []
-    for path in paths_of(paths):
-        with PlannedStore.open(path, _all_queues(path, mode)) as store:
-            rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
+    with open_stores(_all_queues(paths_of(paths), mode)) as opened:
+        rows = [(store.path, *name, queue.begin, queue.end) for store in opened for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
 
 
@@ -81,8 +79,8 @@ def listed_queues(spark: SparkSession, paths: Paths) -> DataFrame:
     return _frame(spark, sorted(rows), "store string, topic string, queueId int")
 
 
-def _all_queues(path: str, mode: Mode) -> ReadOptions:
-    return ReadOptions((path,), selection=ReadSelection(internal=True), mode=mode)
+def _all_queues(paths: tuple[str, ...], mode: Mode) -> ReadOptions:
+    return ReadOptions(paths, selection=ReadSelection(internal=True), mode=mode)
 
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
@@ -129,11 +127,11 @@ def backlog(
         and (topics is None or topic in topics)
         and (groups is None or group in groups)
     )
-    for path, of_store in progress.items():
-        with PlannedStore.open(path, _all_queues(path, mode)) as store:
+    with open_stores(_all_queues(tuple(progress), mode)) as opened:
+        for store in opened:
             if store.damage:
                 return None
-            rows += _backlog(store, {name: of_store.get(name, {}) for name in consumed})
+            rows += _backlog(store, {name: progress[store.path].get(name, {}) for name in consumed})
     rows.sort(key=lambda row: (-row[7], *row[:4]))
     time = pa.timestamp("us", "UTC")
     kinds = {

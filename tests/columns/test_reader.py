@@ -281,12 +281,31 @@ def test_a_link_to_a_store_is_no_other_store(path: Path, tmp_path: Path) -> None
 
 
 def test_several_stores(path: Path, tmp_path: Path) -> None:
-    shutil.copytree(path, tmp_path / "copy")
-    found = reader([path, tmp_path / "copy"]).read_all()
+    with MessageStore.open(tmp_path / "other", CONFIG, clock=ManualClock(moment(COUNT))) as store:
+        store.append(Message("Late", b"x"))
+    found = reader([path, tmp_path / "other"]).read_all()
     assert found.column("store").value_counts().to_pylist() == [
         {"values": str(path), "counts": len(USER)},
-        {"values": str(tmp_path / "copy"), "counts": len(USER)},
+        {"values": str(tmp_path / "other"), "counts": 1},
     ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"view": "log"}, {"view": "queues"}, {"topic": "A"}, {"mode": "PERMISSIVE"}])
+def test_a_copy_beside_its_store_is_refused(path: Path, tmp_path: Path, settings: Any) -> None:
+    """Whichever is behind, and however they are read; a copy that has no message of its store is another store."""
+    earlier, later = tmp_path / "earlier", tmp_path / "later"
+    for copy in (earlier, later):
+        shutil.copytree(path, copy)
+    with MessageStore.open(later, CONFIG, clock=ManualClock(moment(COUNT + 10))) as store:
+        for number in range(50):
+            store.append(Message("A", b"%d" % number * 50), number % 2)
+    for stores in ([earlier, later], [later, earlier]):
+        with pytest.raises(ConfigError, match=r"later has the messages of .*/earlier, up to the one at \d+ at least"):
+            reader(stores, **settings)
+    for file in sorted((later / "commitlog").iterdir())[:-1]:
+        file.unlink()
+    (later / "librmq" / "closed.json").unlink()
+    assert reader([earlier, later], **settings).read_all().num_rows > 0
 
 
 @many

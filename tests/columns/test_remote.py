@@ -57,7 +57,7 @@ def url(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
+def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str, tmp_path: Path) -> None:
     views: tuple[View, ...] = ("messages", "queues", "log")
     for view in views:
         assert reader(url, view=view).read_all().equals(reader(path, view=view).read_all())
@@ -69,10 +69,14 @@ def test_a_url_is_read_as_the_store_on_the_disk(path: Path, url: str) -> None:
     ]
     for settings in chosen:
         assert reader(url, **settings).read_all().equals(reader(path, **settings).read_all())
-    both = reader([url, path], columns=["store"]).read_all()
+    with pytest.raises(ConfigError, match=f"{path} has the messages of {url}|{url} has the messages of {path}"):
+        reader([url, path])
+    with MessageStore.open(tmp_path / "other", clock=ManualClock(START_MS + 1)) as store:
+        store.append(Message("B", b"x"))
+    both = reader([url, tmp_path / "other"], columns=["store"]).read_all()
     assert both.column("store").value_counts().to_pylist() == [
         {"values": url, "counts": COUNT},
-        {"values": str(path), "counts": COUNT},
+        {"values": str(tmp_path / "other"), "counts": 1},
     ]
 
 

@@ -211,7 +211,11 @@ def test_a_message_carries_the_headers_of_kafka(folder: Path, tmp_path: Path) ->
 
 def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "s1")
-    shutil.copytree(folder, tmp_path / "s2")
+    clock = ManualClock(START_MS + 1)
+    with MessageStore.open(
+        tmp_path / "s2", StoreConfig.tiny(commitlog_file_size=16384, max_message_size=8192), clock=clock
+    ) as s:
+        fill(s, clock)
     for path in ([str(tmp_path / "s1"), str(tmp_path / "s2")], tmp_path / "s?"):
         counts = {row["store"]: row["count"] for row in read(path).groupBy("store").count().collect()}
         assert counts == {str(tmp_path / "s1"): len(PLAIN), str(tmp_path / "s2"): len(PLAIN)}

@@ -25,8 +25,9 @@ from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
 from librmq.spark._options import StreamLimits, parse_read_options
 from librmq.spark._positions import Key, flat
-from librmq.spark._source import arrow_schema, schema_of
+from librmq.spark._source import RocketMQDataSource, arrow_schema, schema_of
 from librmq.spark._stream import StreamLag, StreamReader, share, stream_lags
+from librmq.spark.pipelines import run as run_pipeline
 from tests.job_histories import JobHistory, Row
 from tests.spark_session import shared_session
 
@@ -380,7 +381,7 @@ def test_what_a_lost_store_can_be(tmp_path: Path) -> None:
 
 
 def test_a_copy_beside_its_store_is_refused(tmp_path: Path) -> None:
-    """Whether it was there at the start or came later, and by whatever it is behind; a store alone is not a copy."""
+    """In streams, batches and pipelines: whether it was there at the start or came later, by whatever it is behind."""
     shutil.copytree(store_of(tmp_path / "a", 0, 20), tmp_path / "copy")
     store_of(tmp_path / "a", 20, 5)
     both, alone = reader(tmp_path / "*"), reader(tmp_path / "a")
@@ -390,6 +391,17 @@ def test_a_copy_beside_its_store_is_refused(tmp_path: Path) -> None:
     offset, _ = advance(alone, alone.initialOffset())
     with pytest.raises(ConfigError, match=copied):
         advance(reader(tmp_path / "*"), offset)
+    batch = RocketMQDataSource({"path": str(tmp_path / "*")})
+    with pytest.raises(ConfigError, match=copied):
+        batch.reader(batch.schema()).partitions()
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("pipeline", ["backlog", "skew"])
+def test_a_pipeline_refuses_a_copy_beside_its_store(tmp_path: Path, pipeline: str) -> None:
+    shutil.copytree(store_of(tmp_path / "a", 0, 20), tmp_path / "copy")
+    with pytest.raises((ConfigError, PySparkException), match="copy has the messages of"):
+        run_pipeline(shared_session(), pipeline, str(tmp_path / "*")).collect()
 
 
 def test_a_batch_of_a_topic_that_the_options_leave_out(tmp_path: Path) -> None:
