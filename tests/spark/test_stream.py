@@ -516,7 +516,8 @@ def test_a_topic_that_is_created_again_under_a_stream(tmp_path: Path) -> None:
     query = stream.writeStream.foreachBatch(sink.take).option("checkpointLocation", str(checkpoint)).start()
     query.processAllAvailable()
     create_again(path, 20, 30)
-    with pytest.raises(PySparkException, match=r"\[RMQ_DATA_LOSS\] .*topic 'A', queue 0: offset 19 is another"):
+    loss = r"\[RMQ_DATA_LOSS\] .*topic 'A', queue 0: (offset 19 is another|read up to offset 20)"
+    with pytest.raises(PySparkException, match=loss):  # it can look while the new topic is filled
         query.processAllAvailable()
     with pytest.raises(PySparkException, match=r"\[RMQ_DATA_LOSS\] .*topic 'A', queue 0: offset 19 is another"):
         run(path, sink, checkpoint, topic="A")
