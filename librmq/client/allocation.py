@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from librmq.client.queue_selectors import LARGEST_RING, text_hash
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import utf16_order
 from librmq.message import MessageQueue
 from librmq.protocol import site_of
+from librmq.runtime import lazy_numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
 """``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""

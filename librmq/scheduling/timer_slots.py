@@ -11,10 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from librmq.errors import CorruptionError
 from librmq.files import Files, file_size
@@ -24,6 +21,7 @@ from librmq.message.delays import delete_key
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end
@@ -37,6 +35,9 @@ from librmq.store.format.timerfiles import (
     timer_entries,
     unit_damage,
 )
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _log = EventLog("librmq.timer")
 

@@ -51,7 +51,7 @@ from librmq.errors import RmqError
 from librmq.files._memory import MemoryFiles
 from librmq.message.record import BODY_AT, LAYOUT, span
 from librmq.store.format.indexfile import HEADER_SIZE
-from librmq.store.format.timerfiles import SLOT_DTYPE, UNIT_DTYPE, TimerLog, TimerWheel
+from librmq.store.format.timerfiles import TimerLog, TimerWheel, slot_dtype, unit_dtype
 from librmq.store.recovery._verify import verify
 from tests.log_parser import Parsed, parse
 from tests.stores import ROOT, START_MS, Contents, contents, in_memory, on_disk
@@ -211,9 +211,9 @@ def _place(found: Contents, path: str, at: int) -> str:
     if part == "index":
         return f"index: {'header' if at < HEADER_SIZE else 'slots and entries'}"
     if part == "timerlog":
-        return f"timer log: {_field(UNIT_DTYPE, at % TimerLog.UNIT_SIZE)}"
+        return f"timer log: {_field(unit_dtype(), at % TimerLog.UNIT_SIZE)}"
     if part == "timerwheel":
-        return f"wheel: {_field(SLOT_DTYPE, at % TimerWheel.SLOT_SIZE)}"
+        return f"wheel: {_field(slot_dtype(), at % TimerWheel.SLOT_SIZE)}"
     if path == "config/timercheck":
         return f"timercheck: {('read time', 'log position', 'queue offset', 'the rest')[min(at // 8, 3)]}"
     return path.removesuffix(".bak")

@@ -13,7 +13,7 @@ import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
 from librmq.diagnosis import diagnose
-from librmq.store.format.timerfiles import SLOT_DTYPE, TimerLog, TimerWheel
+from librmq.store.format.timerfiles import TimerLog, TimerWheel, slot_dtype
 from tests.cli.stand import Shell, errors_of
 from tests.reference import COMPACT, unpack
 
@@ -189,7 +189,7 @@ def slots_of(shell: Shell, path: Path, status: int = 0) -> list[dict[str, Any]]:
 
 def older_wheel(path: Path, units: int) -> bytes:
     """Return the wheel without the slots of the units from a number on; each has a slot of its own."""
-    slots = np.fromfile(path / "timerwheel", SLOT_DTYPE)
+    slots = np.fromfile(path / "timerwheel", slot_dtype())
     slots[slots["last"] >= units * TimerLog.UNIT_SIZE] = 0
     return slots.tobytes()
 

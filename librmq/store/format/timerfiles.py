@@ -34,10 +34,8 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Self
-
-import numpy as np
-import numpy.typing as npt
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import entry_dtype
@@ -48,7 +46,11 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.java.lang import java_long
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
+from librmq.runtime import lazy_numpy as np
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 BLANK_MAGIC: Final = -875286124
 
@@ -62,24 +64,29 @@ _ZEROS: Final = bytes(1 << 20)
 _UNITS_AT_ONCE: Final = 16_384
 _PAGE: Final = 4096
 
-UNIT_DTYPE: Final = np.dtype(
-    [
-        ("size", ">i4"),
-        ("previous", ">i8"),
-        ("magic", ">i4"),
-        ("write_time_ms", ">i8"),
-        ("delay_ms", ">i4"),
-        ("physical_offset", ">i8"),
-        ("message_size", ">i4"),
-        ("topic_hash", ">i4"),
-        ("reserved", ">i8"),
-    ]
-)
+
+@cache
+def unit_dtype() -> np.dtype[np.void]:
+    """Return the type of an array of units of the log."""
+    return np.dtype(
+        [
+            ("size", ">i4"),
+            ("previous", ">i8"),
+            ("magic", ">i4"),
+            ("write_time_ms", ">i8"),
+            ("delay_ms", ">i4"),
+            ("physical_offset", ">i8"),
+            ("message_size", ">i4"),
+            ("topic_hash", ">i4"),
+            ("reserved", ">i8"),
+        ]
+    )
 
 
-SLOT_DTYPE: Final = np.dtype(
-    [("time", ">i8"), ("first", ">i8"), ("last", ">i8"), ("messages", ">i4"), ("magic", ">i4")]
-)
+@cache
+def slot_dtype() -> np.dtype[np.void]:
+    """Return the type of an array of slots of the wheel."""
+    return np.dtype([("time", ">i8"), ("first", ">i8"), ("last", ">i8"), ("messages", ">i4"), ("magic", ">i4")])
 
 
 class Unit(NamedTuple):
@@ -241,7 +248,7 @@ class TimerWheel:
 
     def times(self) -> npt.NDArray[np.int64]:
         """Return a copy of the time of each slot."""
-        return np.frombuffer(self._file.buffer, SLOT_DTYPE)["time"].astype(np.int64)
+        return np.frombuffer(self._file.buffer, slot_dtype())["time"].astype(np.int64)
 
     def flush(self) -> None:
         """Flush the slots to the device; others can be written meanwhile."""
@@ -271,7 +278,7 @@ def _used_slots(store: str, name: str, files: Files) -> Iterator[tuple[list[int]
     for piece in _unpacked(path, files) if name.endswith(".gz") else _read_in_pieces(path, files):
         _check_wheel_size(path, at + len(piece))
         if piece != _ZEROS[: len(piece)]:
-            slots = np.frombuffer(piece, SLOT_DTYPE)
+            slots = np.frombuffer(piece, slot_dtype())
             rows = slots.view(f"V{TimerWheel.SLOT_SIZE}")
             used = np.flatnonzero(rows != rows.dtype.type(bytes(TimerWheel.SLOT_SIZE)))
             yield (used + at // TimerWheel.SLOT_SIZE).tolist(), slots[used]
@@ -402,7 +409,7 @@ class TimerLog:
                 break
 
     def blocks(self, end: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield copies of the units below ``end``, many at a time: ``(position of the first, array of UNIT_DTYPE)``."""
+        """Yield copies of the units below ``end``, many at a time: positions of the first and arrays."""
         for start in list(self._files.starts):
             block_end = min(end - start, self._files.file_size)
             file = self._files.file_at(start)
@@ -411,7 +418,7 @@ class TimerLog:
             buffer, at = file.buffer, 0
             while at + TimerLog.UNIT_SIZE <= block_end:
                 count = min(_UNITS_AT_ONCE, (block_end - at) // TimerLog.UNIT_SIZE)
-                block = np.frombuffer(buffer[at : at + count * TimerLog.UNIT_SIZE], UNIT_DTYPE)
+                block = np.frombuffer(buffer[at : at + count * TimerLog.UNIT_SIZE], unit_dtype())
                 sound = (block["size"] == TimerLog.UNIT_SIZE) & (block["magic"] > 0) & (block["magic"] < 8)
                 if not sound.all():
                     block = block[: int(sound.argmin())]
@@ -525,7 +532,7 @@ def unit_damage(
         expected = log.position_after(position + (len(block) - 1) * TimerLog.UNIT_SIZE)
     if expected < end:
         return _unit_damage(log, expected, "expected a unit")
-    rows = np.concatenate([block for _, block in units]) if units else np.empty(0, UNIT_DTYPE)
+    rows = np.concatenate([block for _, block in units]) if units else np.empty(0, unit_dtype())
     ats = np.array([at + TimerLog.UNIT_SIZE * number for at, block in units for number in range(len(block))], np.int64)
     times = rows["write_time_ms"].astype(np.int64) + rows["delay_ms"]
     waits = np.flatnonzero(times >= read_ms)
