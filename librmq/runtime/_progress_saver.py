@@ -23,12 +23,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from librmq.errors import LASTING, StoreClosedError, StoreError
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Aside
+
+if TYPE_CHECKING:
+    from librmq.runtime.runner import Aside
 
 _log = EventLog("librmq.runtime")
 _T = TypeVar("_T")

@@ -26,7 +26,6 @@ from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.store._handle import StoreHandle
-from librmq.store._read_only_view import ReadOnlyView
 from librmq.store._writer import Writer
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendFields, AppendResult, BatchFields
@@ -47,13 +46,14 @@ from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.recovery._condition import Condition, Wholeness
-from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.retention import Readers, clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
+    from librmq.store._read_only_view import ReadOnlyView
     from librmq.store._snapshots import Snapshot
+    from librmq.store.recovery._condition import Condition
+    from librmq.store.recovery._verify import Verdict
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -192,6 +192,8 @@ class MessageStore(Closing):
         if read_only:
             if replica_of is not None:
                 raise ReplicaError(f"{store.path}: a replica copies, so it is not opened for reading only")
+            from librmq.store._read_only_view import ReadOnlyView
+
             store._handle = store._view = view = ReadOnlyView(store.path, store.files, store.clock, bitmap_of, at)
             store._append = store._append_batch = store._refuse_append
             view.open(config)
@@ -275,6 +277,8 @@ class MessageStore(Closing):
 
         A writable one is sound, because opening has recovered it.
         """
+        from librmq.store.recovery._condition import Condition, Wholeness
+
         return Condition(Wholeness.SOUND) if self._view is None else self._view.condition()
 
     @property
@@ -721,6 +725,8 @@ class MessageStore(Closing):
         """Check the whole store and change nothing; appends wait."""
         if not self.read_only:
             return self.writer.verify()
+        from librmq.store.recovery._verify import verify_parts
+
         self._handle.check_open()
         return verify_parts(self.path, self.config, self.files)
 

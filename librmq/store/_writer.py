@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Event, get_ident
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
@@ -25,7 +25,6 @@ from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
 from librmq.store.engine._comparison import Comparison
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine._shared_appends import SharedAppends
 from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
@@ -40,10 +39,13 @@ from librmq.store.format.documents import (
     write_kept_config,
     write_retention,
 )
-from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
+
+if TYPE_CHECKING:
+    from librmq.store.engine._shared_appends import SharedAppends
+    from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
 
@@ -219,6 +221,8 @@ class Writer(StoreHandle):
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> SharedAppends:
         """Let other processes append too, by a page at ``path``; see `SharedAppends`."""
+        from librmq.store.engine._shared_appends import SharedAppends
+
         fields = {name: getattr(self.config, name) for name in SharedAppends.SETTINGS}
         settings = {**fields, **settings}
         shared = SharedAppends(self.appender, path, settings, self.check_room, arrived, wait_s, is_hurried)
@@ -344,6 +348,8 @@ class Writer(StoreHandle):
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""
+        from librmq.store.recovery._verify import verify_parts
+
         appender = self.appender
         appender.lock.check_reentry()
         thread = get_ident()

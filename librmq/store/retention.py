@@ -56,7 +56,7 @@ from librmq.store.engine.saved_state import FILES_A_ROUND
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.documents import GROUPS_FOLDER
 
 # ---- unconsumed messages of a log file
 
@@ -160,8 +160,13 @@ def may_have_readers(path: str, files: Files) -> bool:
             SystemTopic.HALF,
         ):
             return True
+    tables = os.path.join(path, directory.CONFIG)
+    if not files.names(tables) and not files.names(os.path.join(path, GROUPS_FOLDER)):
+        return False
+    from librmq.store.format.broker_tables import BrokerTables
+
     try:
-        return bool(BrokerTables.open(os.path.join(path, directory.CONFIG), files=files).offsets.rows)
+        return bool(BrokerTables.open(tables, files=files).offsets.rows)
     except CorruptionError:
         return True
 

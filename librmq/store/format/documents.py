@@ -55,7 +55,7 @@ from zlib import crc32
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError, StoreLockedError
-from librmq.files import Files, OverlayFiles
+from librmq.files import Files
 from librmq.files.interface import confine, identity_of, is_full, make_folders, read_replaced
 from librmq.formatting import moment, size
 from librmq.message import StoredMessage
@@ -63,6 +63,8 @@ from librmq.runtime.event_log import EventLog
 
 OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
+GROUPS_FOLDER: Final = os.path.join(OWN_FOLDER, "groups")
+"""The folder of the page of groups."""
 CLOSED_FILE: Final = os.path.join(OWN_FOLDER, "closed.json")
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 RETENTION_FILE: Final = os.path.join(OWN_FOLDER, "retention.json")
@@ -323,6 +325,8 @@ class KeptSettings(NamedTuple):
                 raise
             except CorruptionError as error:
                 _log.warning("%(error)s", error=error, path=path)
+                from librmq.files import OverlayFiles
+
                 files = OverlayFiles(files)
                 files.delete(error.file)
 

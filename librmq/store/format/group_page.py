@@ -67,10 +67,9 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Buffer, File, Files, file_size
 from librmq.files.interface import identity_of, read_replaced
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.documents import OWN_FOLDER, checked, folder_part
+from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, checked, folder_part
 
 _log = EventLog("librmq.store")
-_FOLDER: Final = os.path.join(OWN_FOLDER, "groups")
 _MAGIC: Final = 0x6C696272_67700002
 _CELL: Final = 8  # words
 _CELLS: Final = 4096
@@ -412,7 +411,7 @@ class GroupPage:
 
         ``table()`` returns the `table_digest` of the progress in the broker's tables.
         """
-        if not (names := files.names(os.path.join(store, _FOLDER))):
+        if not (names := files.names(os.path.join(store, GROUPS_FOLDER))):
             return None
         page, identity = cls(files, store, writable=writable), _identity(files, store)
         try:
@@ -528,7 +527,7 @@ class GroupPage:
     @staticmethod
     def delete(files: Files, store: str) -> None:
         """Delete the page of the store in a folder, if there is one; places on it can still be written, in vain."""
-        folder = os.path.join(store, _FOLDER)
+        folder = os.path.join(store, GROUPS_FOLDER)
         for name in files.names(folder):  # the first one first, without which the others say nothing
             files.delete(os.path.join(folder, name))
 
@@ -763,7 +762,7 @@ class GroupPage:
                 self.delete(self._files, self._store)
 
     def _grow(self) -> None:
-        folder = os.path.join(self._store, _FOLDER)
+        folder = os.path.join(self._store, GROUPS_FOLDER)
         self._files.make_folder(folder)
         file = self._files.create(os.path.join(folder, _segment_name(len(self._segments))), _SEGMENT_SIZE)
         self._files.reserve(file, 0, _SEGMENT_SIZE)
@@ -772,7 +771,7 @@ class GroupPage:
     def _map(self, last: int) -> None:
         """Map the segments up to one."""
         while len(self._segments) <= last:
-            path = os.path.join(self._store, _FOLDER, _segment_name(len(self._segments)))
+            path = os.path.join(self._store, GROUPS_FOLDER, _segment_name(len(self._segments)))
             file = self._files.open(path, writable=self._writable)
             if file.size != _SEGMENT_SIZE:
                 raise CorruptionError(path, file.size, "size", f"expected {_SEGMENT_SIZE} bytes, found {file.size}")

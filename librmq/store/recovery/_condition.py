@@ -21,17 +21,16 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import CorruptionError
 from librmq.files import Damage, Files
 from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.directory import has_abort
+from librmq.store.recovery.log_end import beyond_checkpoint
 from librmq.store.recovery.salvage import find_record
 
 
@@ -149,32 +148,5 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
     return _lost_end(log, what), ""
 
 
-def beyond_checkpoint(parts: Parts) -> str:
-    """Return what the checkpoint says of flushed records that the log lacks at its end; empty if it lacks none."""
-    checkpoint = parts.checkpoint
-    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
-    if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
-        return ""
-    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"the checkpoint covers records up to {covered} UTC"
-
-
 def _lost_end(log: CommitLog, what: str) -> Damage:
     return Damage(log.sequence.path_at(log.end), log.end, "ahead", f"{what}, beyond the log's end")
-
-
-def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
-    """Return whether a record near the log's end was stored at a time or later.
-
-    The last one shows it, unless the clock was set back.
-    """
-    last = log.last_write
-    if last is not None and (log.store_timestamp_ms(last) or 0) >= timestamp_ms:
-        return True
-    try:
-        for place, size, raw in log.scan(log.third_last_file(), check_body=False):
-            if raw is not None and (log.store_timestamp_ms(place, size) or 0) >= timestamp_ms:
-                return True
-    except CorruptionError:
-        return True  # other damage, which is found where it is read
-    return False

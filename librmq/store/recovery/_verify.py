@@ -45,7 +45,8 @@ from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery._condition import condition_of, cut_before_records
-from librmq.store.recovery._log_comparison import Reconciliation, Scope
+from librmq.store.recovery._log_comparison import Reconciliation
+from librmq.store.recovery._unclean_queues import Scope
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.missing_files import lacking_queues
 from librmq.store.recovery.open import clear_leftovers, load

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
@@ -35,11 +36,7 @@ from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.log_paths import REMEDY
-from librmq.store.recovery import salvage
-from librmq.store.recovery._condition import beyond_checkpoint
-from librmq.store.recovery._log_comparison import Reconciliation, Scope, UncleanQueues
-from librmq.store.recovery._queue_check import GapError
-from librmq.store.recovery.missing_files import lacking_queues, missing_keys
+from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 
 # ---- plan
 
@@ -182,6 +179,40 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
         return True
     blank = (log.file_size - at).to_bytes(4, "big") + record.BLANK_MAGIC.to_bytes(4, "big")
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
+
+
+def _sound_record(log: CommitLog, begin: int, end: int) -> int | None:
+    """Return the place of the first sound record of a part of the log that a walk did not reach."""
+    from librmq.store.recovery.salvage import find_record
+
+    return find_record(log.sequence, begin, end)
+
+
+def beyond_checkpoint(parts: Parts) -> str:
+    """Return what the checkpoint says of flushed records that the log lacks at its end; empty if it lacks none."""
+    checkpoint = parts.checkpoint
+    covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
+    if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
+        return ""
+    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return f"the checkpoint covers records up to {covered} UTC"
+
+
+def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
+    """Return whether a record near the log's end was stored at a time or later.
+
+    The last one shows it, unless the clock was set back.
+    """
+    last = log.last_write
+    if last is not None and (log.store_timestamp_ms(last) or 0) >= timestamp_ms:
+        return True
+    try:
+        for place, size, raw in log.scan(log.third_last_file(), check_body=False):
+            if raw is not None and (log.store_timestamp_ms(place, size) or 0) >= timestamp_ms:
+                return True
+    except CorruptionError:
+        return True  # other damage, which is found where it is read
+    return False
 
 
 class Recovery:
@@ -344,7 +375,7 @@ class Recovery:
         log, at = self._parts.log, end.physical_offset
         if self._explained_by_crash(at, at + cut):
             return
-        following = salvage.find_record(log.sequence, at + 1, at + cut)
+        following = _sound_record(log, at + 1, at + cut)
         what = "a stretch of zeros" if end.damage is None else end.damage.what
         raise CorruptionError(
             log.sequence.path_at(at),
@@ -362,7 +393,7 @@ class Recovery:
         """
         log = self._parts.log
         unfinished = 0 if self._clean else log.unfinished_at(at)
-        following = salvage.find_record(log.sequence, at + max(unfinished, 1), until)
+        following = _sound_record(log, at + max(unfinished, 1), until)
         if following is None:
             return True
         place = following % log.file_size
@@ -465,7 +496,9 @@ class Recovery:
         if cut:
             why = f"no record: {end.damage.what}" if end.damage else "bytes after the last record"
             if not self._is_preview:
-                salvage.keep_cut(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
+                from librmq.store.recovery.salvage import keep_cut
+
+                keep_cut(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if self._is_preview:
@@ -509,9 +542,10 @@ class Recovery:
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
         """Return the queues that lack a file, which a comparison of this scope would not see."""
-        if self._mode.is_thorough or self._mark is not None:  # the mark knows the files
-            return frozenset()
         parts = self._parts
+        if self._mode.is_thorough or self._mark is not None or not parts.queues:  # the mark knows the files
+            return frozenset()
+        from librmq.store.recovery.missing_files import lacking_queues
 
         def is_whole(name: QueueName) -> bool:
             return not self._clean and self._unclean.has_begin_and_end(name, parts.log.end)
@@ -531,6 +565,8 @@ class Recovery:
 
     def _drop_behind_gap(self) -> None:
         """Delete the index files behind a missing one, whose keys only a rebuild from there on returns."""
+        from librmq.store.recovery.missing_files import missing_keys
+
         parts = self._parts
         gap = missing_keys(parts.index, parts.log, parts.levels)
         if gap is not None:
@@ -557,6 +593,9 @@ class Recovery:
         return self._parts.index.end_physical_offset if files else self._parts.log.end
 
     def _reconcile(self, begin: int, scope: Scope) -> None:
+        from librmq.store.recovery._log_comparison import Reconciliation
+        from librmq.store.recovery._queue_check import GapError
+
         parts = self._parts
         comparison = Reconciliation(
             log=parts.log,

@@ -1,0 +1,172 @@
+"""What a recovery compares with the log: the scope, and the queues, of which small ones that agree stay unopened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import PLACE
+from librmq.files import Files, FolderEntry, is_folder
+from librmq.files.interface import read_sole_file
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
+from librmq.store.engine.derivation import COMPARED
+from librmq.store.engine.read import offset_at_place
+from librmq.store.engine.store_parts import QueueName, QueueState, short_state
+from librmq.store.format import directory
+
+# A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
+# that an opened queue costs, and a store can have many thousands.
+_LARGEST: Final = 1 << 16  # a file with more bytes is mapped, not read at once
+_LARGEST_KEPT: Final = 1 << 10  # at most so many bytes of a file are kept from its listing
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Selection of the records to compare with their queues: those from physical offset ``begin`` on."""
+
+    begin: int
+    all_of: frozenset[QueueName] = frozenset()
+    """Queues whose records are all selected."""
+    since: Mapping[QueueName, int] = field(default_factory=dict)
+    """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
+    absent_before: int = 0
+    """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
+    known_topics: frozenset[str] = frozenset()
+    """The broker's topics: records of other topics are excluded if the queue has no folder. Empty: no such rule."""
+
+
+def _hides_entries(raw: bytes) -> bool:
+    """Return whether the used bytes of a queue's file have an entry that is none, which would hide those behind it."""
+    raw += bytes(-len(raw) % ENTRY_SIZE)  # the last entry can end in zeros
+    places, sizes = raw[::ENTRY_SIZE], [raw[at::ENTRY_SIZE] for at in range(8, 12)]  # of each its bytes
+    if max(places, default=0) > 127 or max(sizes[0], default=0) > 127:
+        return True
+    at = sizes[3].find(0)
+    while at >= 0 and any(part[at : at + 1] != b"\0" for part in sizes):
+        at = sizes[3].find(0, at + 1)
+    return at >= 0
+
+
+class UncleanQueues:
+    """The queues of the store in folder ``path`` after an unclean exit."""
+
+    def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
+        self._path = path
+        self._files = files
+        self._file_size = file_size
+        self._pool = pool
+        self._path_read = ""
+        # The folder, and start and content of the only file, if it is one and was read, and no entry hides others.
+        self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
+        self._ends: dict[QueueName, int] = {}  # where the messages of listed queues end
+        self._left: set[str] = set()
+        self._written: set[str] = set()
+        self._overwritten: list[str] = []
+        self.states: dict[QueueName, QueueState] = {}
+        """Queues that agree with the log, and need not be opened."""
+        self.uncovered_from: int | None = None
+        """Place of the log from which on entries are written again; None: none are."""
+
+    def list_files(self, name: QueueName) -> None:
+        """List the files of a queue.
+
+        Raises:
+            CorruptionError: A file has a wrong name or length.
+        """
+        folder = directory.queue_folder(self._path, *name)
+        only = read_sole_file(self._files, folder, self._file_size, _LARGEST)
+        listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
+        starts = list_starts(folder, self._file_size, listed)
+        content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
+        is_short = only is not None and len(starts) == 1 and not _hides_entries(only[1])
+        self._listed[name] = folder, starts[0] if is_short else None, content
+        if only is not None and only[1]:
+            last = (len(only[1]) - 1) // ENTRY_SIZE * ENTRY_SIZE
+            self._ends[name] = sum(PLACE.unpack(only[1][last : last + PLACE.size].ljust(PLACE.size, b"\0")))
+
+    def has_listed(self, name: QueueName) -> bool:
+        """Return whether the queue's files are listed, and it was neither opened nor left unopened since."""
+        return name in self._listed
+
+    def has_begin_and_end(self, name: QueueName, log_end: int) -> bool:
+        """Return whether a queue that is not opened yet has its first file, and room for more entries in its last.
+
+        One that leads behind the log's end has not: damage can have made its last entry do so.
+        """
+        folder, start, content = self._listed.get(name, ("", None, None))
+        if start != 0 or self._ends.get(name, 0) > log_end:
+            return False
+        end = self._file_size - ENTRY_SIZE
+        if content is not None:
+            return len(content) <= end
+        return not any(self._files.read(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
+
+    def ends_of(self, name: QueueName, log_end: int) -> tuple[bytes, int] | None:
+        """Return entry 0 of a queue that is not opened yet, empty if it is not stored, and the end of its messages.
+
+        None if the queue must be opened for that, as if an entry is not sound, or leads behind the log's end.
+        """
+        _, start, content = self._listed.get(name, ("", None, None))
+        state = short_state(start, content) if start is not None and content else None
+        if state is None or content is None or state.max_physic_offset > log_end:
+            return None
+        return b"" if start else content[:ENTRY_SIZE].ljust(ENTRY_SIZE, b"\0"), state.max_physic_offset
+
+    def pop_files(self, name: QueueName) -> MappedFileQueue | None:
+        """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
+        if name not in self._listed:
+            return None
+        folder, *_ = self._listed.pop(name)
+        return MappedFileQueue(folder, self._file_size, self._files, self._pool)
+
+    def read_stored(self, name: QueueName) -> tuple[bytes, int] | None:
+        """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
+        folder, start, stored = self._listed.get(name, ("", None, None))
+        if start is None:
+            return None
+        self._path_read = f"{folder}{os.sep}{file_name(start)}"
+        if stored is None:
+            stored = self._files.read_used(self._path_read, _LARGEST)
+        return None if stored is None else (stored, start // ENTRY_SIZE)
+
+    def keep_unopened(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
+        """Leave the queue unopened that was read last, and write its last entries again if need be.
+
+        They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
+        """
+        folder, start, _ = self._listed.pop(name)
+        assert start is not None
+        if entries and self.uncovered_from is not None and state.max_physic_offset > self.uncovered_from:
+            path = self._path_read
+            self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
+            self._overwritten.append(path)
+            self._written.add(folder)
+        self._left.add(folder)
+        self.states[name] = state
+
+    def rewrite_entries(self, queue: ConsumeQueue, first: int) -> None:
+        """Write entries of an opened queue again, as `keep_unopened` does; ``first`` is the first checked one."""
+        begin = self.uncovered_from
+        if begin is not None and queue.max_physic_offset > begin:
+            queue.write_again(first if queue.max_offset - first < COMPARED else offset_at_place(queue, begin))
+            self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        queue.unmap_all()
+
+    def flush_overwritten(self) -> None:
+        """Flush the files of unopened queues that were written again."""
+        for path in self._overwritten:
+            self._files.flush(self._files.open(path, writable=True))
+
+    def folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders that can have unflushed names, those of ``opened`` queues among them."""
+        folders = set(self._left)
+        for queue in opened:
+            folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        # Folders stay out that are gone with their queues. Files can have been deleted from the others.
+        folders = {folder for folder in folders if is_folder(self._files, folder)}
+        for topic in map(os.path.dirname, self._written):
+            folders |= {topic, os.path.dirname(topic)}
+        return folders
