@@ -127,3 +127,8 @@ def refuse_generator(function: object, where: str = "") -> None:
             f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
             "remove `yield` from it"
         )
+
+
+def is_requested(error: Exception | None) -> bool:
+    """Return whether a listener asked for another delivery, and has not failed by surprise."""
+    return error is None or isinstance(error, ReconsumeLater | SuspendQueue)

@@ -22,16 +22,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.client import Client
-from librmq.client.observation import Ended, Operation, observe_clients, observe_kept
+from librmq.client import Operation
+from librmq.client.operations import Ended, add_watcher, observe_kept
 from librmq.clock import moves_by_itself
 from librmq.consumer import DeliveredMessage
-from librmq.errors import BrokerError, ConfigError, MissingExtraError
+from librmq.errors import BrokerError, MissingExtraError
 from librmq.message import Message, StoredMessage
 from librmq.message.batch import encoded_size
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.override import override
-from librmq.runtime import Runner
 
 try:
     from opentelemetry import propagate, trace
@@ -47,15 +46,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Instrumentor", "instrument"]
 
-_TYPES: Final[Mapping[str, str]] = {
+_TYPES: Final[Mapping[str, str | None]] = {
     "send": "send",
     "reply": "send",
     "receive": "receive",
     "process": "process",
     "ack": "settle",
     "dead_letter": "settle",
+    "commit": None,
+    "rollback": None,
 }
-"""The conventions' type of each operation; the end of a transaction has none."""
+"""The conventions' type of each operation that has a span; the end of a transaction has none."""
 _ROOM: Final = 30_000
 """Bytes of properties above which a message gets no context: it might no longer fit into a record."""
 _BATCH_ROOM: Final = 512
@@ -81,26 +82,15 @@ def instrument(
     Raises:
         ConfigError: The target is none of these.
     """
-    spans, observed = _Spans(tracer_provider, parents), _observed_target(target)
-    end_observing = observe_clients(observed, spans)
-    end_keeping = observe_kept(spans.add_context, observed)
+    spans = _Spans(tracer_provider, parents)
+    stop_watching = add_watcher(target, spans.watch, _Spans)
+    stop_keeping = observe_kept(spans.add_context, target)
 
     def end() -> None:
-        end_observing()
-        end_keeping()
+        stop_watching()
+        stop_keeping()
 
     return end
-
-
-def _observed_target(target: Any) -> Client | Runner | None:  # noqa: ANN401 (checked here)
-    if target is None or isinstance(target, Client):
-        return target
-    client, runner = getattr(target, "client", None), getattr(target, "runner", None)
-    if isinstance(client, Client):
-        return client
-    if isinstance(runner, Runner):
-        return runner
-    raise ConfigError(f"instrument: expected a producer, a consumer, a Client, a route or None, found {target!r:.80}")
 
 
 class Instrumentor:
@@ -231,7 +221,7 @@ def _set_server(span: Span, operation: Operation, broker_name: str | None) -> No
         span.set_attribute("server.port", address[1])
 
 
-# ---- the observer
+# ---- the watcher
 
 
 class _Spans:
@@ -269,8 +259,10 @@ class _Spans:
         if _carried(Message.from_parts("", b"", 0, properties)) is None:
             propagate.inject(properties, setter=_SETTER)
 
-    def begins(self, operation: Operation) -> Ended:
+    def watch(self, operation: Operation) -> Ended | None:
         """Begin the span of an operation; a receive gets its span at its end, because it may receive nothing."""
+        if operation.kind not in _TYPES or not self.is_active():
+            return None
         if operation.kind == "receive":
             return self._begin_receive(operation)
         if operation.kind == "process":
@@ -333,12 +325,13 @@ class _Spans:
             within = _context_of(messages[0])
             parent = within if self._parents else parent
         span = self._start(operation, SpanKind.CONSUMER, links, parent)
-        if span.is_recording():
-            _set_server(span, operation, operation.broker_name)
+        if span.is_recording() and operation.queue is not None:
+            _set_server(span, operation, operation.queue.broker_name)
         attach(trace.set_span_in_context(span, within))  # ends with the context of the listener's call
 
-        def ended(result: Any, error: BaseException | None) -> None:  # noqa: ANN401 (the number of messages)
-            consumed = result if isinstance(result, int) else 0
+        def ended(result: object, error: BaseException | None) -> None:
+            assert operation.outcome is not None
+            consumed, error = operation.outcome(result, error)
             if consumed < len(messages) and span.is_recording():
                 last = operation.max_times
                 dead = last is not None and any(
@@ -373,7 +366,7 @@ class _Spans:
             "messaging.client.id": operation.client.client_id,
             "messaging.rocketmq.namespace": namespace,
         }
-        if (operation_type := _TYPES.get(operation.kind)) is not None:
+        if (operation_type := _TYPES[operation.kind]) is not None:
             attributes["messaging.operation.type"] = operation_type
         if topic is not None:
             attributes["messaging.destination.name"] = topic
@@ -381,7 +374,7 @@ class _Spans:
             attributes["messaging.consumer.group.name"] = operation.group
         if operation.model is not None:
             attributes["messaging.rocketmq.consumption_model"] = operation.model
-        queue_ids = {operation.queue_id}
+        queue_ids = {None if operation.queue is None else operation.queue.queue_id}
         if operation.kind in ("receive", "ack", "dead_letter"):
             queue_ids = {message.queue_id for message in messages if isinstance(message, StoredMessage)}
         if len(queue_ids) == 1 and (queue_id := queue_ids.pop()) is not None:

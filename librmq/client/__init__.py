@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from librmq.client.allocation import allocate_machine_room_nearby as allocate_machine_room_nearby
     from librmq.client.client import Client as Client
     from librmq.client.client import ProcessClients as ProcessClients
+    from librmq.client.operations import Operation as Operation
+    from librmq.client.operations import watch as watch
     from librmq.client.producer import Producer as Producer
     from librmq.client.queue_selectors import select_at_random as select_at_random
     from librmq.client.queue_selectors import select_by_consistent_hash as select_by_consistent_hash
@@ -37,6 +39,7 @@ else:
         __name__,
         {
             "librmq.client.client": ("Client", "ProcessClients"),
+            "librmq.client.operations": ("Operation", "watch"),
             "librmq.client.producer": ("Producer",),
             "librmq.client.queue_selectors": (
                 "select_at_random",

@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, Unpack, cast
 
-from librmq.client.observation import Operation, observed
+from librmq.client.operations import Kind, Operation
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
 from librmq.config import check_arguments
@@ -40,6 +41,11 @@ from librmq.runtime import Work
 from librmq.runtime.event_log import EventLog
 
 R = TypeVar("R")
+_KINDS: Final[Mapping[TransactionState, Kind]] = {
+    TransactionState.COMMIT: "commit",
+    TransactionState.ROLLBACK: "rollback",
+    TransactionState.UNKNOWN: "undecided",
+}
 _log = EventLog("librmq.producer")
 
 
@@ -263,35 +269,42 @@ class TransactionProducer(Producer):
         half = self._prepare(message, None, {})
         half.properties[PropertyName.TRANSACTION_PREPARED] = "true"
         half.properties[PropertyName.PRODUCER_GROUP] = self.group
-        return half, self._observed((half,), lambda: self.sender.send(half, self._timeout_ms))
+        with self._watched(partial(self._operation, "send", (half,))) as send:
+            return half, send.returns(self.sender.send(half, self._timeout_ms, watchers=self.watchers))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
-        if self.traces is not None:
-            self.traces.end_transaction(
-                half.topic, half.properties, sent.offset_id, sent.message_id, state, from_check=False
-            )
-        if state is TransactionState.UNKNOWN:
-            return
         _, physical_offset = parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
-        self._send_end(sent.queue.broker_name, request, half, half.topic)
+        self._send_end(sent.queue.broker_name, request, half, half.topic, sent.offset_id)
 
-    def _send_end(self, broker_name: str, request: EndTransaction, half: Message | StoredMessage, topic: str) -> None:
-        self._runner.point(f"end transaction {request.state.name}")
+    def _send_end(
+        self,
+        broker_name: str,
+        request: EndTransaction,
+        half: Message | StoredMessage,
+        topic: str,
+        offset_id: str,
+    ) -> None:
+        """Send the end, unless the transaction is undecided."""
+        is_decided = request.state is not TransactionState.UNKNOWN
+        if is_decided:
+            self._runner.point(f"end transaction {request.state.name}")
+        operation = partial(
+            Operation,
+            _KINDS[request.state],
+            self.client,
+            self.group,
+            topic,
+            (half,),
+            broker_name=broker_name,
+            offset_id=offset_id,
+            is_check=request.from_check,
+        )
         try:
-            observed(
-                self.client,
-                lambda: Operation(
-                    "commit" if request.state is TransactionState.COMMIT else "rollback",
-                    self.client,
-                    self.group,
-                    topic,
-                    (half,),
-                    broker_name,
-                ),
-                lambda: self._routes.endpoint(broker_name).call(request),
-            )
+            with self._watched(operation):
+                if is_decided:
+                    self._routes.endpoint(broker_name).call(request)
         except ClientError as error:
             _log.warning(
                 "group %(group)s: no broker accepted the end of transaction %(message_id)s: %(error)s",
@@ -344,17 +357,12 @@ class TransactionProducer(Producer):
                 exc_info=error,
             )
             return
-        if self.traces is not None:
-            ended = TransactionState.UNKNOWN if state is None else cast("TransactionState", state)
-            topic = half.properties.get(PropertyName.REAL_TOPIC, half.topic)
-            self.traces.end_transaction(topic, half.properties, half.offset_id, half.message_id, ended, from_check=True)
-        if state is None or state is TransactionState.UNKNOWN:
-            return
-        assert isinstance(state, TransactionState)
+        state = state if isinstance(state, TransactionState) else TransactionState.UNKNOWN
         end = EndTransaction(
             self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
         )
-        self._send_end(request.broker_name, end, half, half.properties.get(PropertyName.REAL_TOPIC, half.topic))
+        topic = half.properties.get(PropertyName.REAL_TOPIC, half.topic)
+        self._send_end(request.broker_name, end, half, topic, half.offset_id)
 
 
 def _state_of(result: object) -> TransactionState:

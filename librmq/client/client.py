@@ -16,7 +16,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final, Self, TypeVar, cast
 
-from librmq.client.observation import ObservedClient, note_client
+from librmq.client.operations import Watched
 from librmq.config import check_kind
 from librmq.errors import BrokerBusyError, BrokerError, ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
@@ -129,7 +129,7 @@ def client_of(route: Route, user: str, client: Client | None, instance_name: str
     return client
 
 
-class Member:
+class Member(Watched):
     """A producer or consumer as its client sees it; a ``with`` or ``async with`` block starts it and shuts it down."""
 
     client: Client
@@ -171,7 +171,7 @@ class Member:
         return False
 
 
-class Client(ObservedClient):
+class Client:
     """Identity of producers and consumers of distinct groups. Thread-safe.
 
     ``instance_name`` makes the id ``ip@instance_name``; without it the id is unique to this client. A broadcasting
@@ -232,7 +232,6 @@ class Client(ObservedClient):
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
-        note_client(self)
         route.noted_client(self)
 
     def join(self, member: Member) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, Literal, Self, Unpack
+from typing import Final, Self, Unpack
 
 from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle, Member, State, client_of
-from librmq.client.observation import Operation, observed, observed_async
+from librmq.client.operations import Kind, Operation, Watcher
 from librmq.client.queue_selectors import QueueSelector
-from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds
@@ -61,7 +61,7 @@ class ProducerArguments(ProducerKeywords, total=False):
     client: Client | None
     instance_name: str | None
     config: ProducerConfig | None
-    hooks: Iterable[SendHook]
+    hooks: Iterable[Watcher]
     metrics: Metrics | None
     trace: bool | str
 
@@ -80,7 +80,7 @@ class Producer(Member):
         client: Client | None = None,
         instance_name: str | None = None,
         config: ProducerConfig | None = None,
-        hooks: Iterable[SendHook] = (),
+        hooks: Iterable[Watcher] = (),
         metrics: Metrics | None = None,
         trace: bool | str = False,
         **settings: Unpack[ProducerKeywords],
@@ -93,7 +93,7 @@ class Producer(Member):
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
             config: Settings.
-            hooks: Called before and after each try.
+            hooks: Called with each try, an `Operation`; each may return a function that gets the result and the error.
             metrics: Counts sends.
             trace: Whether each send is recorded in ``RMQ_SYS_TRACE_TOPIC``, or the name of another topic for that, as
                 by ``enableMsgTrace`` of RocketMQ's clients; read by `librmq.diagnosis.story` and ``librmq traces``.
@@ -114,14 +114,17 @@ class Producer(Member):
         self.traces: TraceWriter | None = (
             None if topic is None else TraceWriter(self.client, group, topic, counts, "PRODUCE")
         )
-        self.hooks: list[SendHook] = [*([] if self.traces is None else [self.traces.begin_send]), *hooks]
+        traces = None if self.traces is None else self.traces.watch
+        self._watch_by(traces, kind="try", hooks=(hooks := tuple(hooks)), metrics=metrics)
+        self._may_wait = bool(traces or hooks)
+        self._given_watchers = self._own_watchers
         self.metrics = metrics
         self._runner = route.runner
         self._now_ms = route.runner.now_ms
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self.sender: Sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, counts)
+        self.sender: Sender = Sender(self._routes, config, self._life, self._start_or_refuse)
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 
@@ -152,6 +155,9 @@ class Producer(Member):
             self.sender.configure(config)
             self._timeout_ms = 1000 * config.timeout
             self._routes.default_topic_queues = config.default_topic_queues
+            latencies = self.sender.latencies
+            self._own_watchers = self._given_watchers
+            self._watch_by(None if latencies is None else latencies.watch)
 
     # ------------------------------------------------------------------------------------------------------------ life
 
@@ -236,10 +242,10 @@ class Producer(Member):
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         begin_ms = self._now_ms()
         prepared = self._prepare(message, body, fields, begin_ms)
-        if queue is None and selector is None and self.client.observer is None:
+        if queue is None and selector is None and not self.watchers:
             return self.sender.send(prepared, timeout_ms, begin_ms=begin_ms)
-        send = partial(self._send_prepared, prepared, queue, selector, arg, timeout_ms)
-        return self._observed((prepared,), send)
+        with self._watched(partial(self._operation, "send", (prepared,))) as send:
+            return send.returns(self._send_prepared(prepared, queue, selector, arg, timeout_ms))
 
     def _send_prepared(
         self,
@@ -254,8 +260,9 @@ class Producer(Member):
             if not self._life.is_running:
                 self._start_or_refuse()
             choose = partial(self._routes.selected, prepared, selector, arg, "another")
-            return self.sender.send(prepared, timeout_ms, choose=choose)
-        return self.sender.send(prepared, timeout_ms, queue=self._chosen_queue(prepared, queue, selector, arg))
+            return self.sender.send(prepared, timeout_ms, choose=choose, watchers=self.watchers)
+        chosen = self._chosen_queue(prepared, queue, selector, arg)
+        return self.sender.send(prepared, timeout_ms, queue=chosen, watchers=self.watchers)
 
     def _chosen_queue(
         self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
@@ -282,12 +289,10 @@ class Producer(Member):
             raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
-
-        def send() -> SendResult:
+        with self._watched(partial(self._operation, "send", batch, is_batch=True)) as send:
             bound = None if queue is None else self._routes.named_queue(batch[0].topic, queue)
-            return self.sender.send(batch[0], self._timeout_ms, batch, queue=bound)
-
-        return self._observed(batch, send, is_batch=True)
+            sent = self.sender.send(batch[0], self._timeout_ms, batch, queue=bound, watchers=self.watchers)
+            return send.returns(sent)
 
     def send_oneway(
         self,
@@ -308,9 +313,11 @@ class Producer(Member):
         if target is None:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            self._observed(
-                (prepared,), lambda: self.sender.send(prepared, self._timeout_ms, queue=target, is_one_way=True)
-            )
+            with self._watched(partial(self._operation, "send", (prepared,))) as send:
+                sent = self.sender.send(
+                    prepared, self._timeout_ms, queue=target, is_one_way=True, watchers=self.watchers
+                )
+                send.returns(sent)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -339,13 +346,9 @@ class Producer(Member):
         if queue is None and selector is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            if self.client.observer is None:
-                return await self.sender.send_async(prepared, timeout_ms)
-            return await observed_async(
-                self.client,
-                lambda: self._operation("send", (prepared,)),
-                lambda: self.sender.send_async(prepared, timeout_ms),
-            )
+            with self._watched(partial(self._operation, "send", (prepared,))) as send:
+                sent = self.sender.send_async(prepared, timeout_ms, self.watchers, may_wait=self._may_wait)
+                return send.returns(await sent)
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
@@ -431,9 +434,8 @@ class Producer(Member):
         self._start_or_refuse()
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         broker_name = getattr(request, "broker_name", None)
-        return self._observed(
-            (prepared,), lambda: reply(self.client, self.group, prepared, broker_name, timeout_ms), kind="reply"
-        )
+        with self._watched(partial(self._operation, "reply", (prepared,))) as send:
+            return send.returns(reply(self.client, self.group, prepared, broker_name, timeout_ms))
 
     def cancel(self, receipt: SentMessage) -> CancelResult:
         """Cancel the delivery of a message that waits for its time, at the broker that has it.
@@ -467,21 +469,8 @@ class Producer(Member):
 
     # --------------------------------------------------------------------------------------------------------- details
 
-    def _operation(
-        self, kind: Literal["send", "reply"], messages: Sequence[Message], is_batch: bool = False
-    ) -> Operation:
+    def _operation(self, kind: Kind, messages: Sequence[Message], is_batch: bool = False) -> Operation:
         return Operation(kind, self.client, self.group, messages[0].topic, messages, is_batch=is_batch)
-
-    def _observed(
-        self,
-        messages: Sequence[Message],
-        send: Callable[[], SendResult],
-        *,
-        kind: Literal["send", "reply"] = "send",
-        is_batch: bool = False,
-    ) -> SendResult:
-        """Send prepared messages, which the client's observer sees."""
-        return observed(self.client, lambda: self._operation(kind, messages, is_batch), send)
 
     def _prepare(
         self, message: Message | str, body: Body | None, fields: SendKeywords, now_ms: int | None = None

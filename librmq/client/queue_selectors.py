@@ -16,6 +16,7 @@ from itertools import count
 from random import Random
 from typing import Any, Final
 
+from librmq.client.operations import Ended, Operation
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import number_hash, string_hash
 from librmq.message import Message, MessageQueue
@@ -195,6 +196,19 @@ class BrokerLatencies:
         away_ms = next((away for threshold_ms, away in _AVOIDANCE if counted_ms >= threshold_ms), 0)
         with self._lock:
             self._brokers[broker_name] = _Latency(latency_ms, self._now_ms() + away_ms)
+
+    def watch(self, operation: Operation) -> Ended | None:
+        """Record the latency of each try of a send."""
+        queue = operation.queue
+        if operation.kind != "try" or queue is None:
+            return None
+        begin_ms = self._now_ms()
+
+        def tried(result: object, error: BaseException | None) -> None:
+            if result is not None or error is not None:
+                self.report(queue.broker_name, self._now_ms() - begin_ms, failed=error is not None)
+
+        return tried
 
     def is_available(self, broker_name: str) -> bool:
         """Return whether a broker is not being avoided; an unknown one is not."""

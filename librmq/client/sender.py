@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
 from librmq.client._publish_routes import PublishRoutes, TopicQueues
 from librmq.client.client import LifeCycle, State
+from librmq.client.operations import Operation, Watcher, begin, end
 from librmq.client.queue_selectors import BrokerLatencies
 from librmq.config import Between, Config, Seconds
 from librmq.errors import (
@@ -31,7 +32,6 @@ from librmq.errors import (
 from librmq.message import Message, MessageQueue, record
 from librmq.message.properties import PropertyName, priority_of
 from librmq.message.topics import TopicPrefix
-from librmq.metrics import Metrics
 from librmq.protocol import (
     Endpoint,
     PendingSend,
@@ -43,7 +43,6 @@ from librmq.protocol import (
     SendsLater,
     SendStatus,
 )
-from librmq.runtime.event_log import EventLog
 
 # ---- settings
 
@@ -109,23 +108,6 @@ class SendResult(NamedTuple):
     """By which a broker of 5.x over `connect` cancels a message with a delivery time; `Producer.cancel` uses it."""
 
 
-class SendContext(NamedTuple):
-    """A send, as hooks see it."""
-
-    group: str
-    message: Message
-    queue: MessageQueue
-    attempt: int
-    """Number of the try, counting from 0."""
-    messages: tuple[Message, ...]
-    """The message, or all messages of a batch."""
-
-
-SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
-"""A function called before each try, which returns a function to call after it with the result or the error."""
-
-
-_log = EventLog("librmq.producer")
 _RETRIED: Final = frozenset(
     (
         ResponseCode.TOPIC_NOT_EXIST,
@@ -216,16 +198,12 @@ class Sender:
         config: ProducerConfig,
         life: LifeCycle,
         start: Callable[[], None],
-        hooks: list[SendHook],
-        metrics: Metrics | None,
     ) -> None:
         """``start()`` starts a new producer, and raises if it was shut down."""
         self._client = routes.client
         self._group = routes.group
         self._life = life
         self._start = start
-        self._hooks = hooks
-        self._metrics = metrics
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
         self._host = self._client.host
@@ -259,7 +237,7 @@ class Sender:
             self._start()
         return self._routes.queues(topic)
 
-    def send(  # noqa: C901 (the hot path: the whole life of a send)
+    def send(  # noqa: C901, PLR0913 (the hot path: the whole life of a send)
         self,
         message: Message,
         timeout_ms: float,
@@ -270,13 +248,14 @@ class Sender:
         first: _FirstTry | None = None,
         begin_ms: int | None = None,
         is_one_way: bool = False,
+        watchers: Sequence[Watcher] = (),
     ) -> SendResult:
         """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
 
         With ``queue`` all tries go there, and there is another one only if the answer was lost: then the store has
         another owner with the same queue. Otherwise ``choose(brokers tried before)`` returns the queue of each try; by
         default the queues come in turn. ``first`` was tried before. ``begin_ms`` is the time, if the caller has read
-        it. With ``is_one_way`` there is one try, whose outcome the broker need not answer.
+        it. With ``is_one_way`` there is one try, whose outcome the broker need not answer. ``watchers`` see each try.
         """
         is_bound, target = queue is not None, queue
         if queue is None and choose is None:
@@ -314,13 +293,11 @@ class Sender:
             if self._point is not None:  # time can pass
                 self._point(f"send {target.topic}")
                 now_ms = self._now_ms()
-            if tried and self._metrics is not None:
-                self._metrics.count("send_retries", topic=target.topic)
             sent, sys_flag = message, 0
             if batch is None and len(message.body) >= config.compress_from:
                 packed, sys_flag = record.compress_body(message.body), _COMPRESSED
                 sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
-            after = self._begin_hooks(message, target, len(tried), batch) if self._hooks else ()
+            watching = begin(watchers, self._try(sent, target, len(tried), message, batch)) if watchers else ()
             try:
                 endpoint = self._endpoints.get(target.broker_name) or self._routes.endpoint(target.broker_name)
                 if batch is None:
@@ -341,8 +318,7 @@ class Sender:
                 if self._now_ms() - now_ms > left_ms:
                     raise _too_late(target, self._now_ms() - now_ms)
             except Exception as error:
-                self._record_attempt(target, now_ms, batch or (sent,), "ERROR")
-                self._run_hooks(after, None, error)
+                end(watching, None, error)
                 if is_one_way or not _is_retried(error, is_bound):
                     if unanswered is None or isinstance(error, SendTimeoutError):
                         raise
@@ -351,11 +327,9 @@ class Sender:
                 if unanswered is None and _may_be_stored(error):
                     unanswered = error
             else:
-                if self._metrics is not None or self.latencies is not None:
-                    self._record_attempt(target, now_ms, batch or (sent,), response.status.value)
                 result = _result_of(message, target, response, batch)
-                if after:
-                    self._run_hooks(after, result, None)
+                if watching:
+                    end(watching, result, None)
                 if result.status is _OK or is_bound or not config.retry_another_broker_when_not_ok:
                     return result
             tried.append(target.broker_name)
@@ -367,23 +341,20 @@ class Sender:
             raise failure
         raise _perhaps_stored(unanswered, failure) from failure
 
-    async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
-        """Send like `send`; make the first try without a thread, where no hook and no endpoint could wait."""
+    async def send_async(
+        self, message: Message, timeout_ms: float, watchers: Sequence[Watcher] = (), *, may_wait: bool = False
+    ) -> SendResult:
+        """Send like `send`; make the first try without a thread, unless its watchers or its endpoint ``may_wait``."""
         queues, config = self._topics.get(message.topic), self.config
-        if (
-            queues is None
-            or self._hooks
-            or _PRIORITY in message.properties
-            or len(message.body) >= config.compress_from
-        ):
-            return await self._runner.offload(partial(self.send, message, timeout_ms))
+        if queues is None or may_wait or _PRIORITY in message.properties or len(message.body) >= config.compress_from:
+            return await self._runner.offload(partial(self.send, message, timeout_ms, watchers=watchers))
         queue, first = self.queue_of_try(queues), None
         # Look the endpoint up only once, because a change of the route can clear the cache in between.
         endpoint = self._endpoints.get(queue.broker_name)
         if isinstance(endpoint, SendsLater):
             begin_ms = self._now_ms()
             try:
-                result = await self._send_in_loop(message, queue, cast("Endpoint", endpoint), timeout_ms)
+                result = await self._send_in_loop(message, queue, cast("Endpoint", endpoint), timeout_ms, watchers)
             except (BrokerError, BrokerUnreachableError) as error:
                 if not _is_retried(error, is_bound=False):
                     raise
@@ -397,10 +368,16 @@ class Sender:
         def choose(tried: Sequence[str]) -> MessageQueue:
             return self.queue_of_try(queues, tried) if tried else queue
 
-        return await self._runner.offload(partial(self.send, message, timeout_ms, choose=choose, first=first))
+        send = partial(self.send, message, timeout_ms, choose=choose, first=first, watchers=watchers)
+        return await self._runner.offload(send)
 
     async def _send_in_loop(
-        self, message: Message, queue: MessageQueue, endpoint: Endpoint, timeout_ms: float
+        self,
+        message: Message,
+        queue: MessageQueue,
+        endpoint: Endpoint,
+        timeout_ms: float,
+        watchers: Sequence[Watcher],
     ) -> SendResult | None:
         """Make one try together with others of the event loop; return None if a thread has to make it."""
         sends, loop = self._loop_sends, asyncio.get_running_loop()
@@ -412,18 +389,17 @@ class Sender:
         send = SendMessage(
             self._group, message, queue.queue_id, born_ms, host, 0, default_queues, timeout_ms=timeout_ms
         )
+        watching = begin(watchers, self._try(message, queue, 0, message)) if watchers else ()
         try:
             response = await sends.begin(endpoint, send, timeout_ms)
             if response is not None and self._now_ms() - born_ms > timeout_ms:
                 raise _too_late(queue, self._now_ms() - born_ms)
-        except Exception:
-            self._record_attempt(queue, born_ms, (message,), "ERROR")
+        except Exception as error:
+            end(watching, None, error)
             raise
-        if response is None:
-            return None
-        if self._metrics is not None or self.latencies is not None:
-            self._record_attempt(queue, born_ms, (message,), response.status.value)
-        return _result_of(message, queue, response)
+        result = None if response is None else _result_of(message, queue, response)
+        end(watching, result, None)  # without a result the try was not made, and a thread makes it
+        return result
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
@@ -451,12 +427,26 @@ class Sender:
             return latencies.next_queue(near, queues.turns)
         return queues.turns.next_queue(near)
 
-    def _begin_hooks(
-        self, message: Message, queue: MessageQueue, attempt: int, batch: tuple[Message, ...] | None
-    ) -> list[Callable[[SendResult | None, Exception | None], None]]:
-        """Call the hooks before a try; return what to call after it."""
-        context = SendContext(self._group, message, queue, attempt, batch or (message,))
-        return [then for hook in self._hooks if (then := hook(context)) is not None]
+    def _try(
+        self,
+        sent: Message,
+        queue: MessageQueue,
+        attempt: int,
+        message: Message,
+        batch: tuple[Message, ...] | None = None,
+    ) -> Operation:
+        """Return a try of a message, which is ``sent`` in a form that may be compressed."""
+        return Operation(
+            "try",
+            self._client,
+            self._group,
+            message.topic,
+            batch or (message,),
+            queue,
+            attempt=attempt,
+            size=sum(len(part.body) for part in batch or (sent,)),
+            is_batch=batch is not None,
+        )
 
     def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
         """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""
@@ -466,29 +456,6 @@ class Sender:
         queues = self.queues(message.topic).queues
         count = sum(other.broker_name == queue.broker_name for other in queues)
         return queue._replace(queue_id=min(priority, max(count - 1, 0)))
-
-    def _run_hooks(
-        self,
-        after: Iterable[Callable[[SendResult | None, Exception | None], None]],
-        result: SendResult | None,
-        error: Exception | None,
-    ) -> None:
-        for then in after:
-            try:
-                then(result, error)
-            except Exception:
-                # The message is stored, so an error while its result is made must not look like a failed send.
-                _log.exception("group %(group)s: a hook has failed after a send", group=self._group)
-
-    def _record_attempt(self, queue: MessageQueue, born_ms: int, messages: Sequence[Message], status: str) -> None:
-        """Count a try, and note its broker's latency."""
-        took_ms = self._now_ms() - born_ms
-        if self.latencies is not None:
-            self.latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
-        if self._metrics is not None:
-            self._metrics.count("sends", topic=queue.topic, status=status)
-            self._metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
-            self._metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)
 
 
 # ---- the sends of an event loop to brokers in other processes

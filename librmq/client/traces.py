@@ -11,22 +11,26 @@ which there is no room, or whose message can't be stored, are dropped, counted a
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, cast
 
 from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle
-from librmq.client.sender import ProducerConfig, SendContext, Sender, SendResult
+from librmq.client.operations import Ended, Operation
+from librmq.client.sender import ProducerConfig, Sender, SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
-from librmq.message import Message, traces
+from librmq.listener import is_requested
+from librmq.message import Message, StoredMessage, traces
 from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
 from librmq.metrics import Metrics
-from librmq.protocol import SendStatus, TransactionState
+from librmq.protocol import SendStatus
 from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock
@@ -42,10 +46,10 @@ SEND_TIMEOUT_MS: Final = 5_000
 CLOSE_MS: Final = 500
 """Time to store what waits at the shutdown."""
 
-_STATES: Final = {
-    TransactionState.COMMIT: "COMMIT_MESSAGE",
-    TransactionState.ROLLBACK: "ROLLBACK_MESSAGE",
-    TransactionState.UNKNOWN: "UNKNOW",  # as in Java
+_STATES: Final[Mapping[str, str]] = {
+    "commit": "COMMIT_MESSAGE",
+    "rollback": "ROLLBACK_MESSAGE",
+    "undecided": "UNKNOW",  # as in Java
 }
 _NO_TOPIC: Final = (
     f"no broker has {SystemTopic.TRACE}, and none makes it at the first send: start them with traceTopicEnable=true, "
@@ -76,14 +80,26 @@ def trace_topic(trace: bool | str | None) -> str | None:
 class TraceWriter:
     """Stores the traces of one producer or consumer in the background. Thread-safe."""
 
-    def __init__(self, client: Client, group: str, topic: str, metrics: Metrics | None, purpose: str) -> None:
-        """``purpose`` is ``PRODUCE`` or ``CONSUME``, and part of the name by which RocketMQ's clients send traces."""
+    def __init__(
+        self,
+        client: Client,
+        group: str,
+        topic: str,
+        metrics: Metrics | None,
+        purpose: str,
+        timeout_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """``purpose`` is ``PRODUCE`` or ``CONSUME``, and part of the name by which RocketMQ's clients send traces.
+
+        A listener that takes ``timeout_s()`` or more counts as timed out.
+        """
         self.client = client
         self.group = group
         self.topic = topic
         self.dropped: int = 0
         """Number of records that were not stored."""
         self._metrics = metrics
+        self._timeout_s = timeout_s
         self._runner = client.runner
         self._clock = client.runner.clock
         self._waiting: deque[traces.TraceRecord] = deque()
@@ -98,7 +114,7 @@ class TraceWriter:
         config = ProducerConfig(timeout=SEND_TIMEOUT_MS / 1000, default_topic_queues=1)
         sender_group = f"_INNER_TRACE_PRODUCER-{group}-{purpose}-1"
         self._routes = PublishRoutes(client, sender_group, config.default_topic_queues)
-        self._sender = Sender(self._routes, config, self._life, self._start, [], None)
+        self._sender = Sender(self._routes, config, self._life, self._start)
         self._unwatch: Callable[[], None] | None = None
         self._step = Step(f"{client.client_id} traces of {group}", self._run_due, client)
 
@@ -111,66 +127,91 @@ class TraceWriter:
 
     # ---- records
 
-    def begin_send(self, context: SendContext) -> Callable[[SendResult | None, Exception | None], None] | None:
-        """Return what records a try of a send after its end; as in 4.9 only one that a broker has answered."""
-        message = context.message
-        if message.topic == self.topic:
+    def watch(self, operation: Operation) -> Ended | None:
+        """Record a try of a send, the call of a listener, or the end of a transaction; not those about traces."""
+        topic, queue = operation.topic, operation.queue
+        if self.topic in (topic, None if queue is None else queue.topic):
             return None
-        begin_ms = self._runner.now_ms()
-
-        def ended(result: SendResult | None, error: Exception | None) -> None:
-            if result is None or not result.offset_id:  # no answer came, or none was awaited
-                return
-            messages = context.messages
-            is_batch = len(messages) > 1
-            properties: Mapping[str, str] = {} if is_batch else message.properties
-            record = traces.Pub(
-                begin_ms,
-                traces.TRACE_REGION,
-                context.group,
-                message.topic,
-                result.message_id,
-                properties.get(PropertyName.TAGS),
-                properties.get(PropertyName.KEYS),
-                _broker_of(result.offset_id),
-                sum(map(encoded_size, messages)) if is_batch else len(message.body),
-                self._runner.now_ms() - begin_ms,
-                _type_of(message),
-                result.offset_id,
-                result.status is SendStatus.SEND_OK,
-            )
-            self.add(record)
-
-        return ended
-
-    def end_transaction(
-        self,
-        topic: str,
-        properties: Mapping[str, str],
-        offset_id: str,
-        transaction: str,
-        state: TransactionState,
-        *,
-        from_check: bool,
-    ) -> None:
-        """Record the end of a transaction, whose half message has these properties."""
-        if topic != self.topic:
+        if operation.kind == "try":
+            return partial(self._tried, operation, self._runner.now_ms())
+        if operation.kind == "process":
+            return self._begin_call(operation)
+        if operation.kind in _STATES:
+            message = operation.message
+            transaction = message.properties.get(PropertyName.UNIQUE_KEY) or operation.offset_id
             self.add(
                 traces.EndTransaction(
                     self._runner.now_ms(),
                     traces.TRACE_REGION,
                     self.group,
-                    topic,
+                    topic or "",
                     transaction,
-                    properties.get(PropertyName.TAGS),
-                    properties.get(PropertyName.KEYS),
-                    _broker_of(offset_id),
+                    message.properties.get(PropertyName.TAGS),
+                    message.properties.get(PropertyName.KEYS),
+                    _broker_of(operation.offset_id),
                     traces.COMMITTED,
                     transaction,
-                    _STATES[state],
-                    from_check,
+                    _STATES[operation.kind],
+                    operation.is_check,
                 )
             )
+        return None
+
+    def _tried(
+        self, operation: Operation, begin_ms: int, result: SendResult | None, error: BaseException | None
+    ) -> None:
+        """Record a try, as in 4.9 only one that a broker has answered."""
+        if result is None or not result.offset_id:  # no answer came, or none was awaited
+            return
+        messages = cast("Sequence[Message]", operation.messages)
+        is_batch = len(messages) > 1
+        properties: Mapping[str, str] = {} if is_batch else messages[0].properties
+        record = traces.Pub(
+            begin_ms,
+            traces.TRACE_REGION,
+            operation.group,
+            messages[0].topic,
+            result.message_id,
+            properties.get(PropertyName.TAGS),
+            properties.get(PropertyName.KEYS),
+            _broker_of(result.offset_id),
+            sum(map(encoded_size, messages)) if is_batch else len(messages[0].body),
+            self._runner.now_ms() - begin_ms,
+            _type_of(messages[0]),
+            result.offset_id,
+            result.status is SendStatus.SEND_OK,
+        )
+        self.add(record)
+
+    def _begin_call(self, operation: Operation) -> Ended | None:
+        """Record the call of a listener, a record a message before and after it, as ``ConsumeMessageTraceHookImpl``."""
+        messages, judge = cast("Sequence[StoredMessage]", operation.messages), operation.outcome
+        traced = [
+            (index, message.message_id, message.properties.get(PropertyName.KEYS), message.reconsume_times)
+            for index, message in enumerate(messages)
+            if message.properties.get(PropertyName.TRACE_SWITCH) != "false"
+        ]
+        if not traced or judge is None:
+            return None
+        begin_ms, request, group = self._runner.now_ms(), self.client.unique_ids.next(), operation.group
+        before = [
+            traces.SubBefore(begin_ms, traces.TRACE_REGION, group, request, name, retries, keys)
+            for _, name, keys, retries in traced
+        ]
+        self.add(*before)
+
+        def ended(result: object, error: BaseException | None) -> None:
+            end_ms = self._runner.now_ms()
+            took_ms, is_late = (end_ms - begin_ms) // len(messages), end_ms - begin_ms >= 1000 * self._timeout_s()
+            consumed, failure = judge(result, error)
+            records = []
+            for index, name, keys, _ in traced:
+                is_consumed = index < consumed
+                code = traces.result_code(_result(is_consumed, result, failure, is_late=is_late))
+                records.append(traces.SubAfter(request, name, took_ms, is_consumed, keys, code, end_ms, group))
+            self.add(*records)
+
+        return ended
 
     def add(self, *records: traces.TraceRecord) -> None:
         """Let records wait to be stored; without room for them they are dropped. Never waits for a broker."""
@@ -315,3 +356,13 @@ def _broker_of(offset_id: str) -> str:
     """Return the address of the broker that gave this id; of several ids it is the same."""
     host, _ = parse_offset_message_id(offset_id.partition(",")[0])
     return format_host(host)
+
+
+def _result(is_consumed: bool, result: object, error: Exception | None, *, is_late: bool) -> str:
+    if not is_consumed and not is_requested(error):
+        return "EXCEPTION"
+    if not is_consumed and error is None and result is None:
+        return "RETURNNULL"
+    if is_late:
+        return "TIME_OUT"
+    return "SUCCESS" if is_consumed else "FAILED"

@@ -13,8 +13,6 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.consumer._assignment import ProcessQueue as ProcessQueue
     from librmq.consumer._instance import ConsumerCounts as ConsumerCounts
-    from librmq.consumer._listener_calls import ConsumeContext as ConsumeContext
-    from librmq.consumer._listener_calls import ConsumeHook as ConsumeHook
     from librmq.consumer._listeners import DeliveredMessage as DeliveredMessage
     from librmq.consumer._listeners import OrderlyResult as OrderlyResult
     from librmq.consumer._orderly import BlockedQueue as BlockedQueue
@@ -35,7 +33,6 @@ else:
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
             "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
             "librmq.consumer._instance": ("ConsumerCounts",),
-            "librmq.consumer._listener_calls": ("ConsumeContext", "ConsumeHook"),
             "librmq.consumer._listeners": ("DeliveredMessage", "OrderlyResult"),
             "librmq.consumer._orderly": ("BlockedQueue",),
             "librmq.consumer._pull": ("PullConsumer",),

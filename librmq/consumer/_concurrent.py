@@ -168,7 +168,7 @@ class Run(DeliveryCall):
         """Whether it has been looked at, so that it takes long if it is seen again."""
 
     @override
-    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
+    def call_listener(self, watched: Callable[[list[DeliveredMessage]], object] | None) -> object:
         """Call the listener for one message after the other, up to one that is not consumed."""
         function, must_return = self.listener.function, self.listener.must_return
         assigned, place, result = self.assigned, self.assigned.place, None
@@ -182,7 +182,7 @@ class Run(DeliveryCall):
             except ValueError:  # the broker has ended
                 break
             self._begun += 1
-            result = function(message) if with_hooks is None else with_hooks([message])
+            result = function(message) if watched is None else watched([message])
             if result is not True and (must_return or result is not None):  # a failure, a coroutine, or odd
                 break
             if assigned.released:
@@ -545,7 +545,7 @@ class ConcurrentDelivery:
         """Keep messages to begin again after a rest, without counting a failure."""
         # Those that exceeded consume_timeout were sent back, and would be delivered twice.
         messages = [message for message in messages if assigned.messages.holds(message)]
-        self.calls.count_messages(assigned, len(messages), "downstream")
+        self._instance._note("outcome", assigned.queue.topic, "downstream", len(messages))
         if messages:
             self._begin_later(assigned, messages)
         self._rests.begin_rest(error, assigned.queue)
@@ -560,15 +560,14 @@ class ConcurrentDelivery:
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
     ) -> None:
         self.calls.counts.consumed += consumed
-        if self._instance._counts is not None:
-            self.calls.count_messages(assigned, consumed, "success")
+        if self._instance.watchers:
+            self._instance._note("outcome", assigned.queue.topic, "success", consumed)
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
             self.calls.counts.failed += len(failed)
-            self.calls.count_messages(
-                assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
-            )
+            result = "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
+            self._instance._note("outcome", assigned.queue.topic, result, len(failed))
             # One that exceeded consume_timeout has been sent back, and would come twice.
             failed = [message for message in failed if assigned.messages.holds(message)]
             unaccepted = (

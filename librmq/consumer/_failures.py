@@ -29,7 +29,7 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
-from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue, returned_failure
+from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue, is_requested, returned_failure
 from librmq.message import Message, MessageQueue, retry_level, retry_topic
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.properties import PropertyName
@@ -64,11 +64,6 @@ def outcome(listener: Listener, count: int, result: object, error: Exception | N
             return 0, ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
         return min(result + 1, count), None
     return 0 if listener.must_return and result is not True else count, None
-
-
-def is_requested(error: Exception | None) -> bool:
-    """Return whether a listener asked for another delivery, and has not failed by surprise."""
-    return error is None or isinstance(error, ReconsumeLater | SuspendQueue)
 
 
 def suspension_ms(error: Exception | None, configured_ms: int) -> int:
@@ -332,8 +327,7 @@ class Rests:
         self._times[key] = now_ms, now_ms + rest_ms
         self.is_probing |= key is None
         consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
-        if consumer._counts is not None:
-            consumer._counts.count("rests", topic=queue.topic, group=consumer.group)
+        consumer._note("rest", queue.topic)
         consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
         return rest_ms
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from librmq.client import Client
+from librmq.client.operations import Watched
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue, LeftWork
 from librmq.consumer._listeners import DeliveredMessage
@@ -45,7 +46,7 @@ def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
     return next_on_grid(now_ms, first_ms, interval_ms)
 
 
-class Instance:
+class Instance(Watched):
     """What the parts of one instance share: its identity, its queues, and the saving of its progress.
 
     It changes under the runner's lock. `librmq.consumer.base.Consumer` is the instance that its users see.
@@ -73,8 +74,6 @@ class Instance:
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
         self._offsets: Offsets
         self.metrics: Metrics | None = None
-        self._counts: Metrics | None = None
-        """What this package counts by, also under locks."""
         self.recorder: ConsumerRecorder | None = None
         """Records queues and deliveries for a history, where the route asks for one."""
         self._log: EventLog = _log.with_fields(consumer=self._label, group=group)

@@ -1,4 +1,4 @@
-"""Calls of listeners, with hooks, spans, traces, metrics and counts around them.
+"""Calls of listeners, and what watches them.
 
 A call has three steps: messages are claimed under the runner's lock, the listener runs without it, and its outcome is
 applied under it. Other turns, such as a rebalance, can come between the steps, so each looks whether the queue was
@@ -18,45 +18,21 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-from librmq.client import Client
-from librmq.client.observation import Observer, Operation, note_end
-from librmq.client.traces import TraceWriter
+from librmq.client import Client, Operation
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import cause_of, is_requested, outcome
+from librmq.consumer._failures import cause_of, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners, OrderlyResult
 from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import ClientStateError
-from librmq.listener import returned_failure
-from librmq.message import MessageQueue, traces
-from librmq.message.properties import PropertyName
-from librmq.metrics import Metrics
+from librmq.listener import is_requested, returned_failure
+from librmq.message import MessageQueue
 from librmq.override import override
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime import Work
 from librmq.runtime.locks import Event
-
-Callback = Callable[[object, Exception | None], None]
-"""Called after a listener, with its result or its exception."""
-
-
-class ConsumeContext(NamedTuple):
-    """A delivery, as passed to a hook."""
-
-    group: str
-    queue: MessageQueue
-    messages: Sequence[DeliveredMessage]
-    """What the listener is called with."""
-    listener: Listener
-    """The listener, and how it is called."""
-
-
-ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""A function called before a listener; it returns a function that gets the listener's result or exception.
-
-An exception of a hook counts as a failure of the listener."""
 
 
 class DeliveryCall(Work):
@@ -98,25 +74,22 @@ class DeliveryCall(Work):
         try:
             if instance.recorder is not None:
                 instance.recorder.begins(self.assigned.queue, self.messages)
-            observer = instance.client.observer
-            is_observed = observer is not None and observer.is_active()
-            if is_observed or calls.hooks or instance._counts is not None or calls.before_last_attempt is not None:
-                return self.call_listener(partial(calls.call_with_hooks, self.listener, self.assigned))
-            return self.call_listener(None)
+            watched = partial(calls.call_watched, self.listener, self.assigned) if instance.watchers else None
+            return self.call_listener(watched)
         finally:
             if outer is None:
                 del calls.by_thread[thread]
             else:
                 calls.by_thread[thread] = outer
 
-    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
-        """Call the listener, by ``with_hooks(messages)`` unless that is None."""
+    def call_listener(self, watched: Callable[[list[DeliveredMessage]], object] | None) -> object:
+        """Call the listener, by ``watched(messages)`` unless that is None."""
         place = self.assigned.place
         if place is not None:
             for message in self.messages:
                 place.begin(message.queue_offset)
-        if with_hooks is not None:
-            return with_hooks(self.messages)
+        if watched is not None:
+            return watched(self.messages)
         return self.listener.function(self.messages if self.listener.as_list else self.messages[0])
 
     @property
@@ -173,19 +146,11 @@ class SuspectCall(DeliveryCall):
 
 
 class ListenerCalls:
-    """The calls of one consumer's listeners. Called under the runner's lock, except for `call_with_hooks`."""
+    """The calls of one consumer's listeners. Called under the runner's lock, except for `call_watched`."""
 
-    def __init__(
-        self,
-        instance: Instance,
-        hooks: list[ConsumeHook],
-        before_last_attempt: Callable[[DeliveredMessage], object] | None,
-    ) -> None:
-        """``hooks`` are called around each call, ``before_last_attempt(message)`` before the last one of a message."""
+    def __init__(self, instance: Instance) -> None:
         self.instance: Instance = instance
         self.listeners: Listeners = Listeners()
-        self.hooks: list[ConsumeHook] = hooks
-        self.before_last_attempt: Callable[[DeliveredMessage], object] | None = before_last_attempt
         self.loop: asyncio.AbstractEventLoop | None = None
         """Runs coroutine listeners; None: a loop of the runner's own."""
         self.running: int = 0
@@ -267,80 +232,44 @@ class ListenerCalls:
 
     # ---- around a call
 
-    def call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
-        """Call a listener, with what is to be around the call."""
-        # The call has a context of its own, so what a hook sets in it ends with the call.
+    def call_watched(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+        """Call a listener that is watched."""
+        # The call has a context of its own, so what a watcher sets in it ends with the call.
         before = copy_context()
         context = before.copy()
-        result, callbacks = context.run(self._call_in_context, listener, assigned, messages)
+        result, end = context.run(self._call_in_context, listener, assigned, messages)
         if inspect.iscoroutine(result):
             changes = [(variable, value) for variable, value in context.items() if before.get(variable) is not value]
-            return _after(result, callbacks, changes)
-        for callback in callbacks:
-            callback(result, None)
+            return _after(result, end, changes)
+        end(result, None)
         return result
 
     def _call_in_context(
         self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
-    ) -> tuple[object, list[Callback]]:
-        """Call the hooks, then the listener; return its result, and what is to be called with the result in the end."""
+    ) -> tuple[object, Callable[[object, Exception | None], None]]:
+        """Begin the operation and call the listener; return its result, and what is to be called at the end."""
         instance = self.instance
-        max_times = instance.max_redeliveries
-        if self.before_last_attempt is not None and max_times is not None:
-            for message in messages:
-                if message.reconsume_times >= max_times:
-                    self.before_last_attempt(message)
-        context = ConsumeContext(instance.group, assigned.queue, tuple(messages), listener)
-        callbacks = [callback for hook in self.hooks if (callback := hook(context)) is not None]
-        if instance._counts is not None:
-            callbacks.append(self._stopwatch(messages[0].topic, instance._counts))
-        observer = instance.client.observer
-        if observer is not None and observer.is_active():
-            callbacks.append(self._observe(observer, listener, assigned, messages))
+        operation = partial(
+            Operation,
+            "process",
+            instance.client,
+            instance.group,
+            messages[0].topic,
+            tuple(messages),
+            assigned.queue,
+            is_batch=listener.as_list,
+            listener=listener,
+            outcome=partial(outcome, listener, len(messages)),
+            model="clustering" if instance.config.model is MessageModel.CLUSTERING else "broadcasting",
+            max_times=instance.max_redeliveries,
+        )
+        call = instance._watched(operation)
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
-            for callback in callbacks:
-                callback(None, error)
+            call.end(None, error)
             raise
-        return result, callbacks
-
-    def _observe(
-        self, observer: Observer, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
-    ) -> Callback:
-        instance = self.instance
-        ended = observer.begins(
-            Operation(
-                "process",
-                instance.client,
-                instance.group,
-                messages[0].topic,
-                messages,
-                assigned.queue.broker_name,
-                assigned.queue.queue_id,
-                listener.as_list,
-                "clustering" if instance.config.model is MessageModel.CLUSTERING else "broadcasting",
-                instance.max_redeliveries,
-            )
-        )
-
-        def callback(result: object, error: Exception | None) -> None:
-            consumed, failure = outcome(listener, len(messages), result, error)
-            note_end(ended, consumed, failure)
-
-        return callback
-
-    def _stopwatch(self, topic: str, metrics: Metrics) -> Callback:
-        clock, group = self.instance.runner.clock, self.instance.group
-        begin = clock.monotonic()
-        return lambda result, error: metrics.count(
-            "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
-        )
-
-    def count_messages(self, assigned: AssignedQueue, count: int, result: str) -> None:
-        if count and self.instance._counts is not None:
-            topic, group = assigned.queue.topic, self.instance.group
-            self.instance._counts.count("consumed", count, topic=topic, group=group, result=result)
+        return result, call.end
 
     # ---- for diagnosis
 
@@ -382,19 +311,19 @@ def _depth(top: FrameType, end: FrameType) -> int:
 
 
 async def _after(
-    result: Awaitable[object], callbacks: list[Callback], changes: list[tuple[ContextVar[Any], Any]]
+    result: Awaitable[object],
+    end: Callable[[object, Exception | None], None],
+    changes: list[tuple[ContextVar[Any], Any]],
 ) -> object:
-    """Await a listener in the context that its hooks have made."""
+    """Await a listener in the context that its watchers have made."""
     for variable, value in changes:
         variable.set(value)
     try:
         value = await result
     except Exception as error:
-        for callback in callbacks:
-            callback(None, error)
+        end(None, error)
         raise
-    for callback in callbacks:
-        callback(value, None)
+    end(value, None)
     return value
 
 
@@ -442,56 +371,3 @@ def consume_directly(calls: ListenerCalls, request: ConsumeDirectly) -> None:
     label = f"{instance._label} consumes {message.message_id} directly"
     work = Work(label, lambda: listener.function(argument), done, instance.client, loop=calls.loop)
     instance.runner.submit(work)
-
-
-# ---- traces: a record of each message before and after its listener, as by ``ConsumeMessageTraceHookImpl``
-
-
-def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Callable[[], float]) -> ConsumeHook:
-    """Return a hook that records each call of a listener; one of ``timeout_ms()`` or more counts as timed out."""
-
-    def begin(context: ConsumeContext) -> Callable[[object, Exception | None], None] | None:
-        traced = [] if context.queue.topic == writer.topic else _traced(context.messages)
-        if not traced:
-            return None  # The consumer reads traces, or the broker wants none.
-        begin_ms, request, group = now_ms(), writer.client.unique_ids.next(), context.group
-        writer.add(
-            *[
-                traces.SubBefore(begin_ms, traces.TRACE_REGION, group, request, name, retries, keys)
-                for name, retries, keys, _ in traced
-            ]
-        )
-
-        def ended(result: object, error: Exception | None) -> None:
-            end_ms = now_ms()
-            elapsed_ms, took_ms = end_ms - begin_ms, (end_ms - begin_ms) // len(context.messages)
-            consumed, failure = outcome(context.listener, len(context.messages), result, error)
-            records = []
-            for name, _, keys, index in traced:
-                is_consumed = index < consumed
-                code = traces.result_code(_result(is_consumed, result, failure, is_late=elapsed_ms >= timeout_ms()))
-                records.append(traces.SubAfter(request, name, took_ms, is_consumed, keys, code, end_ms, group))
-            writer.add(*records)
-
-        return ended
-
-    return begin
-
-
-def _traced(messages: Sequence[DeliveredMessage]) -> list[tuple[str, int, str | None, int]]:
-    """Return id, redeliveries, keys and place of each message that may be traced."""
-    return [
-        (message.message_id, message.reconsume_times, message.properties.get(PropertyName.KEYS), index)
-        for index, message in enumerate(messages)
-        if message.properties.get(PropertyName.TRACE_SWITCH) != "false"
-    ]
-
-
-def _result(is_consumed: bool, result: object, error: Exception | None, *, is_late: bool) -> str:
-    if not is_consumed and not is_requested(error):
-        return "EXCEPTION"
-    if not is_consumed and error is None and result is None:
-        return "RETURNNULL"
-    if is_late:
-        return "TIME_OUT"
-    return "SUCCESS" if is_consumed else "FAILED"

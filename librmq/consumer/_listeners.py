@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from librmq.client import Client
-from librmq.clock import Clock
+from librmq.client.operations import Watched
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater, is_coroutine_function
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_client_topic
-from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import CheckSubscription, Subscription
 
@@ -257,24 +256,22 @@ Predicate = Callable[[M], object] | WatchedPredicate[M]
 
 
 class TopicPredicate(Generic[M]):
-    """A group's own predicate on a topic, counted in metrics. Call it without the runner's lock. Thread-safe."""
+    """A group's own predicate on a topic. Call it without the runner's lock. Thread-safe."""
 
-    def __init__(self, topic: str, group: str, predicate: Predicate[M], clock: Clock, metrics: Metrics | None) -> None:
+    def __init__(self, topic: str, predicate: Predicate[M], consumer: Watched) -> None:
         """Raise `ConfigError` for what is not a predicate."""
         if not isinstance(predicate, WatchedPredicate):
-            predicate = WatchedPredicate(predicate, clock=clock, budget=PREDICATE_BUDGET_S)
+            predicate = WatchedPredicate(predicate, clock=consumer.client.runner.clock, budget=PREDICATE_BUDGET_S)
         self.topic = topic
         self.watched: WatchedPredicate[M] = predicate
         """The predicate with its counts."""
-        self._group = group
-        self._metrics = metrics
+        self._consumer = consumer
 
     def matches(self, message: M) -> bool:
         """Return whether to deliver a message; raise the predicate's error where its policy is to stop."""
         match, error, is_slow = self.watched.judge(message, message.message_id)
-        if self._metrics is not None:
-            outcome = "error" if error is not None else "slow" if is_slow else "match" if match else "no match"
-            self._metrics.count("predicate_calls", topic=self.topic, group=self._group, outcome=outcome)
+        outcome = "error" if error is not None else "slow" if is_slow else "match" if match else "no match"
+        self._consumer._note("predicate", self.topic, outcome)
         if error is not None and self.watched.on_error is Policy.STOP:
             raise error
         return match

@@ -245,7 +245,7 @@ class OrderlyDelivery:
         """Apply the result or the exception of a listener, and return the pause of the queue."""
         assigned, messages = call.assigned, call.messages
         if isinstance(error, DownstreamDown):
-            self.calls.count_messages(assigned, len(messages), "downstream")
+            self._instance._note("outcome", assigned.queue.topic, "downstream", len(messages))
             assigned.end(messages)
             assigned.messages.put_back(messages)
             return self._rests.begin_rest(error, assigned.queue)
@@ -266,7 +266,7 @@ class OrderlyDelivery:
         if self._retries.send_exhausted(assigned, messages, error):
             self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
-        self.calls.count_messages(assigned, len(messages), "suspend")
+        self._instance._note("outcome", assigned.queue.topic, "suspend", len(messages))
         assigned.end(messages)
         assigned.messages.put_back(messages)
         rest_ms = suspension_ms(error, self._suspend_ms)
@@ -279,7 +279,7 @@ class OrderlyDelivery:
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
         self.calls.counts.consumed += assigned.messages.begun
-        self.calls.count_messages(assigned, assigned.messages.begun, result)
+        self._instance._note("outcome", assigned.queue.topic, result, assigned.messages.begun)
         progress = assigned.messages.commit()
         if progress is not None:
             self._instance._progressed(assigned, progress)

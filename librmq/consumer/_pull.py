@@ -9,11 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Final, Unpack
 
-from librmq.client import Client
-from librmq.client.observation import Operation, observed, observed_async
+from librmq.client import Client, Operation
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
@@ -26,7 +24,7 @@ from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue
-from librmq.metrics import Metrics, outside
+from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
     MaxOffset,
@@ -109,7 +107,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
-        self._counts = outside(metrics)
+        self._watch_by(metrics=metrics)
         self._predicates: dict[str, TopicPredicate[DeliveredMessage]] = {}
         self._assigned: tuple[MessageQueue, ...] | None = None
         self._paused: set[MessageQueue] = set()
@@ -176,7 +174,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     ) -> dict[str, TopicPredicate[DeliveredMessage]]:
         if predicate is None:
             return {}
-        return {topic: TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)}
+        return {topic: TopicPredicate(topic, predicate, self)}
 
     def assign(
         self,
@@ -318,7 +316,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return self._poll(timeout, one_by_one=False)
 
     def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        return observed(self.client, self._operation, partial(self._poll_in_turn, timeout, one_by_one))
+        if not self.watchers:  # Ctrl-C could come between further calls, and lose the messages.
+            return self._poll_in_turn(timeout, one_by_one)
+        with self._watched(self._operation) as receive:
+            return receive.returns(self._poll_in_turn(timeout, one_by_one))
 
     def _operation(self) -> Operation:
         return Operation("receive", self.client, self.group, None, is_batch=True, model="clustering")
@@ -368,9 +369,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return await self._poll_async(timeout, one_by_one=False)
 
     async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        return await observed_async(
-            self.client, self._operation, partial(self._poll_in_turn_async, timeout, one_by_one)
-        )
+        with self._watched(self._operation) as receive:
+            return receive.returns(await self._poll_in_turn_async(timeout, one_by_one))
 
     async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")

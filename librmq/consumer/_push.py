@@ -14,14 +14,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack, cast, overload
 
-from librmq.client import Client
+from librmq.client import Client, Operation
+from librmq.client.operations import Watcher
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import Allowance
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._concurrent import ConcurrentDelivery, check_weight
 from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
-from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly, trace_calls
+from librmq.consumer._listener_calls import ListenerCalls, consume_directly
 from librmq.consumer._listeners import (
     BatchListener,
     DeliveredMessage,
@@ -141,7 +142,7 @@ class Fetcher:
             assigned.pulled_timestamp_ms = now_ms
             assigned.throttled = self.is_full(assigned)
             if assigned.throttled:
-                self._count_pull("flow_controls", assigned)
+                self._consumer._note("throttle", assigned.queue.topic)
                 return None
             try:
                 if consumer.locks is not None and not consumer.locks.may_pull(assigned, now_ms):
@@ -239,8 +240,8 @@ class Fetcher:
                 return None
             assigned.next_offset = max_offset
             assigned.pulled_timestamp_ms = now_ms
-            if consumer._counts is not None:
-                self._count_pull("pulls", assigned, PullStatus.FOUND)
+            if consumer.watchers:
+                consumer._note("pull", assigned.queue.topic, PullStatus.FOUND.value)
         except BaseException:  # Ctrl-C in the main thread: the queue is taken again, with all that it has begun
             consumer.calls.count_running()
             assigned.lost, assigned.pulled_timestamp_ms = True, 0
@@ -274,7 +275,7 @@ class Fetcher:
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status
-        self._count_pull("pulls", assigned, status)
+        self._consumer._note("pull", assigned.queue.topic, status.value)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._correct(assigned, response.next_offset, now_ms)
             return None
@@ -305,16 +306,6 @@ class Fetcher:
             messages = left.pulled(messages, begin, assigned.next_offset)
             assigned.forget_left()
         return messages
-
-    def _count_pull(self, name: str, assigned: AssignedQueue, status: PullStatus | None = None) -> None:
-        metrics = self._consumer._counts
-        if metrics is None:
-            return
-        topic, group = assigned.queue.topic, self._consumer.group
-        if status is None:
-            metrics.count(name, topic=topic, group=group)
-        else:
-            metrics.count(name, topic=topic, group=group, status=status.value)
 
     def _pass_skipped(self, assigned: AssignedQueue) -> None:
         """Count what the pulls have passed over as consumed, as soon as what precedes it is."""
@@ -385,7 +376,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         client: Client | None = None,
         instance_name: str | None = None,
         config: ConsumerConfig | None = None,
-        hooks: Iterable[ConsumeHook] = (),
+        hooks: Iterable[Watcher] = (),
         before_last_attempt: Callable[[DeliveredMessage], object] | None = None,
         metrics: Metrics | None = None,
         trace: bool | str = False,
@@ -399,7 +390,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             client: The identity; by default one of its own.
             instance_name: Makes the client's id the same from run to run.
             config: Settings.
-            hooks: Called around each call of a listener.
+            hooks: Called with each call of a listener, an `Operation`; each may return a function that gets what the
+                listener returns, and its exception.
             before_last_attempt: Called with a message that would become a dead letter if it failed once more.
             metrics: Counts pulls and consumed messages.
             trace: Whether each delivery and its outcome are recorded in ``RMQ_SYS_TRACE_TOPIC``, or the name of another
@@ -411,22 +403,26 @@ class PushConsumer(Consumer[ConsumerConfig]):
             TypeError: ``route`` is not a route.
         """
         super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
-        self.hooks: list[ConsumeHook] = list(hooks)
-        for hook in self.hooks:
-            check_arguments("hooks: the function", hook, "a ConsumeContext")
+        hooks = list(hooks)
+        for hook in hooks:
+            check_arguments("hooks: the function", hook, "an Operation")
         if before_last_attempt is not None:
             check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
-        self._counts = outside(metrics)
+        self._gauged = counts = outside(metrics)
         topic = trace_topic(trace)
-        self.traces: TraceWriter | None = (
-            None if topic is None else TraceWriter(self.client, group, topic, self._counts, "CONSUME")
+        self.traces: TraceWriter | None = None
+        if topic is not None:
+            timeout_s = lambda: self.config.consume_timeout  # noqa: E731
+            self.traces = TraceWriter(self.client, group, topic, counts, "CONSUME", timeout_s)
+        self._watch_by(
+            None if before_last_attempt is None else partial(_note_last_attempts, before_last_attempt),
+            None if self.traces is None else self.traces.watch,
+            hooks=hooks,
+            metrics=metrics,
         )
-        if self.traces is not None:
-            timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
-            self.hooks.insert(0, trace_calls(self.traces, self.runner.now_ms, timeout_ms))
-        self.calls: ListenerCalls = ListenerCalls(self, self.hooks, before_last_attempt)
+        self.calls: ListenerCalls = ListenerCalls(self)
         self._listeners = self.calls.listeners
         self.is_paused: bool = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
@@ -563,7 +559,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             check_arguments(f"topic {topic!r}: the listener", function, argument)
             called: Callable[..., Any] = function
             if predicate is not None:
-                judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)
+                judge = TopicPredicate(topic, predicate, self)
                 if as_list and judge.watched.on_error is Policy.STOP:
                     raise ConfigError(
                         f"topic {topic!r}: predicate: on_error=STOP lets one message fail, so its listener takes "
@@ -638,8 +634,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             except RuntimeError:
                 self.calls.loop = None
         super()._join_group()
-        if self._counts is not None:
-            show_gauges(self, self._counts)
+        if self._gauged is not None:
+            show_gauges(self, self._gauged)
 
     @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
@@ -653,8 +649,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         try:
             in_time = self._stop(timeout, self.delivery.stop)
         finally:
-            if self._counts is not None:
-                self._counts.remove_gauges(self)
+            if self._gauged is not None:
+                self._gauged.remove_gauges(self)
             if self.traces is not None:
                 self.traces.close()
         if not in_time:
@@ -796,3 +792,10 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Return the orderly queues paused by a failing first message, with its number of failures."""
         with self.runner.lock:
             return [] if self._orderly is None else self._orderly.blocked()
+
+
+def _note_last_attempts(before_last_attempt: Callable[[DeliveredMessage], object], operation: Operation) -> None:
+    if operation.kind == "process" and operation.max_times is not None:
+        for message in cast("Sequence[DeliveredMessage]", operation.messages):
+            if message.reconsume_times >= operation.max_times:
+                before_last_attempt(message)

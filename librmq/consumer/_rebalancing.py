@@ -193,11 +193,9 @@ class Rebalancing:
             self.report_start()
             member._save_soon()
         if changed:
-            if member._counts is not None:
-                for topic in changed:
-                    member._counts.count("rebalances", topic=topic, group=member.group)
             # Raise the versions, so that the broker keeps this instance's subscription if instances differ.
             for topic in changed:
+                member._note("rebalance", topic)
                 member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
             member.client.beat()
         return next_from_first(now_ms, self.started_ms, INTERVAL_MS) if self._is_incomplete else None

@@ -13,9 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
-from librmq.client import Client
+from librmq.client import Client, Operation
 from librmq.client.client import LifeCycle, Member, client_of
-from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
 from librmq.consumer._listeners import (
@@ -37,7 +36,7 @@ from librmq.errors import (
 )
 from librmq.message import MessageQueue
 from librmq.message.topics import check_receive_retry_topic, validate_group
-from librmq.metrics import Metrics, outside
+from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -198,7 +197,7 @@ class SimpleConsumer(Member):
         self._states = StateLog(_log.with_fields(group=group), group)
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
-        self._counts = outside(metrics)
+        self._watch_by(metrics=metrics)
         self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
         if type(max_process_deaths) is not int or max_process_deaths < 0:
             raise ConfigError(
@@ -239,7 +238,7 @@ class SimpleConsumer(Member):
         subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
         judge: TopicPredicate[ReceivedMessage] | None = None
         if predicate is not None:
-            judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self._counts)
+            judge = TopicPredicate(topic, predicate, self)
         self._check_retry_topic(topic)
         check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:
@@ -344,7 +343,8 @@ class SimpleConsumer(Member):
             BrokerError: The broker refuses the request.
             ClientStateError: The consumer is not running, or has no subscription.
         """
-        return observed(self.client, self._operation, lambda: self._receive(max_messages, invisible, wait))
+        with self._watched(self._operation) as receive:
+            return receive.returns(self._receive(max_messages, invisible, wait))
 
     def _operation(self, topic: str | None = None) -> Operation:
         return Operation("receive", self.client, self.group, topic, is_batch=True, model="clustering")
@@ -374,9 +374,8 @@ class SimpleConsumer(Member):
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
-        return await observed_async(
-            self.client, self._operation, lambda: self._receive_async(max_messages, invisible, wait)
-        )
+        with self._watched(self._operation) as receive:
+            return receive.returns(await self._receive_async(max_messages, invisible, wait))
 
     async def _receive_async(
         self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
@@ -421,11 +420,8 @@ class SimpleConsumer(Member):
             ClientStateError: The consumer is not running, or has no subscription of the topic.
             NoRouteError: There is no such topic.
         """
-        return observed(
-            self.client,
-            lambda: self._operation(topic),
-            lambda: self._receive_or_notify(topic, max_messages, notify, invisible, acknowledge),
-        )
+        with self._watched(partial(self._operation, topic)) as receive:
+            return receive.returns(self._receive_or_notify(topic, max_messages, notify, invisible, acknowledge))
 
     def _receive_or_notify(
         self,
@@ -442,7 +438,7 @@ class SimpleConsumer(Member):
         self._end_notice(topic)
         only, now_ms = (topic, *self.route.broker_names()), self.runner.now_ms()
         if (
-            self.client.observer is not None
+            self.watchers
             or self._is_held_back
             or any(
                 (message.topic, message.broker_name) != only or message.visible_timestamp_ms <= now_ms
@@ -696,19 +692,18 @@ class SimpleConsumer(Member):
     def _settle(self, kind: Literal["ack", "dead_letter"], messages: list[ReceivedMessage], request: Request[R]) -> R:
         """Send the outcome of messages of one topic and broker."""
         first = messages[0]
-        return observed(
+        operation = partial(
+            Operation,
+            kind,
             self.client,
-            lambda: Operation(
-                kind,
-                self.client,
-                self.group,
-                first.topic,
-                messages,
-                first.broker_name,
-                is_batch=len(messages) > 1,
-            ),
-            lambda: self.client.route.endpoint(first.broker_name).call(request),
+            self.group,
+            first.topic,
+            messages,
+            broker_name=first.broker_name,
+            is_batch=len(messages) > 1,
         )
+        with self._watched(operation) as outcome:
+            return outcome.returns(self.client.route.endpoint(first.broker_name).call(request))
 
     async def ack_async(self, *messages: ReceivedMessage, durable: bool = False) -> None:
         """Acknowledge like `ack` without blocking the event loop."""

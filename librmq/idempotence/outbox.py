@@ -35,7 +35,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpac
 from weakref import WeakSet
 
 from librmq.client import Producer
-from librmq.client.observation import note_kept
+from librmq.client.operations import note_kept
 from librmq.clock import Clock, default_clock, moves_by_itself
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError

@@ -13,7 +13,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client import Producer
-from librmq.client.observation import observe_kept
+from librmq.client.operations import observe_kept
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, replace_default_clock

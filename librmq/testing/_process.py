@@ -14,11 +14,12 @@ from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.client import Client, Producer, SendResult
+from librmq.client.operations import Watcher
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Recorder
 from librmq.clock import ManualClock, SystemClock
 from librmq.cluster import Replica, ReplicaRoute
-from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
+from librmq.consumer import ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
 from librmq.files import Files
@@ -59,7 +60,7 @@ class ConsumerArguments(ConsumerKeywords, total=False):
     client: Client | None
     instance_name: str | None
     config: ConsumerConfig | None
-    hooks: Iterable[ConsumeHook]
+    hooks: Iterable[Watcher]
     before_last_attempt: Callable[[DeliveredMessage], object] | None
     metrics: Metrics | None
     trace: bool | str

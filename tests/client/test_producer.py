@@ -361,7 +361,7 @@ def test_a_hook_that_fails_after_a_send_does_not_undo_it(broker: Broker, caplog:
         raise ValueError("of the hook")
 
     assert Producer(broker, "shop", hooks=[lambda context: fails]).send("T", b"x").status is protocol.SendStatus.SEND_OK
-    assert "a hook has failed" in caplog.text
+    assert "a watcher has failed" in caplog.text
 
 
 def test_slow_brokers_are_avoided_if_asked(two: tuple[Broker, Broker]) -> None:

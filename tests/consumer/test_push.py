@@ -15,9 +15,10 @@ import pytest
 
 from librmq import protocol
 from librmq.broker import Broker
+from librmq.client import Operation
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.consumer import ConsumeContext, ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
+from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
     BrokerError,
     ClientStateError,
@@ -828,7 +829,7 @@ def test_a_listener_that_can_take_a_message_passes(one_queue: Kit, listener: Cal
 
 def test_functions_that_a_consumer_calls_take_their_argument(one_queue: Kit) -> None:
     make: Any = PushConsumer
-    with pytest.raises(ConfigError, match=r"hooks: the function .* is called with a ConsumeContext"):
+    with pytest.raises(ConfigError, match=r"hooks: the function .* is called with an Operation"):
         make(one_queue.broker, "g", hooks=[lambda: None])
     with pytest.raises(ConfigError, match=r"before_last_attempt: the function .* is called with one message"):
         make(one_queue.broker, "g", before_last_attempt=lambda: None)
@@ -837,8 +838,8 @@ def test_functions_that_a_consumer_calls_take_their_argument(one_queue: Kit) -> 
 def test_hooks_see_each_delivery(one_queue: Kit) -> None:
     log: list[object] = []
 
-    def hook(context: ConsumeContext) -> Any:
-        log.append((context.group, context.queue.topic, [m.body for m in context.messages]))
+    def hook(context: Operation) -> Any:
+        log.append((context.group, context.topic, [m.body for m in context.messages]))
         return lambda result, error: log.append((result, repr(error)))
 
     def listener(message: DeliveredMessage) -> str:

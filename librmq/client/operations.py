@@ -1,0 +1,328 @@
+"""Operations of clients, and who watches them: hooks, traces, metrics, spans, and what an application adds by `watch`.
+
+::
+
+    kind                           begins and ends with
+    send, reply                    a send with all its tries, or a reply: the result
+    try                            one try of a send: the result
+    receive                        a poll or a receive: the messages
+    process                        a call of a listener: what it returns
+    ack, dead_letter               outcomes that a simple consumer sends
+    commit, rollback, undecided    the end of a transaction
+    pull, throttle, rest,          moments, which have no end; ``result`` says more
+    rebalance, predicate, outcome
+
+A watcher is a function that is called when an operation begins. It may return a function that is called at the end,
+with the result or the error. Without watchers a send asks once whether there are any.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar
+
+from librmq.config import check_arguments
+from librmq.errors import ConfigError
+from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.metrics import METRICS, Metrics, outside
+from librmq.protocol import Route
+from librmq.runtime import Runner
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
+from librmq.runtime.outside import call_outside
+
+R = TypeVar("R")
+_log = EventLog("librmq.client")
+
+Kind = Literal[
+    "send", "reply", "try", "receive", "process", "ack", "dead_letter", "commit", "rollback", "undecided",
+    "pull", "throttle", "rest", "rebalance", "predicate", "outcome",
+]  # fmt: skip
+_MOMENTS: Final = {
+    "pull": "pulls",
+    "throttle": "flow_controls",
+    "rest": "rests",
+    "rebalance": "rebalances",
+    "predicate": "predicate_calls",
+    "outcome": "consumed",
+}
+"""The counter of each moment."""
+
+
+class WatchedClient(Protocol):
+    """A client as its watchers see it."""
+
+    client_id: str
+    route: Route
+    runner: Runner
+
+
+class Operation(NamedTuple):
+    """An operation that begins."""
+
+    kind: Kind
+    """What it is, of those at the top of the module."""
+    client: WatchedClient
+    """The client, with its id, route and runner."""
+    group: str
+    topic: str | None
+    """The topic; None for a receive, which can get messages of any subscription."""
+    messages: Sequence[Message | StoredMessage] = ()
+    """What is sent, processed or acknowledged. The properties of a `Message` may be added to."""
+    queue: MessageQueue | None = None
+    """The queue, if it is known at the beginning."""
+    broker_name: str | None = None
+    """The broker of an outcome or of the end of a transaction."""
+    attempt: int = 0
+    """Number of the try, counting from 0."""
+    size: int = 0
+    """The bytes of the bodies as they are sent, perhaps compressed."""
+    is_batch: bool = False
+    """Whether the caller handles a list of messages."""
+    listener: Any = None
+    """The listener of the call, and how it is called."""
+    outcome: Callable[[object, Any], tuple[int, Exception | None]] | None = None
+    """Turns the end of a call into the number of consumed messages, and the failure of the others, if it is known."""
+    model: Literal["clustering", "broadcasting"] | None = None
+    """How the group of a consumer shares messages."""
+    max_times: int | None = None
+    """The redeliveries before a message that a listener fails on becomes a dead letter; None without a limit."""
+    offset_id: str = ""
+    """The broker's id of the half message."""
+    is_check: bool = False
+    """Whether the transaction ends by a check."""
+    result: str = ""
+    """The result of a moment."""
+    number: int = 1
+    """How many messages or events it is."""
+
+    @property
+    def message(self) -> Message | StoredMessage:
+        """The first message."""
+        return self.messages[0]
+
+
+Ended = Callable[[Any, Any], object]
+"""Called at the end of an operation with its result or its error."""
+Watcher = Callable[[Operation], Ended | None]
+"""Called when an operation begins, in the context of its caller. Its exception fails the operation."""
+
+
+def begin(watchers: Iterable[Watcher], operation: Operation) -> list[Ended]:
+    """Tell watchers of an operation; return what to call at its end."""
+    return [ended for watcher in watchers if (ended := watcher(operation)) is not None]
+
+
+def end(watching: Iterable[Ended], result: object, error: BaseException | None) -> None:
+    """Tell the end of an operation."""
+    for ended in watching:
+        try:
+            ended(result, error)
+        except Exception:
+            # The message is stored or consumed, so an error here must not look like a failure of the operation.
+            _log.exception("a watcher has failed at the end of an operation")
+
+
+class _UnderWay:
+    """An operation in a ``with`` block."""
+
+    __slots__ = ("_result", "_watching")
+
+    def __init__(self, watching: Sequence[Ended]) -> None:
+        self._watching = watching
+        self._result: object = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def returns(self, result: R) -> R:
+        """Note the result, and return it."""
+        self._result = result
+        return result
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.end(self._result if error is None else None, error)
+
+    def end(self, result: object, error: BaseException | None) -> None:
+        """Tell the end, without a block."""
+        end(self._watching, result, error)
+
+
+class Watched:
+    """A producer or a consumer as its watchers see it."""
+
+    client: WatchedClient
+    group: str
+    watchers: tuple[Watcher, ...] = ()
+    """Those of its own, and then those of `watch`."""
+    _own_watchers: tuple[Watcher, ...] = ()
+
+    def _watch_by(
+        self,
+        *own: Watcher | None,
+        kind: Kind = "process",
+        hooks: Iterable[Watcher] = (),
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Add its own watchers, then hooks of one kind, then what counts; from then on `watch` reaches it."""
+        watchers = *own, *(_only(kind, hook) for hook in hooks), _counting(outside(metrics))
+        with _lock:
+            self._own_watchers += tuple(watcher for watcher in watchers if watcher is not None)
+            _all_watched.add(self)
+            _update(self)
+
+    def _watched(self, operation: Callable[[], Operation]) -> _UnderWay:
+        """Return a block that is the operation, whose result `returns` notes."""
+        return _UnderWay(begin(self.watchers, operation()) if self.watchers else ())
+
+    def _note(self, kind: Kind, topic: str, result: str = "", number: int = 1) -> None:
+        """Tell watchers of a moment."""
+        if self.watchers and number:
+            begin(self.watchers, Operation(kind, self.client, self.group, topic, result=result, number=number))
+
+
+# ---- who watches
+
+
+class _Entry(NamedTuple):
+    target: weakref.ref[object] | None
+    watcher: Watcher
+    key: object
+
+
+_lock: Final = Lock()
+_all_watched: Final[weakref.WeakSet[Watched]] = weakref.WeakSet()
+_entries: Final[list[_Entry]] = []
+
+
+def _update(member: Watched) -> None:
+    by_key: dict[object, Watcher] = {}
+    for target, watcher, key in _entries:
+        if target is None or target() in (member.client, member.client.runner):
+            by_key.pop(key, None)
+            by_key[key] = watcher
+    member.watchers = (*member._own_watchers, *by_key.values())
+
+
+def add_watcher(target: object, watcher: Watcher, key: object) -> Callable[[], None]:
+    """Let a function watch like `watch`, under locks too. Of several with one key a client has the latest."""
+    entry = _Entry(_reference(target), watcher, key)
+
+    def change(*entries: _Entry) -> None:
+        with _lock:
+            others = (other for other in _entries if other is not entry)
+            alive = (other for other in others if other.target is None or other.target() is not None)
+            _entries[:] = *alive, *entries
+            for member in list(_all_watched):
+                _update(member)
+
+    change(entry)
+    return change
+
+
+def watch(target: object, watcher: Watcher) -> Callable[[], None]:
+    """Call ``watcher(operation)`` when an operation of a client begins; what it returns, at the end: see `Operation`.
+
+    It is called in the thread of the operation, before that goes on, and so is what it returns; of a moment that comes
+    under a lock of librmq, as soon as the lock is released.
+
+    Args:
+        target: A producer, a consumer or a `Client`; a route, such as what `Broker.open`, `share` and `connect` return;
+            a kit; None for all clients of this process.
+        watcher: Returns None, or a function that is called with the result and the error.
+
+    Returns:
+        A function that ends it.
+
+    Raises:
+        ConfigError: The target is none of these, or the watcher takes no operation.
+    """
+    check_arguments("watch: the function", watcher, "an Operation")
+
+    def in_caller(operation: Operation) -> Ended | None:
+        if operation.kind in _MOMENTS:  # it can come under a lock
+            call_outside(partial(watcher, operation))
+            return None
+        return watcher(operation)
+
+    return add_watcher(target, in_caller, in_caller)
+
+
+def _reference(target: object) -> weakref.ref[object] | None:
+    """Return the client, or the runner whose clients, of what a caller named; None for all."""
+    if target is None:
+        return None
+    client = getattr(target, "client", target)
+    if hasattr(client, "client_id"):
+        return weakref.ref(client)
+    if isinstance(runner := getattr(target, "runner", None), Runner):
+        return weakref.ref(runner)
+    raise ConfigError(f"expected a producer, a consumer, a Client, a route or None, found {target!r:.80}")
+
+
+def _only(kind: Kind, watcher: Watcher) -> Watcher:
+    """Return a watcher of one kind of operations."""
+    return lambda operation: watcher(operation) if operation.kind == kind else None
+
+
+def _counting(metrics: Metrics | None) -> Watcher | None:
+    """Return a watcher that counts what clients do."""
+    if metrics is None:
+        return None
+    count = metrics.count
+
+    def begins(operation: Operation) -> Ended | None:
+        kind, client, group, topic = operation.kind, operation.client, operation.group, operation.topic or ""
+        if (name := _MOMENTS.get(kind)) is not None:
+            values = topic, group, operation.result
+            count(name, operation.number, **dict(zip(METRICS[name].labels, values, strict=False)))
+        elif kind == "try":
+            if operation.attempt:
+                count("send_retries", topic=topic)
+            begin_ms = client.runner.now_ms()
+
+            def tried(result: Any, error: BaseException | None) -> None:  # noqa: ANN401 (the result of a send)
+                if result is not None or error is not None:
+                    count("sends", topic=topic, status="ERROR" if result is None else result.status.value)
+                    count("send_bytes", operation.size, topic=topic)
+                    count("send_seconds", (client.runner.now_ms() - begin_ms) / 1000, topic=topic)
+
+            return tried
+        elif kind == "process":
+            clock = client.runner.clock
+            begin_s = clock.monotonic()
+            return lambda result, error: count("consume_seconds", clock.monotonic() - begin_s, topic=topic, group=group)
+        return None
+
+    return begins
+
+
+# ---- messages that are kept for a later send
+
+_keepers: Final[list[tuple[weakref.ref[object] | None, Callable[[dict[str, str]], None]]]] = []
+
+
+def observe_kept(keeper: Callable[[dict[str, str]], None], target: object = None) -> Callable[[], None]:
+    """Call a function with the properties of each message that is kept for a later send, in the context of its caller.
+
+    It may add to them, such as the context that the send shall have. Return a function that ends this; the end of a
+    client or a route ends it too.
+    """
+    entry = _reference(target), keeper
+    _keepers[:] = [(ref, other) for ref, other in _keepers if ref is None or ref() is not None]
+    _keepers.append(entry)
+
+    def stop() -> None:
+        if entry in _keepers:
+            _keepers.remove(entry)
+
+    return stop
+
+
+def note_kept(properties: dict[str, str]) -> None:
+    """Show the properties of a message that is kept for a later send to all who asked for it, the latest first."""
+    for owner, keeper in reversed(_keepers.copy()):
+        if owner is None or owner() is not None:
+            keeper(properties)

@@ -1,0 +1,168 @@
+"""What an application sees of the operations of its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from librmq import Broker, TransactionProducer, TransactionState
+from librmq.client import Operation, Producer, watch
+from librmq.client.operations import Ended, Watcher
+from librmq.consumer import SimpleConsumer
+from librmq.errors import ConfigError
+from librmq.message import Message
+from librmq.metrics import Metrics
+from librmq.runtime.outside import call_outside
+from librmq.testing import Kit
+
+Seen = list[tuple[str, str | None, str]]
+
+
+@pytest.fixture
+def rmq() -> Iterator[Kit]:
+    with Kit() as kit:
+        kit.broker.create_topic("orders", 1)
+        yield kit
+
+
+def noting(seen: Seen) -> Watcher:
+    """Return a watcher that notes beginnings, and ends by `+` or the class of their error."""
+
+    def begins(operation: Operation) -> Ended:
+        seen.append((operation.kind, operation.topic, operation.result))
+
+        def ended(result: object, error: BaseException | None) -> None:
+            seen.append((operation.kind, operation.topic, "+" if error is None else type(error).__name__))
+
+        return ended
+
+    return begins
+
+
+def test_all_that_a_message_goes_through(rmq: Kit) -> None:
+    seen: Seen = []
+    stop = watch(rmq, noting(seen))
+
+    def listener(message: Any) -> None:
+        if message.reconsume_times == 0:
+            raise ValueError("not yet")
+
+    consumer = rmq.consumer("mailer", fail_fast=False)
+    consumer.subscribe("orders", listener)
+    rmq.advance(seconds=1)
+    del seen[:]
+    rmq.producer().send("orders", "one")
+    rmq.advance(seconds=30)
+    assert [entry for entry in seen if entry[0] not in ("pull", "rebalance")] == [
+        ("send", "orders", ""),
+        ("try", "orders", ""),
+        ("try", "orders", "+"),
+        ("send", "orders", "+"),
+        ("process", "orders", ""),
+        ("process", "orders", "ValueError"),
+        ("outcome", "orders", "later"),
+        ("process", "orders", ""),
+        ("process", "orders", "+"),
+        ("outcome", "%RETRY%mailer", "success"),
+    ]
+    stop()
+    del seen[:]
+    rmq.producer().send("orders", "two")
+    rmq.advance(seconds=1)
+    assert seen == []
+
+
+def test_polls_receives_outcomes_and_transactions(rmq: Kit) -> None:
+    seen: Seen = []
+    watch(rmq.broker, noting(seen))
+    with TransactionProducer(rmq.broker, "shop", check=lambda message: TransactionState.COMMIT) as producer:
+        for state in (TransactionState.COMMIT, TransactionState.UNKNOWN):
+            producer.send_in_transaction(Message("orders", b"x"), execute=lambda message, argument: state)  # noqa: B023
+    ends = [entry for entry in seen if entry[0] in ("commit", "rollback", "undecided")]
+    assert ends == [("commit", "orders", ""), ("commit", "orders", "+"), ("undecided", "orders", ""),
+                    ("undecided", "orders", "+")]  # fmt: skip
+    with SimpleConsumer(rmq.broker, "auditor") as simple:
+        simple.subscribe("orders")
+        rmq.producer().send("orders", "3")
+        del seen[:]
+        simple.ack(*simple.receive(wait=0))
+    assert [entry for entry in seen if entry[2] == "+"] == [("receive", None, "+"), ("ack", "orders", "+")]
+
+
+def test_several_watch_at_once_and_a_failing_one_fails_nothing(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = list[str](), list[str]()
+
+    def fails(result: object, error: object) -> None:
+        raise ValueError("of the watcher")
+
+    def begins(operation: Operation) -> Ended:
+        first.append(operation.kind)
+        return fails
+
+    producer = rmq.producer()
+    watch(producer, begins)
+    watch(None, lambda operation: second.append(operation.kind))()
+    stop = watch(None, lambda operation: second.append(operation.kind))
+    producer.send("orders", "one")
+    stop()
+    assert (first, second) == (["send", "try"], ["send", "try"])
+    assert "a watcher has failed at the end of an operation" in caplog.text
+
+
+def test_moments_come_when_no_lock_is_held(rmq: Kit) -> None:
+    free: list[bool] = []
+
+    def begins(operation: Operation) -> None:
+        later: list[int] = []
+        call_outside(lambda: later.append(1))
+        free.append(bool(later))
+
+    watch(rmq, begins)
+    rmq.consumer("mailer").subscribe("orders", lambda message: None)
+    rmq.producer().send("orders", "one")
+    rmq.advance(seconds=5)
+    assert len(free) > 5
+    assert all(free)
+
+
+def test_a_send_asks_once_who_watches() -> None:
+    class Asked(Producer):
+        asked = 0
+        kept: tuple[Watcher, ...] = ()
+
+        @property
+        def watchers(self) -> tuple[Watcher, ...]:
+            self.asked += 1
+            return self.kept
+
+        @watchers.setter
+        def watchers(self, watchers: tuple[Watcher, ...]) -> None:
+            self.kept = watchers
+
+    with Broker.temporary() as broker, Asked(broker, "shop") as producer:
+        producer.send("orders", b"1")
+        producer.asked = 0
+        producer.send("orders", b"2")
+        assert producer.asked == 1
+
+
+def test_sends_of_an_event_loop_are_counted() -> None:
+    async def send(broker: Broker, metrics: Metrics) -> None:
+        with Producer(broker, "shop", metrics=metrics) as producer:
+            await asyncio.gather(*(producer.send_async("orders", b"x") for _ in range(3)))
+
+    metrics = Metrics()
+    with Broker.temporary() as broker:
+        asyncio.run(send(broker, metrics))
+    assert metrics.snapshot()["sends"] == {("orders", "SEND_OK"): 3}
+
+
+def test_what_is_no_client_or_no_watcher_is_refused(rmq: Kit) -> None:
+    with pytest.raises(ConfigError, match="expected a producer, a consumer, a Client, a route or None"):
+        watch("orders", lambda operation: None)
+    watcher: Any = lambda: None  # noqa: E731
+    with pytest.raises(ConfigError, match=r"watch: the function .* is called with an Operation"):
+        watch(rmq, watcher)
