@@ -118,7 +118,7 @@ _LOOK: Final = (
         (
             GROUP,
             option("--causes", action="store_true", help="sum up by group, topic and cause"),
-            option("--cause", metavar="TEXT", help="only letters whose cause contains this text"),
+            option("--cause", metavar="TEXT", help="only letters whose cause contains this text, # for numbers"),
             option("--id", help="only the message with this unique id"),
             option("--since", metavar="TIME", help=f"given up at this time or later; {TIME_HELP}"),
             option("--unsent", action="store_true", help="only letters that --resend has not sent yet"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from importlib.resources import files
+from io import StringIO
+from itertools import chain
 from math import ceil
 from os import PathLike
 from secrets import token_urlsafe
 from typing import Final, TypeAlias
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,12 +26,16 @@ from starlette.routing import Route as Address
 from librmq.broker import AdministeredRoute
 from librmq.console._changes import Changes
 from librmq.console._guard import SECRET, Application, Authorize, Guard
+from librmq.console._messages import message_page
 from librmq.console._pages import Pages
-from librmq.console._place import Place
+from librmq.console._place import Look, Place
 from librmq.console._requested import LETTERS
-from librmq.console._tables import Moment, Page, Query, render, templates
+from librmq.console._search import find_page, topic_page
+from librmq.console._tables import Moment, Page, Query, at_moment, render, templates
+from librmq.console._waiting import letters_page, waiting_page
 from librmq.errors import BrokerUnreachableError, ConfigError, RmqError
 from librmq.formatting import visible
+from librmq.printable import cell
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
@@ -34,6 +44,9 @@ _LONGEST_FORM: Final = 1 << 16
 _MOST_FIELDS: Final = LETTERS + 64
 _IDLE: Final = 60
 """A page stays as it is for so many times as long as it took to make, so that it takes less than 2 % of a core."""
+_SELDOM_S: Final = 30
+"""The most seconds for which a live page stays as it is."""
+_EXPORTS: Final = {"jsonl": "application/jsonl", "csv": "text/csv; charset=utf-8"}
 _STATIC: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _NAVIGATION: Final = (
     ("./", "Overview"),
@@ -83,7 +96,7 @@ def console(
         raise ConfigError(f"hosts: expected a list of names such as ['shop.example'], found {hosts!r:.80}")
     place = Place(route, folder)
     pages = Pages(place, bodies=bodies, allow_changes=allow_changes)
-    site = _Site(pages, Changes(place) if pages.allow_changes else None)
+    site = _Site(pages, Changes(place) if pages.look.allow_changes else None)
     if authorize is None and secret is None and not behind_proxy:
         secret = token_urlsafe(24)
         _log.warning("the console answers who opens its address with ?%(_link)s", _link=f"{SECRET}={secret}")
@@ -96,6 +109,8 @@ class _Site:
     def __init__(self, pages: Pages, changes: Changes | None) -> None:
         self._pages = pages
         self._changes = changes
+        self._looks: dict[str, deque[float]] = {}
+        """How many seconds the last looks at a page took, of which a first one also loads modules."""
         templates()  # compiled, so that no first look at a page waits for that
         folder = files("librmq.console") / "templates"
         self._static = {name: (folder / name).read_bytes() for name in _STATIC}
@@ -105,12 +120,13 @@ class _Site:
         pages: dict[str, _MakePage] = {
             "/": Pages.overview,
             "/topics": Pages.topics,
-            "/topic": Pages.topic,
+            "/topic": _of_messages(topic_page),
             "/groups": Pages.groups,
             "/group": Pages.group,
-            "/letters": Pages.dead_letters,
-            "/message": Pages.message,
-            "/waiting": Pages.waiting,
+            "/letters": _of_messages(letters_page),
+            "/message": _of_messages(message_page),
+            "/waiting": _of_messages(waiting_page),
+            "/find": _of_messages(find_page),
             "/findings": Pages.findings,
         }
         addresses = [Address(path, partial(self._show, page)) for path, page in pages.items()]
@@ -124,9 +140,10 @@ class _Site:
         query, place = self._query(request), self._pages.place
 
         def make() -> Page:
-            begin_s = place.clock.monotonic()
+            begin_s, looks = place.clock.monotonic(), self._looks.setdefault(request.url.path, deque(maxlen=3))
             content = self._page_or_saved(page, query)
-            content.refresh_s = max(content.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
+            looks.append(place.clock.monotonic() - begin_s)
+            content.refresh_s = max(content.refresh_s, min(ceil(_IDLE * min(looks)), _SELDOM_S))
             if place.has_much_progress and query.at_ms is None:
                 content.notes = [
                     *content.notes,
@@ -171,8 +188,12 @@ class _Site:
         """
         try:
             page = await run_in_threadpool(make)
+            if shown is not None and (form := shown.text("export")):
+                return _exported(page, form)
         except (RmqError, OSError) as error:
             return self._rendered(request, Page("Not shown", notes=[str(error)], is_live=False), 400, shown)
+        if page.location:
+            return RedirectResponse(at_moment(page.location, "" if shown is None else shown.text("at")), 303)
         return self._rendered(request, page, query=shown)
 
     def _rendered(self, request: Request, page: Page, status: int = 200, query: Query | None = None) -> Response:
@@ -188,8 +209,11 @@ class _Site:
             is_printed=False,
             allow_changes=self._changes is not None and page.may_change and not at,
             can_skip=self._pages.place.can_own,
-            bodies=self._pages.bodies,
+            bodies=self._pages.look.bodies,
             token=request.scope["librmq.token"],
+            exports=[]
+            if query is None
+            else [(form, f"?{urlencode({**query.values, 'export': form})}") for form in _EXPORTS],
         )
         return HTMLResponse(text, status)
 
@@ -255,6 +279,38 @@ class _Site:
         if body.count(b"&") >= _MOST_FIELDS:
             return None
         return _fields(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+
+
+def _exported(page: Page, form: str) -> Response:
+    """Return the rows that a page lists, as lines of JSON or as CSV, which no spreadsheet obeys."""
+    table = next((table for table in page.tables if table.records), None)
+    if form not in _EXPORTS:
+        raise ConfigError(f"export: expected {' or '.join(_EXPORTS)}, found {form!r:.80}")
+    rows = [] if table is None else table.records
+    text = StringIO(newline="")
+    if form == "jsonl":
+        text.writelines(f"{json.dumps(row, ensure_ascii=True)}\n" for row in rows)
+    else:
+        columns = list(dict.fromkeys(chain.from_iterable(rows)))
+        writer = csv.writer(text)
+        writer.writerow(columns)
+        writer.writerows([[_csv_cell(row.get(name)) for name in columns] for row in rows])
+    name = "-".join(re.findall(r"\w+", page.title.lower(), re.ASCII)) or "messages"
+    return Response(
+        text.getvalue(),
+        media_type=_EXPORTS[form],
+        headers={"Content-Disposition": f'attachment; filename="{name}.{form}"'},
+    )
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, str):
+        return cell(value)
+    return cell(json.dumps(value)) if isinstance(value, list | dict) else value
+
+
+def _of_messages(page: Callable[[Look, Query], Page]) -> _MakePage:
+    return lambda pages, query: page(pages.look, query)
 
 
 def _fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

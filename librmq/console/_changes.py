@@ -15,15 +15,18 @@ from itertools import islice
 from typing import Final, Literal
 
 from librmq.config import check_reached
+from librmq.console._messages import Waits, name_of
 from librmq.console._place import Place
-from librmq.console._tables import Cell, Query, Table, count, link, message_link
-from librmq.diagnosis import StoreView, decide_half, plan_skip, skip
+from librmq.console._tables import Cell, Query, Table, count, link, message_link, topic_link
+from librmq.console._waiting import has_key
+from librmq.diagnosis import GivenUpMessage, StoreView, decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.formatting import moment, number, short
 from librmq.message import StoredMessage
 from librmq.protocol import MoveGroup
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, counted
+from librmq.scheduling.waiting import destination_of
 
 _log = EventLog("librmq.console")
 _LETTERS: Final = 1_000
@@ -188,34 +191,50 @@ class Changes:
     # ---- messages
 
     def _resend(self, query: Query) -> Change:
-        group, ids = query.required("group"), query.words("id")
-        letters = list(islice(self._letters(group, ids), _LETTERS + 1))
+        group, ids, cause, key = query.required("group"), query.words("id"), query.text("cause"), query.text("key")
+        letters = list(islice(self._letters(group, ids, cause, key), _LETTERS + 1))
         chosen = letters[:_LETTERS]
         rows = [
             [
-                Cell(short(letter.message_id, 40), message_link(letter)),
+                Cell(name_of(message), message_link(message)),
+                Cell(short(letter.cause, 120)),
+                topic_link(letter.original_topic),
                 Cell(moment(letter.store_timestamp_ms)),
                 count(letter.reconsume_times),
             ]
-            for letter in chosen[:100]
+            for message, letter in chosen[:100]
         ]
-        more = "" if len(letters) <= _LETTERS else f" The first {number(_LETTERS)}; ask again for the others."
-        only = [["--id", message_id] for message_id in ids] or [[]]
+        more = "" if len(letters) <= _LETTERS else f"The first {number(_LETTERS)}; ask again for the others."
+        only = [["--id", message_id] for message_id in ids]
+        if key and not ids:  # the command knows no part of a key
+            only = [["--id", message.message_id] for message, _ in chosen]
+        only = only or [["--cause", cause] if cause else []]
         return Change(
-            f"Send {number(len(chosen))} dead letters to group {group} again",
+            f"Send {counted(len(chosen), 'dead letter')} to group {group} again",
             " && ".join(self._command("dead-letters", "--group", group, "--resend", *words) for words in only),
-            [Table("Dead letters that were not sent again", ("id", "given up", "attempts"), rows, more.strip())],
-            partial(self._send_letters, group, chosen),
+            [
+                Table(
+                    "Dead letters that were not sent again",
+                    ("message", "cause", "topic", "given up", "attempts"),
+                    rows,
+                    more,
+                )
+            ],
+            partial(self._send_letters, group, [message for message, _ in chosen]),
             is_needed=bool(chosen),
-            back=link("letters", group=group),
+            back=link("letters", group=group, cause=cause, key=key),
         )
 
-    def _letters(self, group: str, ids: Sequence[str]) -> Iterator[StoredMessage]:
-        """Yield the letters of a group that have these ids; without any, those that have no note of a resend."""
+    def _letters(
+        self, group: str, ids: Sequence[str], cause: str, key: str
+    ) -> Iterator[tuple[StoredMessage, GivenUpMessage]]:
+        """Yield the letters of a group with these ids; without any, those that match and were not sent again."""
         with self._place.view() as view:
             for _, message, letter in letters_by_queue(view, group, view.resent_times):
-                if message.message_id in ids or message.unique_key in ids or (not ids and letter.resent_at_ms is None):
-                    yield message
+                is_named = message.message_id in ids or message.unique_key in ids
+                is_unsent = letter.resent_at_ms is None
+                if is_named or (not ids and is_unsent and letter.is_caused_by(cause) and has_key(message, key)):
+                    yield message, letter
 
     def _send_letters(self, group: str, letters: Sequence[StoredMessage]) -> list[Table]:
         """Send letters one by one: each has its outcome, and one that a killed request has sent is not sent again."""
@@ -226,9 +245,9 @@ class Changes:
                 outcome = Cell("sent", "", "good") if sent else Cell("was sent before")
             except (BrokerError, RmqError) as error:
                 outcome = Cell(str(error), "", "bad")
-            rows.append([Cell(short(letter.message_id, 40), message_link(letter)), outcome])
+            rows.append([Cell(name_of(letter), message_link(letter)), outcome])
         assert route is not None
-        return [Table("Sent again", ("id", "outcome"), rows)]
+        return [Table("Sent again", ("message", "outcome"), rows)]
 
     def _send_letter(self, group: str, letter: StoredMessage) -> int:
         route = self._place.acting()
@@ -239,18 +258,30 @@ class Changes:
     def _cancel(self, query: Query) -> Change:
         message_id = query.required("id")
         route = self._place.acting()
+        message = route.find_by_id(message_id)
+        if message is None:
+            raise ConfigError(f"there is no message {message_id!r}")
+        waits, named = Waits.of(message), Cell(name_of(message), link("message", id=message_id))
+        topic = message.topic if waits is None else waits.topic
+        due = Cell("" if waits is None or waits.due_ms is None else moment(waits.due_ms))
 
         def apply() -> list[Table]:
             result = route.cancel(message_id)
             outcome = (
                 Cell("cancelled", "", "good") if result.cancelled else Cell(result.why or "not cancelled", "", "bad")
             )
-            return [Table("Cancelled", ("id", "outcome"), [[Cell(message_id), outcome]])]
+            return [Table("Cancelled", ("message", "outcome"), [[named, outcome]])]
 
         return Change(
-            f"Cancel message {message_id}",
+            f"Cancel message {name_of(message)}",
             self._command("cancel", message_id),
-            [Table("Message", ("id",), [[Cell(message_id, link("message", id=message_id))]])],
+            [
+                Table(
+                    "Message",
+                    ("message", "topic", "due", "after"),
+                    [[named, topic_link(topic), due, Cell("never delivered")]],
+                )
+            ],
             apply,
             back="waiting",
         )
@@ -262,19 +293,25 @@ class Changes:
             if half is None:
                 raise ConfigError(f"offset: there is no message at {offset}")
             decide_half(owner, offset, commit=True, dry_run=True)
-        is_commit = decision == "commit"
+        is_commit, topic = decision == "commit", destination_of(half).topic
 
         def apply() -> list[Table]:
             if decision not in ("commit", "rollback"):
                 raise ConfigError(f"decision: expected commit or rollback, found {decision!r}")
             with self._place.owner() as owner:
                 decide_half(owner, offset, commit=is_commit)
-            return [Table("Decided", ("message", "decision"), [[Cell(half.message_id), Cell(decision)]])]
+            return [Table("Decided", ("message", "decision"), [[Cell(name_of(half)), Cell(decision)]])]
 
         return Change(
-            f"Decide the half message {half.message_id}",
+            f"Decide the half message {name_of(half)}",
             self._command("decide", offset, "--commit" if is_commit else "--rollback"),
-            [Table("Half message", ("id", "born"), [[Cell(half.message_id), Cell(moment(half.born_timestamp_ms))]])],
+            [
+                Table(
+                    "Half message",
+                    ("message", "topic", "born"),
+                    [[Cell(name_of(half)), topic_link(topic), Cell(moment(half.born_timestamp_ms))]],
+                )
+            ],
             apply,
             back="waiting",
         )

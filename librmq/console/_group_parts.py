@@ -57,8 +57,16 @@ class Members:
 
     @property
     def retries(self) -> int | None:
-        """How often a message comes again before it is a dead letter."""
-        return None if self.settings is None else self.settings.retry_max_times
+        """How often a message comes again before it is a dead letter: as the instances say, else as the group does."""
+        said = [state.max_reconsume_times for state in (self.states or {}).values() if state is not None]
+        of_group = None if self.settings is None else self.settings.retry_max_times
+        return next((retries for retries in said if retries is not None), of_group)
+
+    @property
+    def retries_note(self) -> str:
+        """What the retries are, and the setting of the group where its instances say others."""
+        of_group = self.retries if self.settings is None else self.settings.retry_max_times
+        return f"before a dead letter{'' if self.retries == of_group else f'; the group has {number(of_group)}'}"
 
     def owner_of(self, broker_name: str, row: QueueLag) -> str:
         """Return the instance that has a queue; empty without one."""
@@ -173,7 +181,7 @@ def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) ->
     """Return the causes of so many dead letters; ``is_noted`` if those that were sent again are known."""
     rows = [
         [
-            Cell(short(cause.cause, 200)),
+            Cell(short(cause.cause, 200), link("letters", group=cause.group, cause=cause.cause)),
             topic_link(cause.original_topic),
             count(cause.messages),
             *([count(cause.resent)] if is_noted else []),

@@ -1,149 +1,92 @@
-"""Messages on a page: the newest of a topic that a form selects, how long the log keeps them, and the parts of one.
-
-A search reads backwards from the newest message, and stops after a number of messages or two seconds.
-"""
+"""Messages on a page: a list of them, and one with its story, its properties, its body, and a test that sends it."""
 
 from __future__ import annotations
 
-import heapq
 import json
+from base64 import b64encode
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
-from itertools import islice
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
 
-from librmq.clock import LAST_MS
-from librmq.console._place import Place
-from librmq.console._tables import Cell, Fact, Query, Table, message_link, topic_link
-from librmq.diagnosis import GivenUpMessage, StoreView, StoryEvent, View
-from librmq.diagnosis.deadletters import given_up
+from librmq.console._place import Look
+from librmq.console._requested import NOT_IN_STORY, story_by_requests
+from librmq.console._tables import Cell, Fact, Page, Query, Table, message_link, topic_link
+from librmq.diagnosis import StoreView, StoryEvent, story
 from librmq.errors import ConfigError, RmqError
-from librmq.filter import SqlFilter, TagFilter
 from librmq.formatting import UNKNOWN, moment, number, short, size
-from librmq.message import StoredMessage, dead_letter_topic
+from librmq.message import DEFAULT_LEVELS, DelayLevels, StoredMessage
+from librmq.message.properties import PropertyName
 from librmq.message.record import decompress_body
-from librmq.store.format.directory import is_made_by_librmq
-from librmq.store.format.documents import letter_identity
+from librmq.message.topics import WAITING_TOPICS, SystemTopic
+from librmq.scheduling.waiting import destination_of, own_time_ms
+from librmq.store.engine.derivation import derived_tags_code
 
-MESSAGES: Final = 25
-_LOOKED_AT: Final = 20_000
-"""Messages that one search reads."""
-_SEARCH_S: Final = 2.0
-"""Seconds after which a search stops, because a browser waits for its page."""
 BODY_SIZE: Final = 64 << 10
 """The most bytes of a body that are shown, of which hexadecimal digits and the lines of a test show fewer."""
 _HEX: Final = 4096
 _IN_TEST: Final = 2048
-_OF_KEY: Final = 64
+_LOG_SIZE: Final = 256 << 20
+"""Bytes of a log in which the records of a message without a unique id are searched for at once."""
+_NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
 _MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
+_HALVES: Final = (SystemTopic.HALF, SystemTopic.CHECK_MAX_TIME)
 
 
-# ---- messages of a topic
+# ---- a list
 
 
-def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[list[StoredMessage], str]:
-    """Return the newest messages that a form selects, and where the search stopped."""
-    key, tag, sql = query.text("key"), query.text("tag"), query.text("sql")
-    since, until = query.time_ms("since"), query.time_ms("until")
-    if sum(map(bool, (key, tag, sql))) > 1:
-        raise ConfigError("expected one of key, tag and SQL")
-    if key and isinstance(view, StoreView):
-        begin_ms, end_ms = since or 0, LAST_MS if until is None else until - 1
-        return _newest_first(view.store.find_by_key(topic, key, begin_ms, end_ms, max_messages=MESSAGES)), ""
-    if key:
-        found = place.acting().find_by_key(topic, key)
-        note = f"Of the newest {_OF_KEY} with this key: a broker returns no more." if len(found) >= _OF_KEY else ""
-        return _newest_first(_within(found, since, until)), note
-    matches: Callable[[StoredMessage], bool] = lambda message: True  # noqa: E731
-    if tag:
-        tags = TagFilter(tag).tags
-        matches = lambda message: not tags or message.tags in tags  # noqa: E731
-    if sql:
-        by_sql = SqlFilter(sql, strict=True)
-        matches = lambda message: by_sql.matches(message.properties)  # noqa: E731
-    is_plain = not (tag or sql or since is not None or until is not None)
-    limit = MESSAGES if is_plain else _LOOKED_AT
-    deadline = query.clock.monotonic() + _SEARCH_S
-    messages, looked_at, is_cut = [], 0, False
-    for message in _backwards(view, topic, limit):
-        looked_at += 1
-        if matches(message) and _within((message,), since, until):
-            messages.append(message)
-        if len(messages) >= MESSAGES:
-            break
-        if looked_at >= limit or query.clock.monotonic() > deadline:
-            is_cut = not is_plain
-            break
-    limits = [f"the newest {number(looked_at)} messages"] if is_cut else []
-    filled = 0 if is_plain else sum(map(bool, view.queues(topic).values()))
-    limits += [f"{MESSAGES} of {number(filled)} queues, those with the newest messages"] if filled > MESSAGES else []
-    return messages, f"The search looked at {' of '.join(limits)}: librmq show reads all." if limits else ""
-
-
-def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
-    """Return the newest dead letters of a group, the last one first."""
-    times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), limit), limit)
-    return [
-        (
-            message,
-            given_up(group, message)._replace(resent_at_ms=times.get(letter_identity(message)) if times else None),
-        )
-        for message in newest
-    ]
-
-
-def _backwards(view: View[Any], topic: str, limit: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a topic, the newest first; of each queue at most ``limit``, of many queues the freshest."""
-    filled = [(queue, ids) for queue, ids in view.queues(topic).items() if ids]
-    if len(filled) > MESSAGES:
-        filled = heapq.nlargest(MESSAGES, filled, key=lambda entry: view.stored_at(entry[0], entry[1].stop - 1) or 0)
-    queues = (queue_backwards(view, queue, ids, limit) for queue, ids in filled)
-    return heapq.merge(*queues, key=lambda message: -message.store_timestamp_ms)
-
-
-def queue_backwards(view: View[Any], queue: Any, ids: range, limit: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a queue, the newest first, about ``limit`` of them."""
-    end = ids.stop
-    while end > ids.start and ids.stop - end < limit:
-        begin = max(ids.start, end - min(limit, 32))
-        yield from reversed(list(view.messages(queue, range(begin, end))))
-        end = begin
-
-
-def _within(messages: Iterable[StoredMessage], since: int | None, until: int | None) -> list[StoredMessage]:
-    return [
-        message
-        for message in messages
-        if (since is None or message.store_timestamp_ms >= since)
-        and (until is None or message.store_timestamp_ms < until)
-    ]
-
-
-def _newest_first(messages: Iterable[StoredMessage]) -> list[StoredMessage]:
-    return sorted(messages, key=lambda message: -message.store_timestamp_ms)[:MESSAGES]
-
-
-def messages_table(messages: Iterable[StoredMessage], note: str, *, bodies: bool) -> Table:
+def messages_table(messages: Sequence[StoredMessage], note: str, *, bodies: bool) -> Table:
     """Return a table of messages, which shows the beginnings of their bodies, or their sizes without ``bodies``."""
     rows = [
         [
+            Cell(name_of(message), message_link(message)),
             Cell(moment(message.store_timestamp_ms)),
-            Cell(short(message.message_id, 40), message_link(message)),
+            topic_link(message.topic),
             Cell(f"{message.queue_id} / {message.queue_offset}", is_number=True),
             Cell(message.tags or ""),
-            Cell(short(" ".join(message.keys), 60)),
-            Cell(_preview(message) if bodies else size(message.size)),
+            Cell(preview(message) if bodies else size(message.size)),
         ]
         for message in messages
     ]
-    columns = ("stored", "id", "queue / offset", "tag", "keys", "body" if bodies else "size")
-    return Table("Messages", columns, rows, note, "None was found." if note else "No message here.")
+    columns = ("message", "stored", "topic", "queue / offset", "tag", "body" if bodies else "size")
+    records = [record_of(message, bodies=bodies) for message in messages]
+    return Table("Messages", columns, rows, note, "None was found." if note else "No message here.", records=records)
 
 
-def _preview(message: StoredMessage) -> str:
+def name_of(message: StoredMessage) -> str:
+    """Return what people call a message: its keys, else its id."""
+    return short(" ".join(message.keys), 60) or short(message.message_id, 40)
+
+
+def record_of(message: StoredMessage, *, bodies: bool) -> dict[str, Any]:
+    """Return a message as a row of an export; a body that is no text is in base64."""
+    row = {
+        "message_id": message.message_id,
+        "topic": message.topic,
+        "queue_id": message.queue_id,
+        "queue_offset": message.queue_offset,
+        "store_timestamp_ms": message.store_timestamp_ms,
+        "keys": " ".join(message.keys),
+        "tags": message.tags,
+        "properties": dict(message.properties),
+    }
+    if bodies:
+        try:
+            head = body, is_cut = head_of_body(message, BODY_SIZE)
+            row["body"] = _text(head)
+        except UnicodeDecodeError:
+            row["body_b64"] = b64encode(body).decode()
+        except RmqError as error:
+            return {**row, "body_error": str(error)}
+        row["is_cut"] = is_cut
+    return row
+
+
+def preview(message: StoredMessage) -> str:
+    """Return the beginning of a body as text; its size if it is none."""
     try:
-        return short(_text(head_of_body(message, 256)), 60)
+        return short(" ".join(_text(head_of_body(message, 256)).split()), 60)
     except (RmqError, UnicodeDecodeError):
         return size(message.size)
 
@@ -164,25 +107,111 @@ def _text(head: tuple[bytes, bool]) -> str:
     return getincrementaldecoder("utf-8")().decode(head[0], final=not head[1])
 
 
-def retention_of(place: Place, view: View[Any]) -> Fact:
-    """Return what the log keeps, which is one for all topics; unknown where only a broker's own settings say it."""
-    if not isinstance(view, StoreView) and not place.has_log:
-        return Fact("kept", UNKNOWN, "the settings of the broker say it")
-    with nullcontext(view) if isinstance(view, StoreView) else place.log() as log:
-        store = log.store
-        if not log.is_live and not is_made_by_librmq(store.path, store.files):
-            return Fact("kept", UNKNOWN, "the settings of the broker say it")
-        config = store.config
-    hours, log_size = config.file_reserved_hours, config.max_total_size
-    limit = "no limit of size" if log_size is None else f"at most {size(log_size)} of log"
-    unread = "what a group has not consumed stays" if config.keep_unconsumed else "unconsumed messages go as well"
-    return Fact("kept", "at any age" if hours is None else f"{number(hours)} hours", f"{limit}; {unread}")
-
-
 # ---- one message
 
 
-def events_of(story: Iterable[StoryEvent]) -> list[list[Cell]]:
+class Waits(NamedTuple):
+    """What a stored message waits for, or waited for."""
+
+    topic: str
+    """The topic of its delivery."""
+    due_ms: int | None
+    """The time of its delivery; None for a half, for which its producer decides."""
+
+    @classmethod
+    def of(cls, message: StoredMessage, levels: DelayLevels = DEFAULT_LEVELS) -> Waits | None:
+        """Return it of a record in a topic of delays, timers or halves; None of any other."""
+        if message.topic in _HALVES:
+            return cls(destination_of(message).topic, None)
+        if message.topic not in WAITING_TOPICS:
+            return None
+        own_ms = own_time_ms(message)
+        return cls(destination_of(message).topic, derived_tags_code(message, levels) if own_ms is None else own_ms)
+
+
+def message_page(look: Look, query: Query) -> Page:
+    """Show a message and its story."""
+    name, unread, place = query.text("id"), "", look.place
+    events: Sequence[StoryEvent] = ()
+    levels = DEFAULT_LEVELS
+    if place.has_log:
+        with place.log(query.at_ms, asks_owner=True) as view:
+            message, levels = _record(view, query), view.levels
+            log = view.store.log
+            log_size, note = log.end - log.begin, ""
+            if message.unique_key is None and log_size > _LOG_SIZE and not query.text("story"):
+                unread = size(log_size)  # records that belong together are found only by their content
+            else:
+                events = story(view, name or message.message_id)
+    else:
+        found = place.acting().find_by_id(query.required("id"))
+        if found is None:
+            raise ConfigError(f"there is no message {name!r}")
+        message, note = found, NOT_IN_STORY
+        events = story_by_requests(place.acting(), message)
+    waits = Waits.of(message, levels)
+    columns = ("time", "event", "topic", "queue / offset", "group", "note")
+    return Page(
+        name_of(message),
+        [
+            Fact("topic", message.topic if waits is None else waits.topic or UNKNOWN),
+            Fact("stored", moment(message.store_timestamp_ms)),
+            *_waiting_facts(message, waits, events, query.clock.now_ms()),
+            Fact("attempts", number(message.reconsume_times)),
+            Fact("size", size(message.size)),
+        ],
+        [
+            Table("Story", columns, _events(events), note, _NO_UNIQUE_ID),
+            Table("Fields", ("field", "value"), _fields(message)),
+            Table(
+                "Properties",
+                ("name", "value"),
+                [[Cell(name), Cell(short(value, 4096))] for name, value in sorted(message.properties.items())],
+            ),
+        ],
+        template="message.html.j2",
+        is_live=False,
+        more={
+            "body": _body(message, query.text("as")) if look.bodies else {"kind": "hidden", "text": "", "note": ""},
+            "unread": unread,
+            "test": _as_test(message, waits) if look.bodies else "",
+            "id": message.message_id,
+        },
+    )
+
+
+def _record(view: StoreView, query: Query) -> StoredMessage:
+    name = query.text("id")
+    if name:
+        message = next(iter(view.store.find_by_id(name)), None)
+    else:
+        topic, queue_id = query.required("topic"), query.number("queue", largest=1 << 31)
+        message = view.message(topic, queue_id, query.number("offset"))
+    if message is None:
+        raise ConfigError(f"there is no message {name!r}" if name else "there is no message at this place")
+    return message
+
+
+def _waiting_facts(
+    message: StoredMessage, waits: Waits | None, events: Sequence[StoryEvent], now_ms: int
+) -> list[Fact]:
+    """Return what a message waits for, as far as it still does."""
+    if waits is None:
+        return []
+    happened = {event.event for event in events}
+    if waits.due_ms is None:
+        end = next((end for end in ("committed", "rolled_back", "given_up") if end in happened), "")
+        group = message.properties.get(PropertyName.PRODUCER_GROUP, "")
+        if end:
+            return [Fact("transaction", end.replace("_", " "))]
+        return [Fact("waits for", "a decision", f"of producer group {group}, to commit or to roll back", "warn")]
+    if "cancelled" in happened:
+        return [Fact("due", moment(waits.due_ms), "cancelled")]
+    is_due = waits.due_ms <= now_ms
+    return [Fact("was due" if is_due else "due", moment(waits.due_ms), "" if is_due else f"waits in {message.topic}")]
+
+
+def _events(story: Iterable[StoryEvent]) -> list[list[Cell]]:
     """Return the rows of a story."""
     return [
         [
@@ -197,7 +226,7 @@ def events_of(story: Iterable[StoryEvent]) -> list[list[Cell]]:
     ]
 
 
-def body_of(message: StoredMessage, kind: str) -> Mapping[str, str]:
+def _body(message: StoredMessage, kind: str) -> Mapping[str, str]:
     """Return the body as text, JSON or hexadecimal digits; it is never unpickled or run."""
     try:
         head = body, is_cut = head_of_body(message, BODY_SIZE)
@@ -215,7 +244,7 @@ def body_of(message: StoredMessage, kind: str) -> Mapping[str, str]:
     return {"kind": "hex", "text": body[:_HEX].hex(" ", -4), "note": note}
 
 
-def fields_of(message: StoredMessage) -> list[list[Cell]]:
+def _fields(message: StoredMessage) -> list[list[Cell]]:
     values = {
         "queue / offset": f"{message.queue_id} / {message.queue_offset}",
         "physical offset": number(message.physical_offset),
@@ -227,7 +256,7 @@ def fields_of(message: StoredMessage) -> list[list[Cell]]:
     return [[Cell(name), Cell(value)] for name, value in values.items()]
 
 
-def as_test(message: StoredMessage) -> str:
+def _as_test(message: StoredMessage, waits: Waits | None) -> str:
     """Return the lines that make a test begin with a message like this one; none if its body can't be read."""
     try:
         body, is_cut = head_of_body(message, _IN_TEST)
@@ -238,10 +267,22 @@ def as_test(message: StoredMessage) -> str:
         for name, value in message.properties.items()
         if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
     }
-    arguments = [repr(message.topic), repr(body)]
+    arguments = [repr(message.topic if waits is None else waits.topic), repr(body)]
     arguments += [f"tags={message.tags!r}"] if message.tags else []
     arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
     arguments += [f"properties={properties!r}"] if properties else []
     note = f"    # The body goes on: this is its beginning, of {number(_IN_TEST)} bytes.\n" if is_cut else ""
+    if waits is not None and waits.due_ms is None:
+        return (
+            "from librmq import Message, TransactionProducer, TransactionState\n\n\n"
+            f"def test_this_message(rmq):\n{note}"
+            "    commit = lambda message, *_: TransactionState.COMMIT\n"
+            "    producer = TransactionProducer(rmq.broker, 'test', commit, execute=commit)\n"
+            f"    producer.send_in_transaction(Message({', '.join(arguments)}))\n    rmq.advance(seconds=1)"
+        )
+    seconds = 1
+    if waits is not None and waits.due_ms is not None:
+        wait_s = max(-((message.store_timestamp_ms - waits.due_ms) // 1000), 1)
+        arguments, seconds = [*arguments, f"delay={wait_s}"], wait_s + 2
     send = f"    rmq.producer().send({', '.join(arguments)})\n"
-    return f"def test_this_message(rmq):\n{note}{send}    rmq.advance(seconds=1)"
+    return f"def test_this_message(rmq):\n{note}{send}    rmq.advance(seconds={seconds})"

@@ -13,27 +13,15 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Final
 
+from librmq.console._backwards import newest_letters
 from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
-from librmq.console._messages import (
-    as_test,
-    body_of,
-    events_of,
-    fields_of,
-    messages_table,
-    newest_letters,
-    retention_of,
-    selected,
-)
-from librmq.console._place import Place
+from librmq.console._history import history_of
+from librmq.console._place import Look, Place
 from librmq.console._plots import line
 from librmq.console._requested import (
     LETTERS,
-    NOT_ASKED,
     NOT_IN_FINDINGS,
-    NOT_IN_STORY,
-    NOT_WAITING,
     findings_by_requests,
-    story_by_requests,
     waiting_by_requests,
 )
 from librmq.console._samples import Sample, Samples
@@ -48,30 +36,27 @@ from librmq.console._tables import (
     count,
     group_link,
     link,
-    message_link,
     notices,
     topic_link,
 )
 from librmq.diagnosis import (
     Finding,
     Lag,
-    PendingMessage,
+    QueueLag,
     StoreView,
-    StoryEvent,
     View,
     diagnose,
     held_progress,
     pending_messages,
-    story,
 )
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
 from librmq.diagnosis.view import count_dead_letters, topic_summaries
 from librmq.errors import ConfigError
-from librmq.formatting import UNKNOWN, duration, moment, number, rate, sent_again, short, size
-from librmq.message import StoredMessage
-from librmq.message.topics import is_own_group, kind_of_topic
+from librmq.formatting import UNKNOWN, duration, moment, number, rate, sent_again, size
+from librmq.message.topics import is_own_group
+from librmq.runtime.event_log import counted
 
 ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
@@ -86,6 +71,13 @@ _LOG_SIZE: Final = 256 << 20
 _NOT_COMPARED: Final = "Queues and index were not compared with the log: librmq verify does that."
 _NOTHING: Final = f"Nothing needs attention. {_NOT_COMPARED}"
 _NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
+_SINCE: Final = {"first": "since", "due": "due since", "oldest age": "the oldest for", "waits": "for", "held": "for"}
+"""Evidence that says since when something is wrong, with the words for it."""
+_BUTTONS: Final = {
+    "dead-letters": "Fix the cause, then send them again from the list behind the name.",
+    "given-up-halves": "Look up the transactions in the producer's database, then decide each at Waiting.",
+}
+"""What is next where a button of the console does it."""
 _KINDS: Final = {
     "half": "halves", "given_up": "given-up halves", "delay": "delays", "timer": "timers", "retry": "retries",
     "pop": "in flight",
@@ -102,8 +94,7 @@ class Pages:
 
     def __init__(self, place: Place, *, bodies: bool, allow_changes: bool) -> None:
         self.place = place
-        self.bodies = bodies
-        self.allow_changes = allow_changes and place.route is not None
+        self.look = Look(place, bodies, allow_changes and place.route is not None)
         self._samples = Samples()
         self._found: tuple[int, list[Finding]] | None = None
         """When the overview last looked for findings, and those."""
@@ -113,7 +104,7 @@ class Pages:
         """The pages of the folder alone, for when its broker does not answer; None without a folder."""
         if self.place.route is None or self.place.folder is None:
             return None
-        return Pages(Place(self.place.folder), bodies=self.bodies, allow_changes=False)
+        return Pages(Place(self.place.folder), bodies=self.look.bodies, allow_changes=False)
 
     def overview(self, query: Query) -> Page:
         """Show what flows, what waits, and what needs attention."""
@@ -135,7 +126,8 @@ class Pages:
         total, dead = sum(lags.values()), sum(of_group.unsent for of_group in letters.values())
         known = [of_group.resent for of_group in letters.values() if of_group.resent is not None]
         resent = sum(known) if len(known) == len(letters) else None
-        of = f"of {'' if len(shown) == len(groups) else f'the first {ROWS} of '}{number(len(groups))} groups"
+        of = f"of {'' if len(shown) == len(groups) else f'the first {ROWS} of '}{counted(len(groups), 'group')}"
+        said, mood = self._said(findings, lags, dead, query)
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
         notes = []
@@ -146,7 +138,7 @@ class Pages:
         return Page(
             "Overview",
             [
-                Fact("messages", number(messages), f"in {number(len(ends))} topics"),
+                Fact("messages", number(messages), f"in {counted(len(ends), 'topic')}"),
                 Fact("stored", *self._rate(samples.stored_per_s(), query)),
                 Fact("consumed", *self._rate(samples.consumed_per_s(), query)),
                 Fact("wait for a group", number(total), of, "warn" if total else ""),
@@ -165,12 +157,40 @@ class Pages:
             ],
             notes,
             findings,
+            said,
+            mood,
         )
+
+    def _said(self, findings: Findings, lags: Mapping[str, int], dead: int, query: Query) -> tuple[str, str]:
+        """Return in one sentence what is wrong, where and since when, and the mood of that."""
+        counts = Counter[str]()
+        for notice in findings.notices:
+            counts[notice.severity] += len(notice.findings) + notice.more
+        worst = next((notice for notice in findings.notices if notice.severity in ("error", "warning")), None)
+        if worst is not None:
+            subject, what, evidence, _ = worst.findings[0]
+            since = next((f", {_SINCE[name]} {value}" for name, value in evidence if name in _SINCE), "")
+            group = dict(part.partition(" ")[::2] for part in subject.text.split(", ")).get("group", "")
+            since = since or (self._oldest(group, query) if lags.get(group) else "")
+            amounts = " and ".join(counted(counts[name], name) for name in ("error", "warning") if counts[name])
+            text = f"{amounts}. Look first at {subject.text}: {what.partition(';')[0].rstrip('.')}{since}."
+            return text, "bad" if counts["error"] else "warn"
+        group = max(lags, key=lambda name: lags[name], default="")
+        if not lags.get(group):
+            return (f"{counted(dead, 'dead letter')} wait for a decision.", "warn") if dead else ("", "good")
+        return f"{counted(lags[group], 'message')} wait for group {group}{self._oldest(group, query)}.", "warn"
+
+    def _oldest(self, group: str, query: Query) -> str:
+        """Return since when the oldest message waits for a group, as the end of a sentence."""
+        with self.place.view(query.at_ms) as view:
+            rows = lag_of(view, group=group, includes_own=False).by_group()
+        times = [row.oldest_timestamp_ms for row in rows if row.oldest_timestamp_ms is not None]
+        return f", the oldest since {moment(min(times))}" if times else ""
 
     def _waiting_fact(self, view: View[Any], query: Query) -> Fact:
         """Return how many messages wait for their time, a decision or an acknowledgement, as the page Waiting does."""
         if not self.place.has_log:
-            waiting: Sequence[PendingMessage] = waiting_by_requests(view, query.clock.now_ms(), ROWS)
+            waiting = [pending for pending, _ in waiting_by_requests(view, query.clock.now_ms(), ROWS)]
             limit = "not asked for: halves, the relay, what POP holds"
         else:
             log = nullcontext(view) if isinstance(view, StoreView) else self.place.log(asks_owner=True)
@@ -252,7 +272,7 @@ class Pages:
             found = now_ms, self._diagnosed(log)
             self._found = self._found if is_past else found
         note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
-        return Findings(_notices(found[1]), note, _NOTHING)
+        return Findings(self._notices(found[1]), note, _NOTHING)
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
         with self.place.log(at_ms, asks_owner=True) if log is None else nullcontext(log) as view:
@@ -281,7 +301,7 @@ class Pages:
         return Page(
             "Findings",
             [Fact(f"{name}s", number(amounts[name])) for name in severities],
-            findings=Findings(_notices(found), note, nothing),
+            findings=Findings(self._notices(found), note, nothing),
             is_live=False,
         )
 
@@ -294,6 +314,27 @@ class Pages:
             found = list(findings_by_requests(self.place.acting(), view, asked, progress))
         part = f"Of {number(len(groups))} groups the first {ROWS} were asked for. " if len(asked) < len(groups) else ""
         return found, f"{part}{NOT_IN_FINDINGS}"
+
+    def _history(self, view: View[Any], rows: Sequence[tuple[str, QueueLag]], query: Query) -> Sequence[Table]:
+        """Return what was stored by minute in the queues of a group, and what of it waits."""
+        by_queue = {(row.topic, row.queue_id): row for _, row in rows}
+        queues = {name: range(row.min_offset, row.max_offset) for name, row in by_queue.items()}
+        behind = {name: row.next_offset for name, row in by_queue.items()}
+        with nullcontext(view) if isinstance(view, StoreView) or not self.place.has_log else self.place.log() as log:
+            return history_of(log, queues, query.clock, behind).tables
+
+    def _notices(self, findings: Iterable[Finding]) -> list[Notice]:
+        """Return findings with links; where a button does what is next, that is said instead of a command."""
+        shown = []
+        for finding in findings:
+            subject = _subject(finding.subject)
+            if finding.kind == "dead-letters" and subject.link:
+                names = dict(part.partition(" ")[::2] for part in finding.subject.split(", "))
+                cause = finding.evidence.get("cause") if finding.evidence.get("causes", 1) == 1 else None
+                subject = subject._replace(link=link("letters", group=names["group"], cause=cause))
+            step = _BUTTONS.get(finding.kind) if self.look.allow_changes else None
+            shown.append((finding if step is None else finding._replace(next_step=step), subject, finding.what))
+        return notices(shown, ROWS)
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
@@ -317,52 +358,6 @@ class Pages:
         columns = ("topic", "kind", "queues", "messages", "oldest", "newest")
         return _list_page("topic", columns, rows, len(names), begin, query.text("q"))
 
-    def topic(self, query: Query) -> Page:
-        """Show a topic's queues, and its messages by what the form selects."""
-        topic, route = query.required("name"), self.place.route if query.at_ms is None else None
-        with self.place.view(query.at_ms) as view:
-            queues = view.queues(topic)
-            if not queues and topic not in view.listed_topics:
-                raise ConfigError(f"there is no topic {topic!r}")
-            messages, note = selected(self.place, view, topic, query)
-            some = list(islice(queues.items(), ROWS))
-            rows = [
-                [
-                    Cell(f"{view.broker_name(queue)} {queue[-1]}".strip(), is_number=True),
-                    Cell(number(ids.start), is_number=True),
-                    Cell(number(ids.stop), is_number=True),
-                    count(len(ids)),
-                    Cell(moment(view.stored_at(queue, ids.start)) if ids else ""),
-                    Cell(moment(view.stored_at(queue, ids.stop - 1)) if ids else ""),
-                ]
-                for queue, ids in some
-            ]
-            retention = retention_of(self.place, view)
-        total = sum(map(len, queues.values()))
-        groups = () if route is None else route.groups_of(topic)
-        left = f"The first {ROWS} of {number(len(queues))} queues." if len(queues) > ROWS else ""
-        columns = ("queue", "first offset", "end", "messages", "oldest", "newest")
-        return Page(
-            topic,
-            [
-                Fact("messages", number(total), f"in {number(len(queues))} queues"),
-                Fact("kind", kind_of_topic(topic)),
-                retention,
-                Fact("stored", *self._rate(self._samples_at(query).stored_per_s(topic), query)),
-            ],
-            [
-                messages_table(messages, note, bodies=self.bodies),
-                Table("Queues", columns, rows, left),
-                *(
-                    [Table("Groups", ("group",), [[group_link(group)] for group in groups], nothing="No group yet.")]
-                    if route is not None
-                    else []
-                ),
-            ],
-            template="topic.html.j2",
-            more={"query": {name: query.text(name) for name in ("key", "tag", "sql", "since", "until")}},
-        )
-
     # ---- groups
 
     def groups(self, query: Query) -> Page:
@@ -385,7 +380,7 @@ class Pages:
                     count(None if row is None else row.topics),
                     count(None if row is None else row.lag, "warn"),
                     count(None if row is None else row.again),
-                    Cell(duration(waits_s) if row is not None and row.lag else ""),
+                    Cell(duration(waits_s) if row is not None and row.lag else "", order=waits_s or 0),
                     count(letters[group].unsent, "bad"),
                     count(letters[group].resent),
                 ]
@@ -407,6 +402,7 @@ class Pages:
             held = None
             if isinstance(view, StoreView) and view.is_live:
                 held = held_progress(view, group=group, group_lag=progress)
+            history = self._history(view, rows, query)
             row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
             is_at_rest = isinstance(view, StoreView) and view.owner is None
         members = Members() if is_past else Members.of(self.place.route, group, row, is_at_rest=is_at_rest)
@@ -415,156 +411,19 @@ class Pages:
         return Page(
             group,
             [
-                Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
+                Fact("lag", number(lag), f"in {counted(len(topics), 'topic')}", "warn" if lag else ""),
                 Fact("dead letters", number(dead.unsent), sent_again(dead.resent)),
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
-                Fact("retries", number(members.retries), "before a dead letter"),
+                Fact("retries", number(members.retries), members.retries_note),
             ],
             [
+                *history,
                 queues_of_group(rows, held, members),
                 *shown,
                 causes(sum_up_causes(letters), dead.every, is_noted=dead.resent is not None),
             ],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
-        )
-
-    def dead_letters(self, query: Query) -> Page:
-        """Show a group's dead letters, the newest first, with what a resend needs."""
-        group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
-        with self.place.view(query.at_ms) as view:
-            found = newest_letters(view, group, LETTERS)
-            dead = count_dead_letters(view, group)
-        rows, every, is_noted = [], dead.every, dead.resent is not None
-        for message, letter in found:
-            resent = [Cell("" if letter.resent_at_ms is None else moment(letter.resent_at_ms))] if is_noted else []
-            rows.append(
-                [
-                    *([Cell(message.message_id, "", "box")] if chooses else []),
-                    Cell(moment(letter.store_timestamp_ms)),
-                    Cell(short(message.message_id, 40), message_link(message)),
-                    topic_link(letter.original_topic),
-                    count(letter.reconsume_times),
-                    Cell(short(letter.cause, 120)),
-                    *resent,
-                ]
-            )
-        columns = ["given up", "id", "topic", "attempts", "cause"]
-        columns = [*(["send again"] if chooses else []), *columns, *(["sent again"] if is_noted else [])]
-        is_cut = len(found) < every
-        note = f"The newest {len(found)} of {number(every)}: librmq dead-letters lists all. " if is_cut else ""
-        note += "" if is_noted else "Brokers do not note which were sent again."
-        return Page(
-            f"Dead letters of {group}",
-            tables=[Table("Dead letters", columns, rows, note)],
-            template="letters.html.j2",
-            more={"group": group, "has_letters": bool(found)},
-        )
-
-    # ---- one message
-
-    def message(self, query: Query) -> Page:
-        """Show a message and its story."""
-        name, unread = query.text("id"), ""
-        events: Sequence[StoryEvent] = ()
-        if self.place.has_log:
-            with self.place.log(query.at_ms, asks_owner=True) as view:
-                message = self._record(view, query)
-                log = view.store.log
-                log_size, note = log.end - log.begin, ""
-                if message.unique_key is None and log_size > _LOG_SIZE and not query.text("story"):
-                    unread = size(log_size)  # records that belong together are found only by their content
-                else:
-                    events = story(view, name or message.message_id)
-        else:
-            found = self.place.acting().find_by_id(query.required("id"))
-            if found is None:
-                raise ConfigError(f"there is no message {name!r}")
-            message, note = found, NOT_IN_STORY
-            events = story_by_requests(self.place.acting(), message)
-        columns = ("time", "event", "topic", "queue / offset", "group", "note")
-        return Page(
-            message.message_id,
-            [
-                Fact("topic", message.topic),
-                Fact("stored", moment(message.store_timestamp_ms)),
-                Fact("attempts", number(message.reconsume_times)),
-                Fact("size", size(message.size)),
-            ],
-            [
-                Table("Story", columns, events_of(events), note, _NO_UNIQUE_ID),
-                Table("Fields", ("field", "value"), fields_of(message)),
-                Table(
-                    "Properties",
-                    ("name", "value"),
-                    [[Cell(name), Cell(short(value, 4096))] for name, value in sorted(message.properties.items())],
-                ),
-            ],
-            template="message.html.j2",
-            is_live=False,
-            more={
-                "body": body_of(message, query.text("as"))
-                if self.bodies
-                else {"kind": "hidden", "text": "", "note": ""},
-                "unread": unread,
-                "test": as_test(message) if self.bodies else "",
-                "id": message.message_id,
-            },
-        )
-
-    def _record(self, view: StoreView, query: Query) -> StoredMessage:
-        name = query.text("id")
-        if name:
-            records = view.store.find_by_id(name)
-            message = next(iter(records), None)
-        else:
-            topic, queue_id = query.required("topic"), query.number("queue", largest=1 << 31)
-            message = view.message(topic, queue_id, query.number("offset"))
-        if message is None:
-            raise ConfigError(f"there is no message {name!r}" if name else "there is no message at this place")
-        return message
-
-    def waiting(self, query: Query) -> Page:
-        """Show what waits for its time or a decision: halves, delays, timers, retries, what POP holds."""
-        kind = query.text("kind") or None
-        if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop", "schedule"):
-            raise ConfigError(f"kind: expected half, given_up, delay, retry, timer, pop or schedule, found {kind!r}")
-        has_log = self.place.has_log
-        with self.place.log(query.at_ms, asks_owner=True) if has_log else self.place.view() as view:
-            if isinstance(view, StoreView):
-                found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
-            else:
-                waiting = waiting_by_requests(view, query.clock.now_ms(), _WAITING + 1)
-                found = [message for message in waiting if kind in (None, message.kind)][: _WAITING + 1]
-        may_change = self.allow_changes and query.at_ms is None and not self.place.unanswered
-        counts = Counter(message.kind for message in found[:_WAITING])
-        rows = [
-            [
-                Cell(message.kind),
-                topic_link(message.topic),
-                Cell("" if message.due_ms is None else moment(message.due_ms)),
-                Cell(short(message.unique_key or "", 40), link("message", id=message.unique_key or "")),
-                count(message.checks),
-                Cell("cancel", link("change", what="cancel", id=message.unique_key))
-                if may_change and message.kind in ("delay", "timer") and message.unique_key
-                else Cell("decide", link("change", what="half", offset=message.physical_offset))
-                if self.place.can_own and may_change and message.kind == "given_up"
-                else Cell(""),
-            ]
-            for message in found[:_WAITING]
-        ]
-        is_cut = len(found) > _WAITING
-        note, nothing = ("", "Nothing waits.") if has_log else (NOT_WAITING, "Nothing of what was asked for.")
-        if is_cut:
-            note = f"The first {number(_WAITING)}: librmq pending lists all. {note}"
-        unasked = [] if has_log else [name for name in NOT_ASKED if kind in (None, name)]
-        return Page(
-            "Waiting",
-            [
-                *(Fact(name, number(amount), "at least" if is_cut else "") for name, amount in sorted(counts.items())),
-                *(Fact(name, UNKNOWN, "not asked for") for name in unasked),
-            ],
-            [Table("Waiting messages", ("kind", "topic", "due", "id", "checks", ""), rows, note, nothing)],
         )
 
 
@@ -579,10 +438,6 @@ def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, lags: Mapping[s
 
 def _is_large(messages: int, queues: int) -> bool:
     return messages > _FEW or queues > _FEW_QUEUES
-
-
-def _notices(findings: Iterable[Finding]) -> list[Notice]:
-    return notices([(finding, _subject(finding.subject), finding.what) for finding in findings], ROWS)
 
 
 def _subject(subject: str) -> Cell:

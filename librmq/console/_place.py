@@ -225,6 +225,16 @@ class Place:
             self._extent = first_ms, max(first_ms, view.now_ms)
 
 
+class Look(NamedTuple):
+    """What a page is about, and what it may show."""
+
+    place: Place
+    bodies: bool
+    """Whether bodies of messages are shown."""
+    allow_changes: bool
+    """Whether pages offer changes."""
+
+
 def _state_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:
     """Return what differs as soon as a file below a folder is replaced or written: each file's node, size and time."""
     states = []

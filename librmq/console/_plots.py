@@ -97,9 +97,16 @@ def columns(values: Sequence[int], what: str, warn: frozenset[int] = frozenset()
     return _svg("columns", width, 40, what, "".join(inside), width * WIDE // 10)
 
 
-def area(values: Sequence[int], what: str) -> Markup:
-    """Draw values over equal time intervals as an area under a stepped line."""
+def area(values: Sequence[int], what: str, part: Sequence[int] = ()) -> Markup:
+    """Draw values over equal time intervals as an area under a stepped line; what is ``part`` of them, darker."""
     largest = max(values, default=0) or 1
+    paths = f'<path class="under" d="{_steps(values, largest)}"/>'
+    paths += f'<path class="fill" d="{_steps(part, largest)}"/>' if any(part) else ""
+    grid = f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>'
+    return _svg("area", max(1, len(values)) * 10, 40, what, grid + paths)
+
+
+def _steps(values: Sequence[int], largest: int) -> str:
     path, is_open = "", False
     for at, value in enumerate(values):
         if value:
@@ -107,9 +114,7 @@ def area(values: Sequence[int], what: str) -> Markup:
         elif is_open:
             path += "V40"
         is_open = value > 0
-    path += "V40" * is_open
-    grid = f'<path class="grid" d="M0 39.5H{len(values) * 10}"/>'
-    return _svg("area", max(1, len(values)) * 10, 40, what, f'{grid}<path class="under" d="{path}"/>')
+    return path + "V40" * is_open
 
 
 def line(points: Sequence[tuple[int, int]], what: str) -> Markup:

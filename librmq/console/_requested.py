@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
-from librmq.console._messages import newest_letters, queue_backwards
+from librmq.console._backwards import newest_letters, queue_backwards
 from librmq.diagnosis import Finding, Lag, PendingMessage, StoryEvent, View
 from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.errors import BrokerError
@@ -23,6 +23,7 @@ from librmq.message.delays import delete_key
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import QueryMessages, ResponseCode
+from librmq.runtime.event_log import counted
 from librmq.scheduling.waiting import own_time_ms
 
 NOT_IN_STORY: Final = (
@@ -113,21 +114,21 @@ def findings_by_requests(
     lags = {row.group: row.lag for row in progress.by_group()}
     for group in groups:
         if lags.get(group) and route.connections(group) is None:
+            wait = f"{counted(lags[group], 'message')} {'waits' if lags[group] == 1 else 'wait'}"
             yield Finding(
-                "no-instance", "warning", f"group {group}",
-                f"{number(lags[group])} messages wait, and no instance of the group is connected.",
+                "no-instance", "warning", f"group {group}", f"{wait}, and no instance of the group is connected.",
                 {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
             )  # fmt: skip
         letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
         for cause in filter(lambda cause: cause.messages, sum_up_causes(letters)):
             yield Finding(
                 "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",
-                f"{number(cause.messages)} dead letters: {cause.cause}.",
+                f"{counted(cause.messages, 'dead letter')}: {cause.cause}.",
                 {"messages": cause.messages}, "Fix the cause, then send them again from the group's page.",
             )  # fmt: skip
 
 
-def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[PendingMessage]:
+def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[PendingMessage, StoredMessage]]:
     """Return what waits of so many of the newest messages of each delay level and of the timer, sorted by time."""
     waiting = []
     for queue, offsets in view.queues(SystemTopic.SCHEDULE).items():
@@ -137,7 +138,7 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
             due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
             if due_ms <= now_ms:
                 break
-            waiting.append(_pending("delay", message, due_ms))
+            waiting.append((_pending("delay", message, due_ms), message))
     for queue, offsets in view.queues(SystemTopic.TIMER).items():
         known = set[
             str | None
@@ -148,9 +149,9 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
             due_ms = own_time_ms(message) or 0
             is_last = key is None or known.isdisjoint((key, delete_key(target, key)))
             if cancelled is None and is_last and due_ms > now_ms and not target.startswith(TopicPrefix.REVIVE):
-                waiting.append(_pending("timer", message, due_ms))
+                waiting.append((_pending("timer", message, due_ms), message))
             known.add(cancelled or key)
-    return sorted(waiting, key=lambda message: message.due_ms or 0)
+    return sorted(waiting, key=lambda waits: waits[0].due_ms or 0)
 
 
 def _pending(kind: Literal["delay", "timer"], message: StoredMessage, due_ms: int) -> PendingMessage:

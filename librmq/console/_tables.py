@@ -20,6 +20,7 @@ from librmq.diagnosis import Finding
 from librmq.errors import ConfigError
 from librmq.formatting import duration, moment, number, options_unbroken, visible
 from librmq.message import StoredMessage
+from librmq.message.topics import is_own_group
 
 _LONGEST_EVIDENCE: Final = 300
 
@@ -30,6 +31,8 @@ class Cell(NamedTuple):
     mood: str = ""
     """``bad``, ``warn`` or ``good``; ``plot``: the text is one; ``box``: a value to tick."""
     is_number: bool = False
+    order: float | None = None
+    """By what a browser sorts it; None for its text or number."""
 
 
 class Table(NamedTuple):
@@ -48,6 +51,8 @@ class Table(NamedTuple):
     """The labels of columns with plots."""
     has_shades: bool = False
     """Whether the shades of `_plots.cells` are explained below."""
+    records: Sequence[Mapping[str, Any]] = ()
+    """The rows as an export has them; without these the table has none."""
 
 
 class Axis(NamedTuple):
@@ -102,6 +107,10 @@ class Page:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     findings: Findings | None = None
+    said: str = ""
+    """The page in one sentence, at its top."""
+    mood: str = "good"
+    """Of that: ``good``, ``warn`` or ``bad``."""
     template: str = "page.html.j2"
     is_live: bool = True
     """Whether the page shows itself again every few seconds."""
@@ -111,6 +120,8 @@ class Page:
     """Whether the page offers changes, if the console does."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What a template of its own needs."""
+    location: str = ""
+    """The address of the page to show instead."""
 
 
 # ---- templates
@@ -299,8 +310,8 @@ def topic_link(topic: str) -> Cell:
 
 
 def group_link(group: str) -> Cell:
-    """Return a cell that leads to a group."""
-    return Cell(group, link("group", name=group))
+    """Return a cell that leads to a group; one of a broker's own has no page."""
+    return Cell(group, "" if is_own_group(group) else link("group", name=group))
 
 
 def count(value: int | None, mood: str = "") -> Cell:

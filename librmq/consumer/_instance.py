@@ -215,6 +215,7 @@ def instance_state(
         tuple(_held_queue(assigned) for assigned in held),
         listeners,
         started_ms,
+        member.max_reconsume_times,
     )
 
 

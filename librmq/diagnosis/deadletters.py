@@ -47,6 +47,10 @@ class GivenUpMessage(NamedTuple):
     resent_at_ms: int | None = None
     """Time at which `Broker.resend_dead_letters` last sent it to the group again; None if it never did."""
 
+    def is_caused_by(self, text: str) -> bool:
+        """Return whether its cause contains a text, or would with numbers replaced by ``#``, as a sum has it."""
+        return text in self.cause or text in _VARIABLE_PARTS.sub("#", self.cause)
+
 
 class DeadLetterCause(NamedTuple):
     """Dead letters of one cause; numbers in the text of an exception are ignored.

@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import LAST_MS, Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
 from librmq.files import DiskFiles, Files
@@ -127,6 +127,9 @@ class View(Protocol[Queue]):
     def times_of(self, queue: Queue, offsets: range) -> tuple[int | None, int | None]:
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
         ...
+
+    def span(self, queue: Queue, begin_ms: int, end_ms: int) -> range:
+        """Return a run of queue offsets with all messages stored from a time on and before another, and few others."""
 
     def messages(self, queue: Queue, offsets: range) -> Iterator[StoredMessage]:
         """Yield the messages of a queue with these queue offsets, without deleted ones."""
@@ -545,6 +548,10 @@ class StoreView(Closing):
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
         return self.store.times.extent(self.store.queues[queue], offsets) or (None, None)
 
+    def span(self, queue: QueueName, begin_ms: int, end_ms: int) -> range:
+        """Return the shortest run of queue offsets with all messages stored from a time on and before another."""
+        return self.store.times.span(self.store.queues[queue], begin_ms, end_ms, self.queues(queue[0])[queue])
+
     def _readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message of a queue; None if it is deleted or unreadable."""
         with suppress(CorruptionError):
@@ -651,6 +658,13 @@ class ClusterView:
     def times_of(self, queue: MessageQueue, offsets: range) -> tuple[int | None, int | None]:
         """Return the store times of the first and the last of some messages of a queue: a broker tells no others."""
         return self.stored_at(queue, offsets[0]), self.stored_at(queue, offsets[-1])
+
+    def span(self, queue: MessageQueue, begin_ms: int, end_ms: int) -> range:
+        """Return a run of queue offsets by those that the broker has for both times, with one more at each end."""
+        offsets = self.queues(queue.topic)[queue]
+        begin = self.queue_offset_at(queue, begin_ms) - 1 if begin_ms > 0 else offsets.start
+        end = self.queue_offset_at(queue, end_ms) + 2 if end_ms < LAST_MS else offsets.stop
+        return range(max(begin, offsets.start), min(max(end, offsets.start), offsets.stop))
 
     # ---- groups
 

@@ -468,6 +468,8 @@ class InstanceState:
     """The listeners that run in threads, without coroutines."""
     started_ms: int = 0
     """When it joined its group."""
+    max_reconsume_times: int | None = None
+    """Retries before a dead letter, as the instance has them; None where the setting of the group counts."""
 
 
 @value

@@ -128,7 +128,7 @@ def test_a_live_page_shows_what_arrives(chromium: Any, address: str, shop: Any) 
     with Producer(shop, "shop") as producer:
         producer.send("orders", b"news", keys="o-2")
     page.get_by_role("cell", name="o-2").wait_for(timeout=180_000)
-    page.get_by_label("Key").fill("o-2")
+    page.get_by_label("Key", exact=True).fill("o-2")
     page.locator("main").get_by_role("button", name="Show", exact=True).click()
     assert page.locator("tbody").first.locator("tr").count() == 1
     page.close()

@@ -415,7 +415,7 @@ def _selection(arguments: argparse.Namespace) -> Callable[[GivenUpMessage], bool
     if arguments.since is not None:
         since_ms = parse_time(arguments.since, age_clock(arguments.store, arguments.since))
     return lambda letter: (
-        (arguments.cause is None or arguments.cause in letter.cause)
+        (arguments.cause is None or letter.is_caused_by(arguments.cause))
         and (arguments.id is None or arguments.id == letter.unique_key)
         and (since_ms is None or letter.store_timestamp_ms >= since_ms)
         and (letter.resent_at_ms is None or not arguments.unsent)

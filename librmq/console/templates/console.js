@@ -1,4 +1,4 @@
-// Lets a slider choose the time of the form beside it, and shows the page's content again every few seconds, while the page is visible and no form is being filled in.
+// Lets a slider choose the time of the form beside it, sorts tables by the column that is clicked, and shows the page's content again every few seconds, while the page is visible and no form is being filled in.
 "use strict";
 
 const main = document.getElementById("main");
@@ -11,6 +11,42 @@ function isBusy() {
   return document.hidden || inForm || isFilled || main.querySelector("details[open]") || String(getSelection());
 }
 
+const orders = new Map();  // by the table's name: the number of the column, and 1 or -1
+
+function makeSortable() {
+  for (const table of main.querySelectorAll("table")) {
+    const name = table.parentElement.getAttribute("aria-label");
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      if (table.tBodies[0].rows.length < 2 || head.matches(".plot") || !head.textContent) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = head.textContent;
+      button.onclick = () => {
+        const [last, direction] = orders.get(name) ?? [];
+        orders.set(name, [column, last === column ? -direction : head.matches(".number") ? -1 : 1]);
+        sort(table, ...orders.get(name));
+      };
+      head.replaceChildren(button);
+    });
+    if (orders.has(name)) sort(table, ...orders.get(name));
+  }
+}
+
+function sort(table, column, direction) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head) => head.removeAttribute("aria-sort"));
+  heads[column]?.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+  const keyOf = (row) => {
+    const cell = row.cells[column];
+    const amount = Number(cell.dataset.order ?? (cell.matches(".number") ? cell.textContent.replaceAll(",", "") : NaN));
+    return Number.isNaN(amount) ? cell.textContent : amount;
+  };
+  const compare = (first, second) => typeof first === typeof second ? (first < second ? -1 : first > second ? 1 : 0) : typeof first === "number" ? 1 : -1;
+  const rows = [...table.tBodies[0].rows].map((row) => [keyOf(row), row]);
+  rows.sort(([first], [second]) => direction * compare(first, second));
+  table.tBodies[0].append(...rows.map(([, row]) => row));
+}
+
 async function refresh() {
   if (!isBusy()) {
     try {
@@ -20,6 +56,7 @@ async function refresh() {
       if (answer.ok && fresh && !isBusy()) {
         const scrolled = [...main.querySelectorAll(".wide")].map((region) => region.scrollLeft);
         main.replaceChildren(...fresh.childNodes);
+        makeSortable();
         main.dataset.live = fresh.dataset.live ?? main.dataset.live;
         main.querySelectorAll(".wide").forEach((region, place) => { region.scrollLeft = scrolled[place] ?? 0; });
       }
@@ -34,6 +71,7 @@ function again() {
   setTimeout(refresh, Number(main.dataset.live) * 1000);
 }
 
+makeSortable();
 if (main.dataset.live) again();
 
 const slider = document.getElementById("slider");

@@ -51,6 +51,7 @@ def _properties(state: InstanceState, name_servers: tuple[str, ...]) -> dict[str
         "clientIP": state.client_id.partition("@")[0],
         "consumerGroup": state.group,
         "instanceName": state.client_id.partition("@")[2],
+        "maxReconsumeTimes": str(-1 if state.max_reconsume_times is None else state.max_reconsume_times),
         "messageModel": state.model.value,
         "pause": str(state.is_paused).lower(),
     }
@@ -75,6 +76,7 @@ def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState
     if not isinstance(properties, dict):
         raise MalformedError(f"properties: expected an object, found {properties!r:.80}")
     texts = {str(name): str(text) for name, text in properties.items()}
+    maximum = java_int(texts.get("maxReconsumeTimes", ""))
     is_broadcast = texts.get("messageModel") == MessageModel.BROADCASTING.value
     return InstanceState(
         request.client_id,
@@ -89,6 +91,7 @@ def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState
         tuple(_held_queue(queue, row) for queue, row in by_queue(body.get("mqTable") or {})),
         (),
         java_int(texts.get("PROP_CONSUMER_START_TIMESTAMP", "")) or 0,
+        None if maximum is None or maximum < 0 else maximum,
     )
 
 

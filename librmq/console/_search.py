@@ -1,0 +1,285 @@
+"""The messages of a topic, the newest first, by what a form selects; and what the box of each page finds.
+
+A search reads backwards and stops after a number of messages or two seconds. Its page then leads on from there, so any
+depth is reached. Times are sought by the order of the queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from librmq.clock import LAST_MS
+from librmq.console._backwards import QUEUES, backwards, freshest
+from librmq.console._history import history_of
+from librmq.console._messages import messages_table
+from librmq.console._place import Look, Place
+from librmq.console._tables import (
+    Cell,
+    Fact,
+    Page,
+    Query,
+    Table,
+    count,
+    group_link,
+    link,
+    message_link,
+    topic_link,
+)
+from librmq.diagnosis import Lag, StoreView, View
+from librmq.diagnosis import lag as lag_of
+from librmq.errors import ConfigError
+from librmq.filter import SqlFilter, TagFilter
+from librmq.formatting import UNKNOWN, moment, number, size
+from librmq.message import StoredMessage
+from librmq.message.topics import is_own_group, kind_of_topic
+from librmq.runtime.event_log import counted
+from librmq.store.format.directory import is_made_by_librmq
+
+MESSAGES: Final = 25
+"""Messages that a page lists."""
+_LOOKED_AT: Final = 20_000
+"""Messages that one search reads."""
+_SEARCH_S: Final = 2.0
+"""Seconds after which a search stops, because a browser waits for its page."""
+_OF_KEY: Final = 64
+_ROWS: Final = 100
+_FORM: Final = ("key", "tag", "sql", "since", "until")
+_EVER: Final = (0, LAST_MS)
+
+
+# ---- a topic
+
+
+def topic_page(look: Look, query: Query) -> Page:
+    """Show a topic's messages by what the form selects, its groups and its queues."""
+    topic, place = query.required("name"), look.place
+    with place.view(query.at_ms) as view:
+        queues = view.queues(topic)
+        if not queues and topic not in view.listed_topics:
+            raise ConfigError(f"there is no topic {topic!r}")
+        found = _found(place, view, topic, query)
+        with nullcontext(view) if isinstance(view, StoreView) or not place.has_log else place.log() as log:
+            kept, history = _kept(log), history_of(log, log.queues(topic), query.clock)
+        groups = _groups(place, view, topic, query)
+        bounds = _queues_table(view, queues)
+    total = sum(map(len, queues.values()))
+    on = link("topic", name=topic, **{name: query.text(name) for name in _FORM}, behind=found.behind)
+    return Page(
+        topic,
+        [
+            Fact("messages", number(total), f"in {counted(len(queues), 'queue')}"),
+            Fact("kind", kind_of_topic(topic)),
+            kept,
+            *history.facts,
+        ],
+        [
+            messages_table(found.messages, found.note, bodies=look.bodies),
+            *history.tables,
+            *groups,
+            bounds,
+        ],
+        template="topic.html.j2",
+        is_live=not query.text("behind"),
+        more={
+            "query": {name: query.text(name) for name in _FORM},
+            "older": on if found.behind else "",
+            "newest": link("topic", name=topic, **{name: query.text(name) for name in _FORM})
+            if query.text("behind")
+            else "",
+        },
+    )
+
+
+def _queues_table(view: View[Any], queues: Mapping[Any, range]) -> Table:
+    rows = [
+        [
+            Cell(_name(view, queue), is_number=True),
+            Cell(number(ids.start), is_number=True),
+            Cell(number(ids.stop), is_number=True),
+            count(len(ids)),
+            Cell(moment(view.stored_at(queue, ids.start)) if ids else ""),
+            Cell(moment(view.stored_at(queue, ids.stop - 1)) if ids else ""),
+        ]
+        for queue, ids in islice(queues.items(), _ROWS)
+    ]
+    left = f"The first {_ROWS} of {number(len(queues))} queues." if len(queues) > _ROWS else ""
+    return Table("Queues", ("queue", "first offset", "end", "messages", "oldest", "newest"), rows, left)
+
+
+def _groups(place: Place, view: View[Any], topic: str, query: Query) -> list[Table]:
+    """Return the groups that consume a topic, with what waits for each there, the most first."""
+    if place.route is not None and query.at_ms is None:
+        names = {*place.route.groups_of(topic)}
+    elif query.at_ms is None:
+        names = {group for group in view.groups if not is_own_group(group)}
+    else:
+        return []
+    shown = sorted(names)[:_ROWS]
+    progress: Lag = lag_of(view, group=shown, topic=topic)
+    by_group = {row.group: row for row in progress.by_group()}
+    if place.route is None:
+        shown = [group for group in shown if group in by_group]
+    rows = [
+        [
+            group_link(group),
+            count(by_group[group].lag if group in by_group else None, "warn"),
+            Cell(moment(by_group[group].oldest_timestamp_ms) if group in by_group and by_group[group].lag else ""),
+        ]
+        for group in sorted(shown, key=lambda group: (-by_group[group].lag if group in by_group else 0, group))
+    ]
+    note = f"Of {number(len(names))} groups the first {_ROWS} were asked for." if len(names) > _ROWS else ""
+    return [Table("Groups", ("group", "lag", "oldest waits since"), rows, note, "No group yet.")]
+
+
+def _kept(view: View[Any]) -> Fact:
+    """Return what the log keeps, which is one for all topics; unknown where only a broker's own settings say it."""
+    if not isinstance(view, StoreView) or not (view.is_live or is_made_by_librmq(view.store.path, view.store.files)):
+        return Fact("kept", UNKNOWN, "the settings of the broker say it")
+    config = view.store.config
+    hours, log_size = config.file_reserved_hours, config.max_total_size
+    limit = "no limit of size" if log_size is None else f"at most {size(log_size)} of log"
+    unread = "what a group has not consumed stays" if config.keep_unconsumed else "unconsumed messages go as well"
+    return Fact("kept", "at any age" if hours is None else f"{number(hours)} hours", f"{limit}; {unread}")
+
+
+# ---- a search
+
+
+class _Found(NamedTuple):
+    messages: Sequence[StoredMessage]
+    note: str = ""
+    """Where the search stopped."""
+    behind: str = ""
+    """Where to go on, as a parameter of the page; empty at the end."""
+
+
+def _found(place: Place, view: View[Any], topic: str, query: Query) -> _Found:
+    """Return the newest messages that a form selects."""
+    key, tag, sql = query.text("key"), query.text("tag"), query.text("sql")
+    since, until = query.time_ms("since"), query.time_ms("until")
+    begin_ms, end_ms = since or 0, LAST_MS if until is None else until
+    if sum(map(bool, (key, tag, sql))) > 1:
+        raise ConfigError("expected one of key, tag and SQL")
+    if key and isinstance(view, StoreView):
+        of_key = view.store.find_by_key(topic, key, begin_ms, end_ms - 1, max_messages=MESSAGES)
+        return _Found(_newest_first(of_key))
+    if key:
+        of_key = place.acting().find_by_key(topic, key)
+        note = f"Of the newest {_OF_KEY} with this key: a broker returns no more." if len(of_key) >= _OF_KEY else ""
+        return _Found(
+            _newest_first(message for message in of_key if begin_ms <= message.store_timestamp_ms < end_ms), note
+        )
+    matches: Callable[[StoredMessage], bool] = lambda message: True  # noqa: E731
+    if tag:
+        tags = TagFilter(tag).tags
+        matches = lambda message: not tags or message.tags in tags  # noqa: E731
+    if sql:
+        by_sql = SqlFilter(sql, strict=True)
+        matches = lambda message: by_sql.matches(message.properties)  # noqa: E731
+    ends = _positions(query.text("behind"))
+    runs = {queue: ids for queue, ids in view.queues(topic).items() if ids}
+    if (begin_ms, end_ms) != _EVER:
+        runs = {queue: view.span(queue, begin_ms, end_ms) for queue in runs}
+    runs = {
+        queue: range(ids.start, min(ids.stop, ends.get(_name(view, queue), ids.stop))) for queue, ids in runs.items()
+    }
+    filled = freshest(view, {queue: ids for queue, ids in runs.items() if ids})
+    places = {queue: ids.stop for queue, ids in runs.items()}
+    deadline, looked_at, is_cut = query.clock.monotonic() + _SEARCH_S, 0, False
+    messages: list[StoredMessage] = []
+    last: StoredMessage | None = None
+    for queue, message in backwards(view, filled):
+        if len(messages) >= MESSAGES or looked_at >= _LOOKED_AT or query.clock.monotonic() > deadline:
+            is_cut = len(messages) < MESSAGES
+            break
+        looked_at, last, places[queue] = looked_at + 1, message, message.queue_offset
+        if matches(message) and begin_ms <= message.store_timestamp_ms < end_ms:
+            messages.append(message)
+    else:
+        places |= {queue: ids.start for queue, ids in filled.items()}
+    left = any(places[queue] > ids.start for queue, ids in runs.items())
+    behind = " ".join(f"{_name(view, queue).replace(' ', '/')}:{at}" for queue, at in places.items()) if left else ""
+    notes = []
+    if is_cut and last is not None:
+        notes.append(f"The search looked at {number(looked_at)} messages, back to {moment(last.store_timestamp_ms)}.")
+    if left and len(messages) < MESSAGES and len(filled) < len(runs):
+        notes.append(f"Of {counted(len(runs), 'queue')} those {QUEUES} with the newest messages were read.")
+    return _Found(messages, " ".join(notes), behind)
+
+
+def _positions(text: str) -> dict[str, int]:
+    """Return where a search goes on, by the names of queues.
+
+    Raises:
+        ConfigError: The text is none that a page made.
+    """
+    positions = {}
+    for word in text.split():
+        name, _, offset = word.rpartition(":")
+        if not (offset.isascii() and offset.isdigit() and len(offset) < 20):
+            raise ConfigError(f"behind: expected queues with offsets such as 0:120, found {text!r:.80}")
+        positions[name.replace("/", " ")] = int(offset)
+    return positions
+
+
+def _name(view: View[Any], queue: Any) -> str:
+    return f"{view.broker_name(queue)} {queue[-1]}".strip()
+
+
+def _newest_first(messages: Iterable[StoredMessage]) -> list[StoredMessage]:
+    return sorted(messages, key=lambda message: -message.store_timestamp_ms)[:MESSAGES]
+
+
+# ---- the box of each page
+
+
+def find_page(look: Look, query: Query) -> Page:
+    """Show what has an id, a key or a name; a single thing with it is shown at once."""
+    words, place = query.required("q"), look.place
+    with place.log(query.at_ms, asks_owner=True) if place.has_log else place.view() as view:
+        topics = [topic for topic in view.topics if words.lower() in topic.lower()]
+        groups = [group for group in view.groups if words.lower() in group.lower()]
+        asked = [*view.topics] if isinstance(view, StoreView) else [*islice(view.topics, _ROWS)]
+        found = _with_id_or_key(place, view, words, asked)
+        every = len(view.topics)
+    exact = [group_link(group).link for group in groups if group == words]
+    exact += [topic_link(topic).link for topic in topics if topic == words]
+    exact += [message_link(message) for message in found]
+    looked = f"Keys were looked for in the first {_ROWS} of {number(every)} topics." if len(asked) < every else ""
+    names = [
+        Table(title, (title.lower(),), [[to(name)] for name in some[:_ROWS]], _more(some), f"No {what} has this name.")
+        for title, what, some, to in (("Groups", "group", groups, group_link), ("Topics", "topic", topics, topic_link))
+    ]
+    nothing = f"No message has this id or key. {looked}".strip()
+    messages = messages_table(found, looked, bodies=look.bodies)._replace(nothing=nothing)
+    return Page(
+        f"Found for {words}",
+        tables=[messages, *names],
+        is_live=False,
+        location=exact[0] if len(exact) == 1 else "",
+    )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f"The first {_ROWS} of {number(len(names))}." if len(names) > _ROWS else ""
+
+
+def _with_id_or_key(place: Place, view: View[Any], words: str, topics: Iterable[str]) -> list[StoredMessage]:
+    """Return the newest messages with an id, or with a key in any of some topics."""
+    if isinstance(view, StoreView):
+        found = view.store.find_by_id(words)
+        if not found:
+            found = [
+                message for topic in topics for message in view.store.find_by_key(topic, words, max_messages=MESSAGES)
+            ]
+        sends = {
+            message_link(message): message for message in sorted(found, key=lambda record: -record.physical_offset)
+        }
+        return _newest_first(sends.values())  # of a message that came again, or waited, its first record
+    message = place.acting().find_by_id(words)
+    if message is not None:
+        return [message]
+    return _newest_first(message for topic in topics for message in place.acting().find_by_key(topic, words))
