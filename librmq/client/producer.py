@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, Self, Unpack
+from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle, Member, State, client_of
 from librmq.client.operations import Kind, Operation, Watcher
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
-from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
@@ -47,6 +46,9 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
+
+if TYPE_CHECKING:
+    from librmq.client.traces import TraceWriter
 
 _log = EventLog("librmq.producer")
 _UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
@@ -110,10 +112,11 @@ class Producer(Member):
         check_kind("metrics", metrics, Metrics)
         counts = outside(metrics)
         self.route = route
-        topic = trace_topic(trace)
-        self.traces: TraceWriter | None = (
-            None if topic is None else TraceWriter(self.client, group, topic, counts, "PRODUCE")
-        )
+        self.traces: TraceWriter | None = None
+        if trace is not False:
+            from librmq.client.traces import TraceWriter, trace_topic
+
+            self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "PRODUCE")
         traces = None if self.traces is None else self.traces.watch
         self._watch_by(traces, kind="try", hooks=(hooks := tuple(hooks)), metrics=metrics)
         self._may_wait = bool(traces or hooks)

@@ -58,15 +58,13 @@ _NO_TOPIC: Final = (
 _log = EventLog("librmq.traces")
 
 
-def trace_topic(trace: bool | str | None) -> str | None:
-    """Return the topic that a setting ``trace`` names; None without traces.
+def trace_topic(trace: bool | str) -> str:
+    """Return the topic that a setting ``trace`` names, if it is on.
 
     Raises:
         ConfigError: It is neither True nor False nor the name of a topic, or only brokers write to that topic.
         MessageIllegalError: A topic can't have this name.
     """
-    if trace is None or trace is False:
-        return None
     if trace is True:
         return SystemTopic.TRACE
     if not isinstance(trace, str):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.client import Client
 from librmq.client.operations import Watched
-from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue, LeftWork
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.consumer._offsets import Offsets
@@ -23,6 +22,9 @@ from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, R
 from librmq.runtime import Runner, StateLog, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import next_on_grid
+
+if TYPE_CHECKING:
+    from librmq.client.recorder import ConsumerRecorder
 
 FIRST_SAVE_MS: Final = 10_000
 SAVE_INTERVAL_MS: Final = 5_000

@@ -17,7 +17,8 @@ from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, cause_of
 from librmq.consumer._instance import ConsumerCounts
-from librmq.consumer._listeners import DeliveredMessage, Predicate, TopicPredicate
+from librmq.consumer._listeners import DeliveredMessage
+from librmq.consumer._predicates import Predicate, TopicPredicate
 from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords

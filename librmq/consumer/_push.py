@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client import Client, Operation
 from librmq.client.operations import Watcher
-from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import Allowance
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
@@ -28,11 +27,7 @@ from librmq.consumer._listeners import (
     DeliveredMessage,
     Listener,
     MessageListener,
-    Predicate,
-    TopicPredicate,
-    with_predicate,
 )
-from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.errors import (
@@ -44,7 +39,6 @@ from librmq.errors import (
     RmqError,
     StoreClosedError,
 )
-from librmq.filter import Policy, WatchedPredicate
 from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics, outside
@@ -64,6 +58,12 @@ from librmq.protocol import (
 )
 from librmq.runtime import Step
 from librmq.runtime.runner import NEVER
+
+if TYPE_CHECKING:
+    from librmq.client.traces import TraceWriter
+    from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
+    from librmq.consumer._predicates import Predicate
+    from librmq.filter import WatchedPredicate
 
 # ---- pulls
 
@@ -411,11 +411,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         self._gauged = counts = outside(metrics)
-        topic = trace_topic(trace)
         self.traces: TraceWriter | None = None
-        if topic is not None:
+        if trace is not False:
+            from librmq.client.traces import TraceWriter, trace_topic
+
             timeout_s = lambda: self.config.consume_timeout  # noqa: E731
-            self.traces = TraceWriter(self.client, group, topic, counts, "CONSUME", timeout_s)
+            self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "CONSUME", timeout_s)
         self._watch_by(
             None if before_last_attempt is None else partial(_note_last_attempts, before_last_attempt),
             None if self.traces is None else self.traces.watch,
@@ -437,6 +438,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.delivery: ConcurrentDelivery | OrderlyDelivery
         """The one of both that chooses what the listeners get next, and applies their results."""
         if self.config.orderly:
+            from librmq.consumer._orderly import OrderlyDelivery
+
             self.delivery = self._orderly = OrderlyDelivery(self.calls, self._rebalancing, fetcher.resume_throttled)
             self.locks = self._orderly.locks
         else:
@@ -559,6 +562,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
             check_arguments(f"topic {topic!r}: the listener", function, argument)
             called: Callable[..., Any] = function
             if predicate is not None:
+                from librmq.consumer._predicates import TopicPredicate, with_predicate
+                from librmq.filter import Policy
+
                 judge = TopicPredicate(topic, predicate, self)
                 if as_list and judge.watched.on_error is Policy.STOP:
                     raise ConfigError(

@@ -19,11 +19,10 @@ from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
 from librmq.consumer._listeners import (
     DeliveredMessage,
-    Predicate,
-    TopicPredicate,
     check_at_brokers,
     make_subscription,
 )
+from librmq.consumer._predicates import Predicate, TopicPredicate
 from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import (
     BrokerUnreachableError,

@@ -4,41 +4,56 @@
 messages from here; what translates an expression for columns, Spark or a person is in the modules without underscore.
 """
 
-from librmq.filter.filters import (
-    FilterWarning,
-    Policy,
-    PredicateCounts,
-    SqlFilter,
-    TagFilter,
-    WatchedPredicate,
-)
-from librmq.filter.interpreter import Explanation, Lint
-from librmq.filter.registrations import (
-    BROKER_BLOOM,
-    SQL92,
-    TAG,
-    BloomFilter,
-    BloomPositions,
-    Registration,
-    Registrations,
-)
-from librmq.message.properties import tags_code
+from __future__ import annotations
 
-__all__ = [
-    "BROKER_BLOOM",
-    "SQL92",
-    "TAG",
-    "BloomFilter",
-    "BloomPositions",
-    "Explanation",
-    "FilterWarning",
-    "Lint",
-    "Policy",
-    "PredicateCounts",
-    "Registration",
-    "Registrations",
-    "SqlFilter",
-    "TagFilter",
-    "WatchedPredicate",
-    "tags_code",
-]
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.filter._predicates import Policy as Policy
+    from librmq.filter._predicates import PredicateCounts as PredicateCounts
+    from librmq.filter._predicates import WatchedPredicate as WatchedPredicate
+    from librmq.filter._tags import TagFilter as TagFilter
+    from librmq.filter.filters import FilterWarning as FilterWarning
+    from librmq.filter.filters import SqlFilter as SqlFilter
+    from librmq.filter.interpreter import Explanation as Explanation
+    from librmq.filter.interpreter import Lint as Lint
+    from librmq.filter.registrations import BROKER_BLOOM as BROKER_BLOOM
+    from librmq.filter.registrations import SQL92 as SQL92
+    from librmq.filter.registrations import TAG as TAG
+    from librmq.filter.registrations import BloomFilter as BloomFilter
+    from librmq.filter.registrations import BloomPositions as BloomPositions
+    from librmq.filter.registrations import Registration as Registration
+    from librmq.filter.registrations import Registrations as Registrations
+    from librmq.message.properties import tags_code as tags_code
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.filter._predicates": (
+                "Policy",
+                "PredicateCounts",
+                "WatchedPredicate",
+            ),
+            "librmq.filter._tags": ("TagFilter",),
+            "librmq.filter.filters": (
+                "FilterWarning",
+                "SqlFilter",
+            ),
+            "librmq.filter.interpreter": (
+                "Explanation",
+                "Lint",
+            ),
+            "librmq.filter.registrations": (
+                "BROKER_BLOOM",
+                "SQL92",
+                "TAG",
+                "BloomFilter",
+                "BloomPositions",
+                "Registration",
+                "Registrations",
+            ),
+            "librmq.message.properties": ("tags_code",),
+        },
+    )

@@ -26,17 +26,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import mmh3
 
 from librmq.errors import ConfigError, FilterSyntaxError
-from librmq.filter.filters import Compiled, compiled
-from librmq.filter.parser import Dialect
 from librmq.java.lang import INT_MAX
 from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
+
+if TYPE_CHECKING:
+    from librmq.filter.filters import Compiled
+    from librmq.filter.parser import Dialect
 
 SQL92: Final = "SQL92"
 """Type of a subscription by an SQL92 expression."""
@@ -335,6 +337,8 @@ class Registrations:
 
     def _compile(self, topic: str, group: str, expression: str, expression_type: str) -> Compiled | None:
         """Return the filter of a group, None after a warning if it does not compile."""
+        from librmq.filter.filters import compiled  # loads a grammar
+
         try:
             if expression_type != SQL92:
                 raise FilterSyntaxError(expression, 0, f"expected a filter of type SQL92, found {expression_type!r}")

@@ -11,7 +11,7 @@ from librmq.cli._output import Output
 from librmq.cli._rows import Row
 from librmq.cli._stores import open_store
 from librmq.errors import FilterSyntaxError, InputError
-from librmq.filter.filters import TagFilter
+from librmq.filter import TagFilter
 from librmq.store import MessageStore
 from librmq.store.engine._message_filters import ByTags
 from tests.cases import fields
