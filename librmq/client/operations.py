@@ -11,6 +11,9 @@
     commit, rollback, undecided    the end of a transaction
     pull, throttle, rest,          moments, which have no end; ``result`` says more
     rebalance, predicate, outcome
+    take, release, reset           moments of a queue: a consumer reads it, leaves it, or continues elsewhere
+    hand_out, settle, give_up      moments of messages: a poll returns them; they are consumed (ok), come again (retry)
+                                   or neither yet (open), without ``messages`` those handed out; a dead letter
 
 A watcher is a function that is called when an operation begins. It may return a function that is called at the end,
 with the result or the error. Without watchers a send asks once whether there are any.
@@ -21,9 +24,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
-from librmq.config import check_arguments
+from librmq.config import check_arguments, check_kind
 from librmq.errors import ConfigError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.metrics import METRICS, Metrics, outside
@@ -36,11 +39,16 @@ from librmq.runtime.outside import call_outside
 R = TypeVar("R")
 _log = EventLog("librmq.client")
 
-Kind = Literal[
-    "send", "reply", "try", "receive", "process", "ack", "dead_letter", "commit", "rollback", "undecided",
-    "pull", "throttle", "rest", "rebalance", "predicate", "outcome",
+Act = Literal[
+    "send", "reply", "try", "receive", "process", "ack", "dead_letter", "commit", "rollback", "undecided"
 ]  # fmt: skip
-_MOMENTS: Final = {
+Moment = Literal[
+    "pull", "throttle", "rest", "rebalance", "predicate", "outcome",
+    "take", "release", "reset", "hand_out", "settle", "give_up",
+]  # fmt: skip
+Kind = Act | Moment
+_ACTS: Final = get_args(Act)
+_COUNTERS: Final = {
     "pull": "pulls",
     "throttle": "flow_controls",
     "rest": "rests",
@@ -48,7 +56,7 @@ _MOMENTS: Final = {
     "predicate": "predicate_calls",
     "outcome": "consumed",
 }
-"""The counter of each moment."""
+"""The counters of moments."""
 
 
 class WatchedClient(Protocol):
@@ -145,6 +153,10 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.end(self._result if error is None else None, error)
 
+    def __bool__(self) -> bool:
+        """Whether a watcher waits for its end."""
+        return bool(self._watching)
+
     def end(self, result: object, error: BaseException | None) -> None:
         """Tell the end, without a block."""
         end(self._watching, result, error)
@@ -166,7 +178,15 @@ class Watched:
         hooks: Iterable[Watcher] = (),
         metrics: Metrics | None = None,
     ) -> None:
-        """Add its own watchers, then hooks of one kind, then what counts; from then on `watch` reaches it."""
+        """Add its own watchers, then hooks of one kind, then what counts; from then on `watch` reaches it.
+
+        Raises:
+            ConfigError: A hook takes no operation, or the metrics are none.
+        """
+        hooks = tuple(hooks)
+        for hook in hooks:
+            check_arguments("hooks: the function", hook, "an Operation")
+        check_kind("metrics", metrics, Metrics)
         watchers = *own, *(_only(kind, hook) for hook in hooks), _counting(outside(metrics))
         with _lock:
             self._own_watchers += tuple(watcher for watcher in watchers if watcher is not None)
@@ -177,10 +197,22 @@ class Watched:
         """Return a block that is the operation, whose result `returns` notes."""
         return _UnderWay(begin(self.watchers, operation()) if self.watchers else ())
 
-    def _note(self, kind: Kind, topic: str, result: str = "", number: int = 1) -> None:
+    def _note(
+        self,
+        kind: Kind,
+        topic: str = "",
+        result: str = "",
+        number: int = 1,
+        *,
+        queue: MessageQueue | None = None,
+        messages: Sequence[StoredMessage] = (),
+    ) -> None:
         """Tell watchers of a moment."""
         if self.watchers and number:
-            begin(self.watchers, Operation(kind, self.client, self.group, topic, result=result, number=number))
+            moment = Operation(
+                kind, self.client, self.group, topic, messages, queue=queue, result=result, number=number
+            )
+            begin(self.watchers, moment)
 
 
 # ---- who watches
@@ -242,7 +274,7 @@ def watch(target: object, watcher: Watcher) -> Callable[[], None]:
     check_arguments("watch: the function", watcher, "an Operation")
 
     def in_caller(operation: Operation) -> Ended | None:
-        if operation.kind in _MOMENTS:  # it can come under a lock
+        if operation.kind not in _ACTS:  # it can come under a lock
             call_outside(partial(watcher, operation))
             return None
         return watcher(operation)
@@ -275,7 +307,7 @@ def _counting(metrics: Metrics | None) -> Watcher | None:
 
     def begins(operation: Operation) -> Ended | None:
         kind, client, group, topic = operation.kind, operation.client, operation.group, operation.topic or ""
-        if (name := _MOMENTS.get(kind)) is not None:
+        if (name := _COUNTERS.get(kind)) is not None:
             values = topic, group, operation.result
             count(name, operation.number, **dict(zip(METRICS[name].labels, values, strict=False)))
         elif kind == "try":

@@ -18,7 +18,7 @@ from librmq.client.operations import Kind, Operation, Watcher
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
 from librmq.clock import moves_by_itself
-from librmq.config import check_kind, to_seconds
+from librmq.config import to_seconds
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
@@ -109,7 +109,6 @@ class Producer(Member):
         self.client: Client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         config = ProducerConfig.of(config, settings)
-        check_kind("metrics", metrics, Metrics)
         counts = outside(metrics)
         self.route = route
         self.traces: TraceWriter | None = None

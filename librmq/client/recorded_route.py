@@ -59,7 +59,7 @@ class RecordedRoute(RouteWrapper):
     @override
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Record a consumer that was made on this route."""
-        consumer.recorder = self.recorder.for_consumer(self._process, consumer)
+        self.recorder.watch_consumer(self._process, consumer)
 
 
 class HistoryFile(RecordedRoute, Closing):

@@ -1,7 +1,7 @@
 """Recording what clients do as events of a history, which `librmq.testing.check_history` judges.
 
-A recorder stands around `Endpoint.call` for sends, transactions, receives and progress. For queues and deliveries each
-consumer calls its `ConsumerRecorder`. The bodies of messages are in no event. ``docs/histories.md`` has the events.
+A recorder stands around `Endpoint.call` for sends, transactions, receives and progress. For queues and deliveries a
+`ConsumerRecorder` watches each consumer. The bodies of messages are in no event. ``docs/histories.md`` has the events.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from librmq.client.client import Member
+from librmq.client.operations import Operation
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
@@ -121,7 +122,7 @@ class Recorder:
         if isinstance(request, Heartbeat):
             for member in getattr(request.client, "members", list)():  # only a client that runs here has members
                 if getattr(member, "recorder", self) is None:
-                    member.recorder = self.for_consumer(process, member)
+                    self.watch_consumer(process, member)
         if isinstance(request, CancelMessage):
             return cast(R, self._cancel(request, call))
         answer: R = call(request)
@@ -415,8 +416,8 @@ class Recorder:
         """Record that a process reads a queue from now on, or no longer."""
         self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
-    def for_consumer(self, process: str, consumer: Member) -> ConsumerRecorder:
-        """Return what records a consumer in a process; the process of its events is its stable name, if it has one.
+    def watch_consumer(self, process: str, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
+        """Record a consumer in a process; the process of its events is its stable name, if it has one.
 
         Of clients on several hosts that share a stable name, only the first has it; the others have their ids.
         """
@@ -424,7 +425,8 @@ class Recorder:
         name = client_id.partition("@")[2] if consumer.client.has_stable_name else ""
         if name and self._named.setdefault(name, client_id) != client_id:
             name = client_id
-        return ConsumerRecorder(self, name or process, consumer)
+        consumer.recorder = ConsumerRecorder(self, name or process, consumer)
+        consumer._watch_by(consumer.recorder.watch)
 
     def joined(self, consumer: Member) -> None:
         """Record a group, once."""
@@ -464,61 +466,32 @@ class ConsumerRecorder:
         """The process of its events."""
         self._group = consumer.group
         self._consumer = consumer
-        self._handed_out: list[StoredMessage] = []
+        self._handed_out: Sequence[StoredMessage] = ()
 
-    # ---- queues
-
-    def takes(self, queue: MessageQueue, start: int, stored: int | None) -> None:
-        """Record a queue that the consumer reads from ``start`` on; ``stored`` is the group's progress."""
-        self._recorder.joined(self._consumer)
-        if stored is None and start > 0 and not self._recorder.has_committed(self._group, queue):
-            self._recorder.reset(self._group, queue.topic)
-        self._recorder.assigned("assign", self.process, self._group, queue)
-
-    def releases(self, queue: MessageQueue) -> None:
-        """Record a queue that the consumer no longer reads."""
-        self._recorder.assigned("revoke", self.process, self._group, queue)
-
-    def resets(self, topic: str) -> None:
-        """Record that the progress was moved, as by a seek."""
-        self._recorder.reset(self._group, topic)
-
-    # ---- listeners
-
-    def begins(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
-        """Record a call of a listener."""
-        self._recorder.delivered(self.process, self._group, queue, messages, calls_listener=True)
-
-    def ends(self, messages: Sequence[StoredMessage], consumed: int) -> None:
-        """Record the end of a call that has consumed the first ``consumed`` messages."""
-        for number, message in enumerate(messages):
-            self._recorder.ended(message, "ok" if number < consumed else "retry")
-
-    def holds(self, messages: Iterable[StoredMessage]) -> None:
-        """Record the end of a call that leaves open whether its messages are consumed."""
-        for message in messages:
-            self._recorder.returned(message)
-
-    def dead_letter(self, message: StoredMessage) -> None:
-        """Record a dead letter."""
-        self._recorder.dead_letter(self._group, id_of(message))
-
-    # ---- polls
-
-    def hands_out(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
-        """Record messages that a poll has returned."""
-        self._handed_out += messages
-        self._recorder.delivered(self.process, self._group, queue, messages)
-
-    def passes(self) -> None:
-        """Record that what was handed out counts as consumed."""
-        self._end_polled("ok")
-
-    def takes_back(self) -> None:
-        """Record that what was handed out comes again."""
-        self._end_polled("retry")
-
-    def _end_polled(self, outcome: str) -> None:
-        handed_out, self._handed_out = self._handed_out, []
-        for message in handed_out:
-            self._recorder.ended(message, outcome)
+    def watch(self, operation: Operation) -> None:
+        """Record the queues that the consumer reads, and what becomes of their messages."""
+        recorder, kind, queue = self._recorder, operation.kind, operation.queue
+        messages = cast("Sequence[StoredMessage]", operation.messages)
+        if kind == "settle":
+            if not messages:
+                messages, self._handed_out = self._handed_out, ()
+            for message in messages:
+                if operation.result == "open":
+                    recorder.returned(message)
+                else:
+                    recorder.ended(message, operation.result)
+        elif kind == "give_up":
+            recorder.dead_letter(self._group, id_of(messages[0]))
+        elif kind == "reset":
+            recorder.reset(self._group, operation.topic or "")
+        elif queue is not None and kind in ("process", "hand_out"):
+            if kind == "hand_out":
+                self._handed_out = *self._handed_out, *messages
+            recorder.delivered(self.process, self._group, queue, messages, calls_listener=kind == "process")
+        elif queue is not None and kind == "take":
+            recorder.joined(self._consumer)
+            if operation.result == "moved" and not recorder.has_committed(self._group, queue):
+                recorder.reset(self._group, queue.topic)
+            recorder.assigned("assign", self.process, self._group, queue)
+        elif queue is not None and kind == "release":
+            recorder.assigned("revoke", self.process, self._group, queue)

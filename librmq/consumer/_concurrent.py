@@ -407,8 +407,10 @@ class ConcurrentDelivery:
             messages = call.at_listener
             self._end_run(call)
         consumed, error = outcome(call.listener, len(messages), result, error)
-        if self._instance.recorder is not None:
-            self._instance.recorder.ends(messages, consumed)
+        if self._instance.watchers:
+            for ended, settled in ((messages[:consumed], "ok"), (messages[consumed:], "retry")):
+                if ended:
+                    self._instance._note("settle", assigned.queue.topic, settled, messages=ended)
         # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
         # retry from here would count as that reader's.
         if messages and not assigned.released:
@@ -628,8 +630,7 @@ class ConcurrentDelivery:
                 sent = self._retries.send_one_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:
                     break
-                if self._instance.recorder is not None:
-                    self._instance.recorder.ends((first,), 0)
+                self._instance._note("settle", result="retry", messages=(first,))
                 if sent is not None and sent.is_dead:
                     self._retries.log_dead_letter(assigned, first, TimeoutError(cause))
                 # Progress moves with the next message that ends, or here if the queue is empty now.

@@ -245,8 +245,7 @@ class Retries:
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, *, delay_level: int = 0
     ) -> None:
         """Log a dead letter, which the broker stores after a delay level if there is one."""
-        if self._consumer.recorder is not None:
-            self._consumer.recorder.dead_letter(message)
+        self._consumer._note("give_up", message.topic, messages=(message,))
         attempt = message.reconsume_times + 1
         self._consumer._log.error(
             "%(consumer)s: dead letter of group %(group)s%(_when)s: %(queue)s at %(queue_offset)d (%(message_id)s), "

@@ -115,6 +115,10 @@ class Instance(Watched):
         """Whether rebalancing assigns the queues."""
         return True
 
+    def _note_take(self, queue: MessageQueue, start: int, stored: int | None) -> None:
+        """Note a queue that it reads from ``start`` on, where the group's progress is ``stored``."""
+        self._note("take", queue.topic, "moved" if stored is None and start else "", queue=queue)
+
     # ---- progress
 
     def _progressed(self, assigned: AssignedQueue, progress: int) -> None:

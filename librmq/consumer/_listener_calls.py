@@ -72,8 +72,6 @@ class DeliveryCall(Work):
         outer = calls.by_thread.get(thread)
         calls.by_thread[thread] = self
         try:
-            if instance.recorder is not None:
-                instance.recorder.begins(self.assigned.queue, self.messages)
             watched = partial(calls.call_watched, self.listener, self.assigned) if instance.watchers else None
             return self.call_listener(watched)
         finally:
@@ -240,13 +238,15 @@ class ListenerCalls:
         result, end = context.run(self._call_in_context, listener, assigned, messages)
         if inspect.iscoroutine(result):
             changes = [(variable, value) for variable, value in context.items() if before.get(variable) is not value]
-            return _after(result, end, changes)
-        end(result, None)
+            # A coroutine that wraps nothing would leave it never awaited if its process dies before it begins.
+            return result if end is None and not changes else _after(result, end, changes)
+        if end is not None:
+            end(result, None)
         return result
 
     def _call_in_context(
         self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
-    ) -> tuple[object, Callable[[object, Exception | None], None]]:
+    ) -> tuple[object, Callable[[object, Exception | None], None] | None]:
         """Begin the operation and call the listener; return its result, and what is to be called at the end."""
         instance = self.instance
         operation = partial(
@@ -269,7 +269,7 @@ class ListenerCalls:
         except Exception as error:
             call.end(None, error)
             raise
-        return result, call.end
+        return result, call.end if call else None
 
     # ---- for diagnosis
 
@@ -312,7 +312,7 @@ def _depth(top: FrameType, end: FrameType) -> int:
 
 async def _after(
     result: Awaitable[object],
-    end: Callable[[object, Exception | None], None],
+    end: Callable[[object, Exception | None], None] | None,
     changes: list[tuple[ContextVar[Any], Any]],
 ) -> object:
     """Await a listener in the context that its watchers have made."""
@@ -321,9 +321,11 @@ async def _after(
     try:
         value = await result
     except Exception as error:
-        end(None, error)
+        if end is not None:
+            end(None, error)
         raise
-    end(value, None)
+    if end is not None:
+        end(value, None)
     return value
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
@@ -207,8 +206,8 @@ class OrderlyDelivery:
         assigned, messages = call.assigned, call.messages
         assigned.running = False
         now_ms = self._runner.now_ms()
-        if self._instance.recorder is not None:
-            self._record(self._instance.recorder, call, result, _has_failed(call.listener, result, error))
+        if self._instance.watchers:
+            self._note_end(call, result, error)
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
@@ -284,17 +283,15 @@ class OrderlyDelivery:
         if progress is not None:
             self._instance._progressed(assigned, progress)
 
-    @staticmethod
-    def _record(recorder: ConsumerRecorder, call: DeliveryCall, result: object, has_failed: bool) -> None:
-        """Record the end of a call, and with a commit or rollback the end of the calls held before it."""
-        if has_failed:
-            recorder.ends(call.messages, 0)
-        elif result is OrderlyResult.HOLD:
-            recorder.holds(call.messages)
-        else:
-            # A released queue has dropped its messages, so fall back to those of the call.
-            all_messages = list(call.assigned.messages._begun.values()) or call.messages
-            recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
+    def _note_end(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
+        """Note the end of a call, and with a commit or rollback the end of the calls held before it."""
+        messages, settled = call.messages, "retry"
+        if not _has_failed(call.listener, result, error):
+            settled = "open" if result is OrderlyResult.HOLD else "retry" if result is OrderlyResult.ROLLBACK else "ok"
+            if settled != "open":
+                # A released queue has dropped its messages, so fall back to those of the call.
+                messages = list(call.assigned.messages._begun.values()) or messages
+        self._instance._note("settle", result=settled, messages=messages)
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times

@@ -13,7 +13,7 @@ from typing import Final, Unpack
 
 from librmq.client import Client, Operation
 from librmq.clock import wait_async
-from librmq.config import check_kind, to_seconds, to_timestamp_ms
+from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, cause_of
 from librmq.consumer._instance import ConsumerCounts
@@ -106,7 +106,6 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             TypeError: ``route`` is not a route.
         """
         super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
-        check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         self._watch_by(metrics=metrics)
         self._predicates: dict[str, TopicPredicate[DeliveredMessage]] = {}
@@ -209,16 +208,14 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for queue in [queue for queue in self.assigned if queue not in queues]:
             assigned = self.assigned.pop(queue)
             assigned.released = True
-            if self.recorder is not None:
-                self.recorder.releases(queue)
+            self._note("release", queue=queue)
             self._release_queue(assigned, self.runner.now_ms())
         for queue in queues:
             if queue not in self.assigned:
                 stored = self._offsets.read(queue)
                 next_offset = self._rebalancing.start_offset(queue) if stored is None else stored
                 assigned = self.assigned[queue] = self._make_assigned(queue, next_offset, stored)
-                if self.recorder is not None:
-                    self.recorder.takes(queue, next_offset, stored)
+                self._note_take(queue, next_offset, stored)
                 self._start_queue(assigned)
         self._rebalancing.report_start()
 
@@ -260,8 +257,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         def begin() -> None:
             if commits:
                 self._commit_polled()
-            elif self.recorder is not None:
-                self.recorder.takes_back()
+            else:
+                self._note("settle", result="retry")
             self._end_work()
             self._arrived.set()
 
@@ -316,36 +313,33 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         return self._poll(timeout, one_by_one=False)
 
-    def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        if not self.watchers:  # Ctrl-C could come between further calls, and lose the messages.
-            return self._poll_in_turn(timeout, one_by_one)
-        with self._watched(self._operation) as receive:
-            return receive.returns(self._poll_in_turn(timeout, one_by_one))
-
     def _operation(self) -> Operation:
         return Operation("receive", self.client, self.group, None, is_batch=True, model="clustering")
 
-    def _poll_in_turn(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        self._life.check_running("poll")
-        if self._arrived.is_awaited_here():
-            raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
-        clock = self.runner.clock
-        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
-        has_begun, self._looks_once = False, deadline <= clock.monotonic()
+    def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        has_begun = False
         try:
-            with self._polling:
-                self._begin_poll()
-                has_begun = True
-                while True:
-                    messages, has_moved = self._try_poll(one_by_one)
-                    if messages or self._stopping:
-                        return messages
-                    remaining = deadline - clock.monotonic()
-                    if has_moved and remaining >= 0:
-                        clock.wait(self._arrived, LOCK_PAUSE_S)  # This offers the lock to other threads.
-                        continue
-                    if remaining <= 0 or not clock.wait(self._arrived, remaining):
-                        return self._no_messages()
+            with self._watched(self._operation) as receive:  # within, because its end can be interrupted too
+                self._life.check_running("poll")
+                if self._arrived.is_awaited_here():
+                    raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
+                clock = self.runner.clock
+                seconds = self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout)
+                deadline = clock.monotonic() + seconds
+                self._looks_once = deadline <= clock.monotonic()
+                with self._polling:
+                    self._begin_poll()
+                    has_begun = True
+                    while True:
+                        messages, has_moved = self._try_poll(one_by_one)
+                        if messages or self._stopping:
+                            return receive.returns(messages)
+                        remaining = deadline - clock.monotonic()
+                        if has_moved and remaining >= 0:
+                            clock.wait(self._arrived, LOCK_PAUSE_S)  # This offers the lock to other threads.
+                            continue
+                        if remaining <= 0 or not clock.wait(self._arrived, remaining):
+                            return self._no_messages()
         except BaseException:  # Ctrl-C lost the pulled messages, so pull them again
             if has_begun:
                 self._rewind()
@@ -447,8 +441,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     raise
                 if is_wanted:
                     matching.append(message)
-        if matching and self.recorder is not None:
-            self.recorder.hands_out(messages[0].queue, matching)
+        if matching:
+            self._note("hand_out", queue=messages[0].queue, messages=matching)
         return matching
 
     def _stop_before(self, message: DeliveredMessage) -> None:
@@ -471,17 +465,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._last = assigned, message.queue_offset, next_offset
             if is_wanted and assigned.place is not None:
                 assigned.place.begin(message.queue_offset)
-            if self.recorder is not None:
-                self.recorder.passes()
-                if is_wanted:
-                    self.recorder.hands_out(message.queue, [message])
+            self._note("settle", result="ok")
+            if is_wanted:
+                self._note("hand_out", queue=message.queue, messages=(message,))
             return True
 
     def _begin_poll(self) -> None:
         """Count the messages of the previous poll as consumed, if so configured."""
         self._last = None
-        if self.recorder is not None:
-            self.recorder.passes()
+        self._note("settle", result="ok")
         if self.config.auto_commit or self._in_work:
             with self.runner.lock:
                 if self.config.auto_commit:
@@ -555,8 +547,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _rewind(self) -> None:
         """Pull the last messages again."""
         with self.runner.lock:
-            if self.recorder is not None:
-                self.recorder.takes_back()
+            self._note("settle", result="retry")
             if self._last is not None:
                 assigned, before, next_offset = self._last
                 assigned.leave_marks()
@@ -624,8 +615,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         assigned.next_offset = end
         if response.status is PullStatus.OFFSET_ILLEGAL:
             self._continue_at(assigned, response.next_offset)
-            if self.recorder is not None:
-                self.recorder.resets(queue.topic)
+            self._note("reset", queue.topic)
             self._log.warning(
                 "%(consumer)s: %(queue)s continues at %(queue_offset)d",
                 queue=assigned.queue,
@@ -707,8 +697,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return assigned
 
     def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
-        if self.recorder is not None:
-            self.recorder.resets(assigned.queue.topic)
+        self._note("reset", assigned.queue.topic)
         assigned.next_offset, assigned.is_chosen = queue_offset, True
         self._arrived.set()
 
@@ -766,8 +755,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- progress
 
     def _commit_polled(self) -> None:
-        if self.recorder is not None:
-            self.recorder.passes()
+        self._note("settle", result="ok")
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
                 self._progressed(assigned, assigned.next_offset)
@@ -794,8 +782,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                         raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
                     if queue_offset > assigned.next_offset:
                         self._check_offset(assigned.queue, queue_offset, 0)
-            if self.recorder is not None:
-                self.recorder.passes()
+            self._note("settle", result="ok")
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
                 assigned.may_be_passed &= offsets is None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, cast, overload
 from librmq.client import Client, Operation
 from librmq.client.operations import Watcher
 from librmq.clock import Allowance
-from librmq.config import check_arguments, check_kind
+from librmq.config import check_arguments
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._concurrent import ConcurrentDelivery, check_weight
 from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
@@ -326,8 +326,7 @@ class Fetcher:
             queue_offset=assigned.next_offset,
             next_offset=next_offset,
         )
-        if consumer.recorder is not None:
-            consumer.recorder.resets(queue.topic)
+        consumer._note("reset", queue.topic)
         assigned.released = True
         assigned.choose(next_offset)
         # A broker that has no right offset must not keep the consumer busy.
@@ -403,12 +402,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             TypeError: ``route`` is not a route.
         """
         super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
-        hooks = list(hooks)
-        for hook in hooks:
-            check_arguments("hooks: the function", hook, "an Operation")
         if before_last_attempt is not None:
             check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
-        check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         self._gauged = counts = outside(metrics)
         self.traces: TraceWriter | None = None
@@ -739,8 +734,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Release a queue whose progress was chosen; the next rebalance resumes there."""
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
-            if self.recorder is not None:
-                self.recorder.releases(assigned.queue)
+            self._note("release", queue=assigned.queue)
 
     @override
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:

@@ -288,8 +288,7 @@ class Rebalancing:
             self._is_incomplete = True
             return False
         self._member.assigned.pop(assigned.queue, None)
-        if self._member.recorder is not None:
-            self._member.recorder.releases(assigned.queue)
+        self._member._note("release", queue=assigned.queue)
         self._member._log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
@@ -311,8 +310,7 @@ class Rebalancing:
         if stored or self._has_others:  # A broker that was just reopened may not know the others yet.
             assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned
-        if member.recorder is not None:
-            member.recorder.takes(queue, next_offset, stored)
+        member._note_take(queue, next_offset, stored)
         member._log.debug(
             "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
         )

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 from librmq.client import Client, Operation
 from librmq.client.client import LifeCycle, Member, client_of
 from librmq.clock import wait_async
-from librmq.config import check_kind, to_seconds, wrong_kind
+from librmq.config import to_seconds, wrong_kind
 from librmq.consumer._listeners import (
     DeliveredMessage,
     check_at_brokers,
@@ -194,7 +194,6 @@ class SimpleConsumer(Member):
         """By topic."""
         self._life = LifeCycle(f"simple consumer of group {group!r}")
         self._states = StateLog(_log.with_fields(group=group), group)
-        check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         self._watch_by(metrics=metrics)
         self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
@@ -342,6 +341,8 @@ class SimpleConsumer(Member):
             BrokerError: The broker refuses the request.
             ClientStateError: The consumer is not running, or has no subscription.
         """
+        if not self.watchers:
+            return self._receive(max_messages, invisible, wait)
         with self._watched(self._operation) as receive:
             return receive.returns(self._receive(max_messages, invisible, wait))
 
@@ -691,6 +692,8 @@ class SimpleConsumer(Member):
     def _settle(self, kind: Literal["ack", "dead_letter"], messages: list[ReceivedMessage], request: Request[R]) -> R:
         """Send the outcome of messages of one topic and broker."""
         first = messages[0]
+        if not self.watchers:
+            return self.client.route.endpoint(first.broker_name).call(request)
         operation = partial(
             Operation,
             kind,

@@ -251,8 +251,7 @@ class Consumer(Instance, Member, Generic[C]):
         self.leave_marks()
         for assigned in self.assigned.values():
             assigned.released = True
-            if self.recorder is not None:
-                self.recorder.releases(assigned.queue)
+            self._note("release", queue=assigned.queue)
         self.assigned.clear()
         self._turns.leave(self)
         self.client.leave(self)
@@ -373,8 +372,7 @@ class Consumer(Instance, Member, Generic[C]):
             self._routes_changed()
             self._rebalancing.wake()
         elif isinstance(request, ResetOffsets):
-            if self.recorder is not None:
-                self.recorder.resets(request.topic)
+            self._note("reset", request.topic)
             self._reset_offsets(request.topic, request.offsets)
         elif isinstance(request, ConsumerOffsets):
             result = self.progress(request.topic)

@@ -241,7 +241,7 @@ class Process(LinkEnd, Route):
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
-        consumer.recorder = self._kit.recorder.for_consumer(self.label, consumer)
+        self._kit.recorder.watch_consumer(self.label, consumer)
 
     @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:

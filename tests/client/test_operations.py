@@ -63,9 +63,11 @@ def test_all_that_a_message_goes_through(rmq: Kit) -> None:
         ("send", "orders", "+"),
         ("process", "orders", ""),
         ("process", "orders", "ValueError"),
+        ("settle", "orders", "retry"),
         ("outcome", "orders", "later"),
         ("process", "orders", ""),
         ("process", "orders", "+"),
+        ("settle", "%RETRY%mailer", "ok"),
         ("outcome", "%RETRY%mailer", "success"),
     ]
     stop()
