@@ -119,6 +119,10 @@ def refuse_own_topic(name: str, own_topics: Container[str] = ()) -> None:
 _TIMER: Final = Topic(SystemTopic.TIMER, topic_row(SystemTopic.TIMER, 1, 1, _READ_WRITE))
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+
+
 class Topics:
     """All topics of one broker."""
 
@@ -178,27 +182,30 @@ class Topics:
     def add_unlisted(self, unlisted: Mapping[str, int]) -> None:
         """Handle topics of messages that the table lacks, by their numbers of queues. Under the runner's lock.
 
-        A store that never had a broker has no table: its topics are created. An incomplete table stays as it is.
+        A store that never had a broker has no table: its topics are created. An incomplete table stays as it is, but
+        for topics of retries and dead letters: a process was killed before it could write the table, and a group has
+        passed the messages that were copied there, so that its lag would lack them.
         """
-        if not unlisted:
-            return
-        names = ", ".join(list(unlisted)[:_NAMED]) + (", …" if len(unlisted) > _NAMED else "")
-        if not self._table.is_new:
+        of_groups = (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
+        made = {name: count for name, count in unlisted.items() if self._table.is_new or name.startswith(of_groups)}
+        if lacking := unlisted.keys() - made.keys():
             _log.warning(
                 "topics.json lacks topics that have messages, so no group gets these (%(topics)d): %(names)s; "
                 "create_topic makes a topic with its old messages",
-                topics=len(unlisted),
-                names=names,
+                topics=len(lacking),
+                names=_some(sorted(lacking)),
             )
+        if not made:
             return
-        for name, queues in unlisted.items():
+        for name, queues in made.items():
             self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
             self.by_name[name] = self._topic(name)
-        _log.info(
-            "the store has no topics.json, so its topics are those of its messages (%(topics)d): %(names)s",
-            topics=len(unlisted),
-            names=names,
-        )
+        if self._table.is_new:
+            _log.info(
+                "the store has no topics.json, so its topics are those of its messages (%(topics)d): %(names)s",
+                topics=len(made),
+                names=_some(list(made)),
+            )
         self._save(self._table, self._now_ms())
 
     def copy_rows(self, rows: Mapping[str, Any], write: Callable[[ConfigTable, int], None]) -> None:

@@ -249,6 +249,8 @@ class FailedMessages:
         if self._earlier is not None and self._was_stored_again(self._earlier, message, group, retries):
             return
         copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
+        if self._offsets.consumer_offset(retries, group, 0) is None:  # from now on it has a lag there
+            self._offsets.set_consumer_offset(retries, group, 0, self._store.queue_range(retries, 0)[0])
         copy.properties.update(message.properties)
         copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
         if is_suspect:

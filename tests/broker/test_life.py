@@ -13,6 +13,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
+from librmq.consumer import SimpleConsumer
 from librmq.diagnosis import diagnose
 from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
 from librmq.files._disk import DiskFiles
@@ -432,3 +433,25 @@ def test_topics_of_messages_that_wait_are_restored(
         for topic in topics:
             assert [message.body for message in broker.consume(topic, group="g")] == [b"x"]
         producer.shutdown()
+
+
+def test_a_kill_before_the_table_of_topics_is_written_hides_no_copy_of_a_group(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    broker = Broker.open(tmp_path, runner=runner)
+    broker.create_topic("orders", 1)
+    broker.set_group("g")
+    with Producer(broker, "p") as producer:
+        producer.send("orders", b"x")
+    consumer = SimpleConsumer(broker, "g")
+    consumer.subscribe("orders")
+    consumer.start()
+    assert consumer.receive(wait=0, invisible=10)
+    table = tmp_path / "config/topics.json"
+    before = table.read_bytes()
+    runner.advance(10_000)  # the copy is stored
+    broker.abandon()
+    table.write_bytes(before)  # the thread that writes tables has not come so far
+    with Broker.open(tmp_path, runner=runner) as broker, SimpleConsumer(broker, "g") as consumer:
+        assert broker.lag("g") == 1
+        consumer.subscribe("orders")
+        assert [message.body for message in consumer.receive(wait=0)] == [b"x"]
