@@ -302,3 +302,38 @@ def test_without_a_limit_a_message_ends_its_process_again_and_again(tmp_path: Pa
 def work_without_limit(path: Path, ledger: Path) -> None:
     with Broker.open(path) as broker:
         listen(broker, ledger, DEATHS["exit"], max_process_deaths=0)
+
+
+def listen_beside_a_long_one(path: Path, ledger: Path) -> None:
+    """Let one of two threads have the first message until the process is killed, and the other one all the others."""
+    with Broker.open(path) as broker:
+
+        def consume(message: DeliveredMessage) -> None:
+            if message.body != b"0":
+                write_line(ledger, message.body)
+                if len(lines_of(ledger)) < MESSAGES - 1:
+                    return
+                print("done", flush=True)
+            threading.Event().wait()
+
+        consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST, threads=2)
+        consumer.subscribe("t", consume)
+        with consumer:
+            threading.Event().wait()
+
+
+def test_a_close_forgets_nothing_that_a_kill_has_left(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    with Fork(listen_beside_a_long_one, store, ledger) as child:
+        assert child.stdout.readline() == "done\n"
+    in_work = [b"0", lines_of(ledger)[-1]]
+    for _ in range(2):
+        Broker.open(store).close()  # as a command does
+    with Fork(work_innocently, store, ledger) as child:
+        child.process.join(60)
+        assert child.process.exitcode == 0
+    assert sorted(lines_of(ledger)[MESSAGES - 1 :]) == sorted(in_work)
+    with Broker.open(store) as broker:
+        assert broker.lag("g") == 0
+    assert not [*(store / "librmq" / "groups").iterdir()]  # the tables have it all

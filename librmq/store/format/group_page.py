@@ -257,6 +257,13 @@ class Place:
             found[suspect.queue_offset], cell = suspect, suspect.next
         return found
 
+    @property
+    def has_left(self) -> bool:
+        """Whether messages from the position on are finished or suspects."""
+        position, suspects = max(self.position, 0), self.suspects()
+        is_suspect = any(suspects[at].since == self._set_back for at in suspects if at >= position)
+        return is_suspect or bool(self.finished())
+
     def note_deaths(self) -> None:
         """Make suspects of what the former holder had begun, which has ended by surprise. Called by the broker.
 
@@ -404,6 +411,7 @@ class GroupPage:
         """What was received by then, by number of the place."""
         self._free: list[int] = []
         self._flight_cells = 0
+        self._with_window: list[int] = []
 
     @classmethod
     def open(cls, files: Files, store: str, table: Callable[[], int], *, writable: bool = False) -> GroupPage | None:
@@ -451,6 +459,12 @@ class GroupPage:
     def has_flights(self) -> bool:
         """Whether there is more to save than the positions, which the tables have."""
         return self._flight_cells > len(self._free)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether messages behind a position are finished or suspects, which the tables do not say."""
+        opened = [place.number for _, place in self.opened if place.window is not None]
+        return any(Place(self, number).has_left for number in [*opened, *self._with_window])
 
     def copied(self) -> bytes:
         """Return a copy, for `save`."""
@@ -661,6 +675,7 @@ class GroupPage:
             window[begin], window[begin + 1] = _WINDOW, number
             self._used = cell + _WINDOW_CELLS
             words[at + _WINDOW_AT] = cell
+            self._with_window.append(number)  # those of `opened` have one already
         held = Place(self, number)
         held.changed = place.changed
         if was_left:
@@ -912,7 +927,7 @@ class KeptPage:
         """Let no place be written any more, and delete a page whose content is saved."""
         page, self._page = self._page, None
         if page is not None:
-            page.close(deletes=self.is_in_table and not self.is_shared)
+            page.close(deletes=self.is_in_table and not self.is_shared and not page.has_left)
 
 
 # ---- what former versions saved
