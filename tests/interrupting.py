@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -64,7 +65,10 @@ def at_each_call(
 
 
 def killed_at_line(line: int, act: Callable[[], object]) -> None:
-    """Call ``act()``, and end this process by SIGKILL at a line of librmq, counted from 0, if there are that many."""
+    """Call ``act()``, and end this process by SIGKILL at a line of librmq, counted from 0, if there are that many.
+
+    Lines of threads that begin meanwhile count too.
+    """
     folder, left = os.path.dirname(librmq.__file__), line
 
     def look(frame: FrameType, event: str, _: object) -> Any:
@@ -77,6 +81,8 @@ def killed_at_line(line: int, act: Callable[[], object]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return look
 
+    threading.settrace(look)
     sys.settrace(look)
     act()
     sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
