@@ -17,27 +17,32 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from librmq import consumequeue_entries as stored_entries
 from librmq.consumequeue_entries import (
     BLOCK,
     ENTRY,
     ENTRY_SIZE,
+    EXT_FILE_SIZE,
     HOLE_SIZE,
     PLACE,
     Entries,
+    ExtUnit,
     QueueEntry,
     entry_dtype,
+    is_ext_address,
     places_and_sizes,
 )
-from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
+
+if TYPE_CHECKING:
+    from librmq.consumequeue_ext import ConsumeQueueExt
 
 __all__ = [
     "ENTRY",
@@ -97,6 +102,8 @@ class ConsumeQueue(Closing):
         self.max_physic_offset = self._last_place()
         self.ext = None
         if ext is not None:
+            from librmq.consumequeue_ext import ConsumeQueueExt
+
             folder, file_size, disk, pool = ext
             last = self._tags_code(self.max_offset - 1)
             self.ext = ConsumeQueueExt.open(

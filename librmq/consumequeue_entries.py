@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue
 from librmq.runtime import lazy_numpy as np
@@ -33,6 +32,9 @@ _FILLER: Final = ENTRY.pack(0, 0x7FFFFFFF, 0)
 _FILLER_PLACE: Final = (0, 0x7FFFFFFF)
 HOLE_SIZE: Final = 0x7FFFFFFF
 """Size in an entry that points to no message: filler, or the entry of a message that recovery found lost."""
+EXT_FILE_SIZE: Final = 48 << 20
+"""Length of an extension file in a 4.9 broker's store, in bytes."""
+LAST_EXT_ADDRESS: Final = -(1 << 31) - 1  # anything up to here is an address, anything above a tags code
 BLOCK: Final = 65536  # entries that are read together
 
 Chunks = Iterable[tuple[int, bytes]]
@@ -43,6 +45,24 @@ Chunks = Iterable[tuple[int, bytes]]
 def entry_dtype() -> np.dtype[np.void]:
     """Return the type of an array of entries."""
     return np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+
+
+class ExtUnit(NamedTuple):
+    """The fields of a unit of a queue's extension."""
+
+    tags_code: int
+    """Hash code of the tag."""
+    store_timestamp_ms: int
+    """Store time of the message, in milliseconds since 1970."""
+    bitmap: bytes | None
+    """The groups whose filters select the message; None without one."""
+    size: int
+    """Length of the unit in bytes."""
+
+
+def is_ext_address(tags_code: int) -> bool:
+    """Return whether the ``tags_code`` of an entry is the address of a unit."""
+    return tags_code <= LAST_EXT_ADDRESS
 
 
 class QueueEntry(NamedTuple):

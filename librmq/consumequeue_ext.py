@@ -18,8 +18,9 @@ Mirrors 4.9.4's ``ConsumeQueueExt``.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
+from librmq.consumequeue_entries import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -28,33 +29,11 @@ from librmq.runtime.closing import Closing
 
 __all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address"]
 
-EXT_FILE_SIZE: Final = 48 << 20
-
-LAST_EXT_ADDRESS: Final = -(1 << 31) - 1  # anything up to here is an address, anything above a tags code
-
 _UNIT: Final = struct.Struct(">hqqh")
 _SIZE: Final = struct.Struct(">h")
 _END_MARK: Final = b"\xff\xff"
 _END_ROOM: Final = 4  # bytes at the end of a file that no unit reaches
 _BASE: Final = -(1 << 63)
-
-
-class ExtUnit(NamedTuple):
-    """The fields of a unit."""
-
-    tags_code: int
-    """Hash code of the tag."""
-    store_timestamp_ms: int
-    """Store time of the message, in milliseconds since 1970."""
-    bitmap: bytes | None
-    """The groups whose filters select the message; None without one."""
-    size: int
-    """Length of the unit in bytes."""
-
-
-def is_ext_address(tags_code: int) -> bool:
-    """Return whether the ``tags_code`` of an entry is the address of a unit."""
-    return tags_code <= LAST_EXT_ADDRESS
 
 
 def pack_unit(tags_code: int, store_timestamp_ms: int, bitmap: bytes | None) -> bytes:

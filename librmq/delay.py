@@ -22,7 +22,7 @@ from typing import Annotated, Final
 
 from librmq.config import Between, Config, Seconds, check_now
 from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue_entries import is_ext_address
 from librmq.errors import (
     LASTING,
     CorruptionError,

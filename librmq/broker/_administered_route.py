@@ -84,10 +84,9 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog, counted
-from librmq.scheduling import Schedule
-from librmq.scheduling.schedules import ScheduleRule
 
 if TYPE_CHECKING:
+    from librmq.scheduling import Schedule
     from librmq.store import BrokerTables, MessageStore
 
 _log = EventLog("librmq.broker")
@@ -622,6 +621,8 @@ class AdministeredRoute(Route, Closing):
             MessageIllegalError: Such a message can't be sent.
             MissingExtraError: The extra ``cron`` is missing.
         """
+        from librmq.scheduling.schedules import ScheduleRule
+
         rule = ScheduleRule.of(
             name, topic=topic, cron=cron, timezone=timezone, every=every, missed=missed, body=body,
             properties=properties, until=until,

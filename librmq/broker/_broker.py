@@ -19,15 +19,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final, Self, TypeVar, Unpack
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
-from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
+from librmq.broker._administration import Administration, Handlers, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication
-from librmq.broker._schedules import Schedules
 from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._damage import DamagedMessages
@@ -37,7 +36,6 @@ from librmq.broker.handlers._requests import RequestTable
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
-from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import (
     BrokerError,
     ClientStateError,
@@ -53,8 +51,10 @@ from librmq.message.topics import SystemTopic
 from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
+    ChangeSchedule,
     ChannelClosed,
     CopiedTables,
+    DescribeSchedules,
     Endpoint,
     QueueData,
     Request,
@@ -67,6 +67,9 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
+
+if TYPE_CHECKING:
+    from librmq.broker._schedules import Schedules
 
 R = TypeVar("R")
 _log = EventLog("librmq.broker")
@@ -234,6 +237,8 @@ class Broker(StoreRoute, Endpoint):
         )
         try:
             if store.config.enable_consumequeue_ext:
+                from librmq.consumequeue_ext import check_bitmap
+
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
             context = self._context = BrokerContext(
                 life,
@@ -261,14 +266,30 @@ class Broker(StoreRoute, Endpoint):
             requests = RequestTable(context, replication)
             requests.add_messages(sending, pulling, receives, transactions)
             requests.add_clients()
-            schedules = Schedules(context, sending.put)
-            requests.add_administration(Administration(context), progress, schedules.handlers, deliveries)
+
+            @cache
+            def schedules() -> Schedules:
+                from librmq.broker._schedules import Schedules
+
+                return Schedules(context, sending.put)
+
+            requests.add_administration(
+                Administration(context),
+                progress,
+                Handlers(
+                    {},
+                    {DescribeSchedules: lambda request: schedules().describe(request)},
+                    {ChangeSchedule: lambda request: schedules().change(request)},
+                ),
+                deliveries,
+            )
             self._answers = requests.answers
             if config.replica_of is None:
                 with runner.lock:
                     deliveries.start()
                     receives.start()
-                    schedules.start()
+                    if tables.schedules.rows:
+                        schedules().start()
                     if (SystemTopic.HALF, 0) in store.queues:
                         transactions.prepared()
             context.show_gauges(lambda: replication.replica_count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.broker._context import BrokerContext
 from librmq.broker.long_polling import Arrivals
@@ -18,13 +18,15 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
-from librmq.scheduling.relay import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.scheduling.waiting import destination_of
+from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, destination_of
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
 from librmq.store.format.timerfiles import TimerCheckpoint
+
+if TYPE_CHECKING:
+    from librmq.scheduling.relay import HopProxy
 
 
 def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | None:
@@ -100,6 +102,8 @@ class Deliveries:
             self.arrivals.wake_by_topic[SystemTopic.TIMER] = partial(self._wake, timing)
         self.relay: HopProxy | None = None
         if config.hops:
+            from librmq.scheduling.relay import HopProxy
+
             relaying = context.step("sends on by levels", self._run_relay)
             self.relay = HopProxy(
                 store,
@@ -211,6 +215,8 @@ class Deliveries:
                 delayed.properties[PropertyName.DELAY] = str(level)
                 return delayed, queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
+                from librmq.scheduling.relay import send_at
+
                 return send_at(without_time(message), deliver_ms, queue_id), 0
         if timers is None:
             raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {self._refusal}")

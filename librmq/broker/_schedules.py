@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Final
 
-from librmq.broker._administration import Handlers
 from librmq.broker._context import BrokerContext
 from librmq.errors import LASTING, BrokerError, RmqError
 from librmq.message.ids import parse_host
@@ -44,12 +43,10 @@ class Schedules:
         """Schedules whose first due time since the opening was looked for in its queue."""
         self._states = StateLog(_log, "schedules")
         self._step = context.step("sends what schedules are due", self.run_due)
-        self.handlers = Handlers({}, {DescribeSchedules: self.describe}, {ChangeSchedule: self.change})
 
     def start(self) -> None:
         """Send from now on what is due."""
-        if self._table.rows:
-            self._context.runner.wake(self._step)
+        self._context.runner.wake(self._step)
 
     def describe(self, request: DescribeSchedules) -> tuple[Schedule, ...]:
         """Return the schedules by name."""

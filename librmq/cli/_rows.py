@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from librmq.cli._json_rows import refuse_constant
 from librmq.cli._output import complain, to_json
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue_entries import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage, record

@@ -25,7 +25,7 @@ from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype
-from librmq.consumequeue_ext import LAST_EXT_ADDRESS
+from librmq.consumequeue_entries import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files import Damage, DiskFiles, File, Files, is_folder
 from librmq.files.rolling import file_name

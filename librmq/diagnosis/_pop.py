@@ -61,8 +61,8 @@ from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import ConfigTable, topic_and_group
-from librmq.store.format.directory import CONFIG
-from librmq.store.format.rocksdb import is_database, opened_database, pop_records
+from librmq.store.format.directory import CONFIG, is_database
+from librmq.store.format.rocksdb import opened_database, pop_records
 
 REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
 _CHECK_POINT: Final = "ck"

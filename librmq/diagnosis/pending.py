@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue_entries import is_ext_address
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis._lag_report import QueueLag, lag
 from librmq.diagnosis._pop import PopHolds, pop_holds
@@ -38,10 +38,9 @@ from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling import Schedule
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
-from librmq.scheduling.relay import HOP_GROUP
 from librmq.scheduling.schedules import ScheduleRule
 from librmq.scheduling.timer_slots import waiting_timers
-from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
+from librmq.scheduling.waiting import HOP_GROUP, Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.derivation import derived_tags_code
 from librmq.store.engine.read import offset_at_place

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from librmq.config import StoreConfig
 from librmq.message import MessageQueue, StoredMessage
@@ -23,8 +23,10 @@ from librmq.protocol._client_requests import (
 )
 from librmq.protocol._endpoint import PERM_READ, PERM_WRITE, QueueData
 from librmq.protocol._request import ReadRequest, Request, value
-from librmq.scheduling import Schedule
 from librmq.store.format.documents import LetterIdentity
+
+if TYPE_CHECKING:
+    from librmq.scheduling import Schedule  # noqa: F401 (a request names it in quotes)
 
 __all__ = [
     "MEMBERSHIP", "REPLICA_READS", "ChangeSchedule", "CleanUnusedTopics", "ConnectedClient", "ConsumeDirectly",
@@ -84,7 +86,7 @@ class ChangeSchedule(Request[None]):
 
 
 @value
-class DescribeSchedules(ReadRequest[tuple[Schedule, ...]]):
+class DescribeSchedules(ReadRequest["tuple[Schedule, ...]"]):
     """Return the schedules by name. RocketMQ has no such request."""
 
 

@@ -25,16 +25,12 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
+from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.store import AppendResult, GetStatus, MessageStore
 
 _log = EventLog("librmq.hops")
 
-HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
-"""The consumer group that has the proxy's progress."""
 _SAVE_EVERY_S: Final = 10  # After a crash the log is searched for copies of what was sent on since the last save.
-TARGET_MS: Final = "SCHEDULE_TARGET_MS"
-TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
-TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
 _HOP_PROPERTIES: Final = frozenset(
     (TARGET_MS, TARGET_TOPIC, TARGET_QUEUE_ID, PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID)

@@ -36,11 +36,16 @@ from librmq.message.delays import deliver_time_ms, level_of_queue_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.runtime.locks import Lock
-from librmq.scheduling.relay import TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
+
+HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
+"""The consumer group that has the relay's progress."""
+TARGET_MS: Final = "SCHEDULE_TARGET_MS"
+TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
+TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
 _OF_GROUPS: Final = (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
 PRECISION_MS: Final = 1000

@@ -48,9 +48,8 @@ from librmq.runtime import critical
 from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.directory import has_abort
+from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import OWN_FOLDER, JobNote
-from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import flush_made, settle

@@ -22,8 +22,9 @@ from librmq.message import Message
 from librmq.message.topics import SystemTopic
 from librmq.runtime.runner import ManualRunner, Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.relay import HOP_GROUP, send_at
+from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling.waiting import HOP_GROUP
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 from tests.broker.parties import HOST, Listening, opened, send

@@ -13,8 +13,7 @@ from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.metrics import Metrics
 from librmq.protocol import TOOL_PRODUCERS
 from librmq.runtime.locks import RLock
-from librmq.scheduling.relay import TARGET_TOPIC
-from librmq.scheduling.waiting import sent_to
+from librmq.scheduling.waiting import TARGET_TOPIC, sent_to
 from librmq.store import AppendResult, MessageStore
 
 _PREPARED: Final = PropertyName.TRANSACTION_PREPARED

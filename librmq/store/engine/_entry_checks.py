@@ -25,7 +25,7 @@ from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue_entries import is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.java.lang import java_int
 from librmq.message import StoredMessage, record

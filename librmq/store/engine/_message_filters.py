@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from librmq.clock import Clock
 from librmq.config import wrong_kind
-from librmq.consumequeue_ext import ExtUnit
+from librmq.consumequeue_entries import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Policy, Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
 from librmq.message import StoredMessage

@@ -45,7 +45,7 @@ from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicTy
 from librmq.override import override
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
+from librmq.store.format.directory import CONSUMEQUEUE, has_abort, is_database, tables_database
 from librmq.store.format.documents import (
     OWN_FOLDER,
     SCHEDULES_FILE,
@@ -61,10 +61,10 @@ from librmq.store.format.group_page import (
     take_former_flights,
     take_positions,
 )
-from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
 if TYPE_CHECKING:
     from librmq.filter import BloomFilter, Registrations
+    from librmq.store.format.rocksdb import StoredTable, StoredTables
 
 Rows = dict[Any, Any]
 _log = EventLog("librmq.store")
@@ -116,20 +116,24 @@ class BrokerTables:
         """Why RocksDB, where the broker keeps tables, can't be read, and what to do; None if it was, or has none."""
         stored = self._stored_tables()
         self.topics: ConfigTable = self._table(
-            "topics.json", "topicConfigTable", partial(_check_numbers, _TOPIC_NUMBERS), stored.topics, versioned=True
+            "topics.json",
+            "topicConfigTable",
+            partial(_check_numbers, _TOPIC_NUMBERS),
+            stored and stored.topics,
+            versioned=True,
         )
         """Rows as `topic_row` makes them, by topic."""
         self.groups: ConfigTable = self._table(
             "subscriptionGroup.json",
             "subscriptionGroupTable",
             partial(_check_numbers, _GROUP_NUMBERS),
-            stored.groups,
+            stored and stored.groups,
             versioned=True,
         )
         """Rows as `group_row` makes them, by consumer group."""
         self.database: str | None = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
-        self.offsets: ConfigTable = self._offsets(stored.offsets)
+        self.offsets: ConfigTable = self._offsets(stored and stored.offsets)
         """Queue offsets by queue id, by ``topic@group``; empty where `unknown_progress` says why. They are those of the
         `GroupPage` where that is newer."""
         page = self._page(writable=False)
@@ -150,18 +154,19 @@ class BrokerTables:
         """
         return cls(folder, files or DiskFiles())
 
-    def _stored_tables(self) -> StoredTables:
+    def _stored_tables(self) -> StoredTables | None:
         """Read the tables in RocksDB, if the broker keeps them there."""
-        nothing = StoredTables(None, None, None)
         if not any(
             is_database(os.path.join(self._folder, name), self._files) for name in self._files.names(self._folder)
         ):
-            return nothing
+            return None
+        from librmq.store.format.rocksdb import read_tables
+
         try:
             return read_tables(self._folder, self._files)
         except (MissingExtraError, CorruptionError) as error:
             self.unread = str(error)
-            return nothing
+            return None
 
     def _page(self, *, writable: bool) -> GroupPage | None:
         """Return the page of groups, which is newer than the table of progress; None if the table counts alone."""

@@ -277,11 +277,16 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
     return kind
 
 
+def is_database(folder: str, files: Files) -> bool:
+    """Return whether there is a RocksDB in a folder."""
+    return bool(file_size(files, os.path.join(folder, "CURRENT")))
+
+
 def tables_database(folder: str, files: Files) -> str | None:
     """Return the folder of a RocksDB in a ``config`` folder that has progress of groups, None without one."""
     for name in files.names(folder):
         path = os.path.join(folder, name)
-        if name not in ("topics", "subscriptionGroups") and file_size(files, os.path.join(path, "CURRENT")):
+        if name not in ("topics", "subscriptionGroups") and is_database(path, files):
             return path
     return None
 

@@ -38,8 +38,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
-from librmq.files import Files, file_size
+from librmq.files import Files
 from librmq.java import json as java_json
+from librmq.store.format.directory import is_database
 
 if TYPE_CHECKING:
     from rocksdict import Rdict
@@ -79,11 +80,6 @@ class Database:
             yield from database.items()
         except Exception as error:
             raise _damage(self.folder, error) from error
-
-
-def is_database(folder: str, files: Files) -> bool:
-    """Return whether there is a database in a folder."""
-    return bool(file_size(files, os.path.join(folder, "CURRENT")))
 
 
 @contextmanager

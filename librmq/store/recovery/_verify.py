@@ -40,10 +40,10 @@ from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.directory import has_abort
+from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
-from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
+from librmq.store.format.rocksdb import StoredEntry, queue_entries
 from librmq.store.recovery._condition import condition_of, cut_before_records
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._unclean_queues import Scope
