@@ -85,4 +85,4 @@ def killed_at_line(line: int, act: Callable[[], object]) -> None:
     sys.settrace(look)
     act()
     sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
+    threading.settrace(None)
