@@ -111,6 +111,36 @@ class _Consumption:
 
 _consumption: ContextVar[_Consumption | None] = ContextVar("librmq_guarded_message", default=None)
 
+
+class _Resumed:
+    """What is awaited, which knows what it consumes while it runs, and not while it waits.
+
+    Others run in the same context meanwhile, and the garbage collector can end it within one of them.
+    """
+
+    def __init__(self, pending: Awaitable[Any], consumption: _Consumption) -> None:
+        self._pending = pending
+        self._consumption = consumption
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._pending.__await__()
+        resume: Callable[[], Any] = partial(next, steps)
+        while True:
+            token = _consumption.set(self._consumption)
+            try:
+                awaited = resume()
+            except StopIteration as end:
+                return end.value
+            finally:
+                _consumption.reset(token)
+            try:
+                value = yield awaited
+            except BaseException as error:
+                resume = partial(steps.throw, error)
+            else:
+                resume = partial(next, steps) if value is None else partial(steps.send, value)
+
+
 _OUTCOMES: Final = {
     "duplicates": "skip",
     "busy": "wait",
@@ -419,11 +449,9 @@ class DedupListener:
         return self._await_listener(result, consumption) if _is_pending(result) else result
 
     async def _await_listener(self, pending: Awaitable[Any], consumption: _Consumption) -> object:
-        token = _consumption.set(consumption)
         try:
-            return await pending
+            return await _Resumed(pending, consumption)
         finally:
-            _consumption.reset(token)
             if self._renews and self.store.blocking:
                 await asyncio.shield(asyncio.to_thread(self._note_end, consumption))
             else:

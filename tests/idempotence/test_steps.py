@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import pytest
@@ -215,3 +216,50 @@ def test_a_message_without_a_key_has_no_records() -> None:
     shop.guard(delivery())
     assert len(shop.effects) == 2 * len(STEPS)
     assert shop.guard.counts == DedupCounts()
+
+
+class Pause:
+    """What a coroutine waits for until it is resumed."""
+
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+def paused() -> tuple[DedupListener, Callable[[], Coroutine[None, None, None]]]:
+    """Return a guard, and what makes a coroutine of its listener, which has one step after a pause."""
+
+    async def consume(message: Delivery) -> None:
+        await Pause()
+        async with guard.step("charge") as first:
+            assert first
+
+    guard = DedupListener(consume, MemoryDedupStore(), group="paused", clock=ManualClock())
+    return guard, lambda: guard(delivery(next(_messages)))
+
+
+def test_coroutines_in_turns_have_steps_of_their_own() -> None:
+    """They have no tasks, and so one context."""
+    _, begin = paused()
+    coroutines = [begin(), begin()]
+    for coroutine in coroutines:
+        coroutine.send(None)
+    for coroutine in coroutines:
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+
+
+def test_the_end_of_a_forgotten_coroutine_leaves_a_listener_its_steps() -> None:
+    """The garbage collector ends it at any line of another listener."""
+    _, begin = paused()
+    forgotten = begin()
+    forgotten.send(None)
+
+    def consume(message: Delivery) -> None:
+        with guard.step("charge") as first:
+            assert first
+            forgotten.close()
+        with guard.step("ship") as first:
+            assert first
+
+    guard = DedupListener(consume, MemoryDedupStore(), group="shop", clock=ManualClock())
+    guard(delivery(next(_messages)))
