@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.client import Operation
-from librmq.client.operations import Ended, add_watcher, observe_kept
+from librmq.client.operations import Ended, Kind, add_watchers, observe_kept
 from librmq.clock import moves_by_itself
 from librmq.consumer import DeliveredMessage
 from librmq.errors import BrokerError, MissingExtraError
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Instrumentor", "instrument"]
 
-_TYPES: Final[Mapping[str, str | None]] = {
+_TYPES: Final[Mapping[Kind, str | None]] = {
     "send": "send",
     "reply": "send",
     "receive": "receive",
@@ -83,7 +83,7 @@ def instrument(
         ConfigError: The target is none of these.
     """
     spans = _Spans(tracer_provider, parents)
-    stop_watching = add_watcher(target, spans.watch, _Spans)
+    stop_watching = add_watchers(target, dict.fromkeys(_TYPES, spans.watch), _Spans)
     stop_keeping = observe_kept(spans.add_context, target)
 
     def end() -> None:
@@ -261,7 +261,7 @@ class _Spans:
 
     def watch(self, operation: Operation) -> Ended | None:
         """Begin the span of an operation; a receive gets its span at its end, because it may receive nothing."""
-        if operation.kind not in _TYPES or not self.is_active():
+        if not self.is_active():
             return None
         if operation.kind == "receive":
             return self._begin_receive(operation)

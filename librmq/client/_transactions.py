@@ -269,8 +269,8 @@ class TransactionProducer(Producer):
         half = self._prepare(message, None, {})
         half.properties[PropertyName.TRANSACTION_PREPARED] = "true"
         half.properties[PropertyName.PRODUCER_GROUP] = self.group
-        with self._watched(partial(self._operation, "send", (half,))) as send:
-            return half, send.returns(self.sender.send(half, self._timeout_ms, watchers=self.watchers))
+        with self._watched("send", partial(self._operation, messages=(half,))) as send:
+            return half, send.returns(self.sender.send(half, self._timeout_ms, watchers=self.watchers.get("try", ())))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
@@ -292,17 +292,16 @@ class TransactionProducer(Producer):
             self._runner.point(f"end transaction {request.state.name}")
         operation = partial(
             Operation,
-            _KINDS[request.state],
-            self.client,
-            self.group,
-            topic,
-            (half,),
+            client=self.client,
+            group=self.group,
+            topic=topic,
+            messages=(half,),
             broker_name=broker_name,
             offset_id=offset_id,
             is_check=request.from_check,
         )
         try:
-            with self._watched(operation):
+            with self._watched(_KINDS[request.state], operation):
                 if is_decided:
                     self._routes.endpoint(broker_name).call(request)
         except ClientError as error:

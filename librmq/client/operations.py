@@ -22,8 +22,9 @@ with the result or the error. Without watchers a send asks once whether there ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
 from librmq.config import check_arguments, check_kind
@@ -47,8 +48,7 @@ Moment = Literal[
     "take", "release", "reset", "hand_out", "settle", "give_up",
 ]  # fmt: skip
 Kind = Act | Moment
-_ACTS: Final = get_args(Act)
-_COUNTERS: Final = {
+_COUNTERS: Final[Mapping[Kind, str]] = {
     "pull": "pulls",
     "throttle": "flow_controls",
     "rest": "rests",
@@ -81,6 +81,10 @@ class Operation(NamedTuple):
     """What is sent, processed or acknowledged. The properties of a `Message` may be added to."""
     queue: MessageQueue | None = None
     """The queue, if it is known at the beginning."""
+    result: str = ""
+    """The result of a moment."""
+    number: int = 1
+    """How many messages or events it is."""
     broker_name: str | None = None
     """The broker of an outcome or of the end of a transaction."""
     attempt: int = 0
@@ -101,10 +105,6 @@ class Operation(NamedTuple):
     """The broker's id of the half message."""
     is_check: bool = False
     """Whether the transaction ends by a check."""
-    result: str = ""
-    """The result of a moment."""
-    number: int = 1
-    """How many messages or events it is."""
 
     @property
     def message(self) -> Message | StoredMessage:
@@ -116,6 +116,8 @@ Ended = Callable[[Any, Any], object]
 """Called at the end of an operation with its result or its error."""
 Watcher = Callable[[Operation], Ended | None]
 """Called when an operation begins, in the context of its caller. Its exception fails the operation."""
+Watchers = Mapping[Kind, Watcher]
+"""The watchers of each kind of operation."""
 
 
 def begin(watchers: Iterable[Watcher], operation: Operation) -> list[Ended]:
@@ -153,10 +155,6 @@ class _UnderWay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.end(self._result if error is None else None, error)
 
-    def __bool__(self) -> bool:
-        """Whether a watcher waits for its end."""
-        return bool(self._watching)
-
     def end(self, result: object, error: BaseException | None) -> None:
         """Tell the end, without a block."""
         end(self._watching, result, error)
@@ -167,13 +165,13 @@ class Watched:
 
     client: WatchedClient
     group: str
-    watchers: tuple[Watcher, ...] = ()
-    """Those of its own, and then those of `watch`."""
-    _own_watchers: tuple[Watcher, ...] = ()
+    watchers: Mapping[Kind, tuple[Watcher, ...]] = MappingProxyType({})
+    """Of each kind that is watched, its own watchers and then those of `watch`."""
+    _own_watchers: tuple[Watchers, ...] = ()
 
     def _watch_by(
         self,
-        *own: Watcher | None,
+        *own: Watchers | None,
         kind: Kind = "process",
         hooks: Iterable[Watcher] = (),
         metrics: Metrics | None = None,
@@ -187,15 +185,16 @@ class Watched:
         for hook in hooks:
             check_arguments("hooks: the function", hook, "an Operation")
         check_kind("metrics", metrics, Metrics)
-        watchers = *own, *(_only(kind, hook) for hook in hooks), _counting(outside(metrics))
+        watchers = *own, *({kind: hook} for hook in hooks), _counting(outside(metrics))
         with _lock:
-            self._own_watchers += tuple(watcher for watcher in watchers if watcher is not None)
+            self._own_watchers += tuple(filter(None, watchers))
             _all_watched.add(self)
             _update(self)
 
-    def _watched(self, operation: Callable[[], Operation]) -> _UnderWay:
-        """Return a block that is the operation, whose result `returns` notes."""
-        return _UnderWay(begin(self.watchers, operation()) if self.watchers else ())
+    def _watched(self, kind: Kind, operation: Callable[[Kind], Operation]) -> _UnderWay:
+        """Return a block that is the operation of this kind, whose result `returns` notes."""
+        watchers = self.watchers.get(kind)
+        return _UnderWay(begin(watchers, operation(kind)) if watchers else ())
 
     def _note(
         self,
@@ -208,11 +207,11 @@ class Watched:
         messages: Sequence[StoredMessage] = (),
     ) -> None:
         """Tell watchers of a moment."""
-        if self.watchers and number:
-            moment = Operation(
-                kind, self.client, self.group, topic, messages, queue=queue, result=result, number=number
-            )
-            begin(self.watchers, moment)
+        watchers = self.watchers.get(kind)
+        if watchers and number:
+            moment = Operation(kind, self.client, self.group, topic, messages, queue, result, number)
+            for watcher in watchers:
+                watcher(moment)
 
 
 # ---- who watches
@@ -220,7 +219,7 @@ class Watched:
 
 class _Entry(NamedTuple):
     target: weakref.ref[object] | None
-    watcher: Watcher
+    watchers: Watchers
     key: object
 
 
@@ -230,17 +229,21 @@ _entries: Final[list[_Entry]] = []
 
 
 def _update(member: Watched) -> None:
-    by_key: dict[object, Watcher] = {}
-    for target, watcher, key in _entries:
+    by_key: dict[object, Watchers] = {}
+    for target, watchers, key in _entries:
         if target is None or target() in (member.client, member.client.runner):
             by_key.pop(key, None)
-            by_key[key] = watcher
-    member.watchers = (*member._own_watchers, *by_key.values())
+            by_key[key] = watchers
+    by_kind: dict[Kind, tuple[Watcher, ...]] = {}
+    for watchers in (*member._own_watchers, *by_key.values()):
+        for kind, watcher in watchers.items():
+            by_kind[kind] = *by_kind.get(kind, ()), watcher
+    member.watchers = by_kind
 
 
-def add_watcher(target: object, watcher: Watcher, key: object) -> Callable[[], None]:
-    """Let a function watch like `watch`, under locks too. Of several with one key a client has the latest."""
-    entry = _Entry(_reference(target), watcher, key)
+def add_watchers(target: object, watchers: Watchers, key: object) -> Callable[[], None]:
+    """Let functions watch like that of `watch`, under locks too. Of several with one key a client has the latest."""
+    entry = _Entry(_reference(target), watchers, key)
 
     def change(*entries: _Entry) -> None:
         with _lock:
@@ -273,13 +276,11 @@ def watch(target: object, watcher: Watcher) -> Callable[[], None]:
     """
     check_arguments("watch: the function", watcher, "an Operation")
 
-    def in_caller(operation: Operation) -> Ended | None:
-        if operation.kind not in _ACTS:  # it can come under a lock
-            call_outside(partial(watcher, operation))
-            return None
-        return watcher(operation)
+    def later(operation: Operation) -> None:
+        call_outside(partial(watcher, operation))  # a moment can come under a lock
 
-    return add_watcher(target, in_caller, in_caller)
+    watchers: Watchers = {**dict.fromkeys(get_args(Act), watcher), **dict.fromkeys(get_args(Moment), later)}
+    return add_watchers(target, watchers, later)
 
 
 def _reference(target: object) -> weakref.ref[object] | None:
@@ -294,41 +295,37 @@ def _reference(target: object) -> weakref.ref[object] | None:
     raise ConfigError(f"expected a producer, a consumer, a Client, a route or None, found {target!r:.80}")
 
 
-def _only(kind: Kind, watcher: Watcher) -> Watcher:
-    """Return a watcher of one kind of operations."""
-    return lambda operation: watcher(operation) if operation.kind == kind else None
-
-
-def _counting(metrics: Metrics | None) -> Watcher | None:
-    """Return a watcher that counts what clients do."""
+def _counting(metrics: Metrics | None) -> Watchers | None:
+    """Return watchers that count what clients do."""
     if metrics is None:
         return None
     count = metrics.count
 
-    def begins(operation: Operation) -> Ended | None:
-        kind, client, group, topic = operation.kind, operation.client, operation.group, operation.topic or ""
-        if (name := _COUNTERS.get(kind)) is not None:
-            values = topic, group, operation.result
-            count(name, operation.number, **dict(zip(METRICS[name].labels, values, strict=False)))
-        elif kind == "try":
-            if operation.attempt:
-                count("send_retries", topic=topic)
-            begin_ms = client.runner.now_ms()
+    def count_moment(moment: Operation) -> None:
+        name = _COUNTERS[moment.kind]
+        values = moment.topic or "", moment.group, moment.result
+        count(name, moment.number, **dict(zip(METRICS[name].labels, values, strict=False)))
 
-            def tried(result: Any, error: BaseException | None) -> None:  # noqa: ANN401 (the result of a send)
-                if result is not None or error is not None:
-                    count("sends", topic=topic, status="ERROR" if result is None else result.status.value)
-                    count("send_bytes", operation.size, topic=topic)
-                    count("send_seconds", (client.runner.now_ms() - begin_ms) / 1000, topic=topic)
+    def count_try(operation: Operation) -> Ended:
+        topic, now_ms = operation.topic or "", operation.client.runner.now_ms
+        if operation.attempt:
+            count("send_retries", topic=topic)
+        begin_ms = now_ms()
 
-            return tried
-        elif kind == "process":
-            clock = client.runner.clock
-            begin_s = clock.monotonic()
-            return lambda result, error: count("consume_seconds", clock.monotonic() - begin_s, topic=topic, group=group)
-        return None
+        def tried(result: Any, error: BaseException | None) -> None:  # noqa: ANN401 (the result of a send)
+            if result is not None or error is not None:
+                count("sends", topic=topic, status="ERROR" if result is None else result.status.value)
+                count("send_bytes", operation.size, topic=topic)
+                count("send_seconds", (now_ms() - begin_ms) / 1000, topic=topic)
 
-    return begins
+        return tried
+
+    def count_call(call: Operation) -> Ended:
+        now, labels = call.client.runner.clock.monotonic, {"topic": call.topic or "", "group": call.group}
+        begin_s = now()
+        return lambda result, error: count("consume_seconds", now() - begin_s, **labels)
+
+    return {"try": count_try, "process": count_call, **dict.fromkeys(_COUNTERS, count_moment)}
 
 
 # ---- messages that are kept for a later send

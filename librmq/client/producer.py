@@ -116,7 +116,7 @@ class Producer(Member):
             from librmq.client.traces import TraceWriter, trace_topic
 
             self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "PRODUCE")
-        traces = None if self.traces is None else self.traces.watch
+        traces = None if self.traces is None else self.traces.watchers
         self._watch_by(traces, kind="try", hooks=(hooks := tuple(hooks)), metrics=metrics)
         self._may_wait = bool(traces or hooks)
         self._given_watchers = self._own_watchers
@@ -159,7 +159,7 @@ class Producer(Member):
             self._routes.default_topic_queues = config.default_topic_queues
             latencies = self.sender.latencies
             self._own_watchers = self._given_watchers
-            self._watch_by(None if latencies is None else latencies.watch)
+            self._watch_by(None if latencies is None else {"try": latencies.watch})
 
     # ------------------------------------------------------------------------------------------------------------ life
 
@@ -246,7 +246,7 @@ class Producer(Member):
         prepared = self._prepare(message, body, fields, begin_ms)
         if queue is None and selector is None and not self.watchers:
             return self.sender.send(prepared, timeout_ms, begin_ms=begin_ms)
-        with self._watched(partial(self._operation, "send", (prepared,))) as send:
+        with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
             return send.returns(self._send_prepared(prepared, queue, selector, arg, timeout_ms))
 
     def _send_prepared(
@@ -262,9 +262,9 @@ class Producer(Member):
             if not self._life.is_running:
                 self._start_or_refuse()
             choose = partial(self._routes.selected, prepared, selector, arg, "another")
-            return self.sender.send(prepared, timeout_ms, choose=choose, watchers=self.watchers)
+            return self.sender.send(prepared, timeout_ms, choose=choose, watchers=self.watchers.get("try", ()))
         chosen = self._chosen_queue(prepared, queue, selector, arg)
-        return self.sender.send(prepared, timeout_ms, queue=chosen, watchers=self.watchers)
+        return self.sender.send(prepared, timeout_ms, queue=chosen, watchers=self.watchers.get("try", ()))
 
     def _chosen_queue(
         self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
@@ -291,9 +291,11 @@ class Producer(Member):
             raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
-        with self._watched(partial(self._operation, "send", batch, is_batch=True)) as send:
+        with self._watched("send", partial(self._operation, messages=batch, is_batch=True)) as send:
             bound = None if queue is None else self._routes.named_queue(batch[0].topic, queue)
-            sent = self.sender.send(batch[0], self._timeout_ms, batch, queue=bound, watchers=self.watchers)
+            sent = self.sender.send(
+                batch[0], self._timeout_ms, batch, queue=bound, watchers=self.watchers.get("try", ())
+            )
             return send.returns(sent)
 
     def send_oneway(
@@ -315,9 +317,9 @@ class Producer(Member):
         if target is None:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            with self._watched(partial(self._operation, "send", (prepared,))) as send:
+            with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
                 sent = self.sender.send(
-                    prepared, self._timeout_ms, queue=target, is_one_way=True, watchers=self.watchers
+                    prepared, self._timeout_ms, queue=target, is_one_way=True, watchers=self.watchers.get("try", ())
                 )
                 send.returns(sent)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
@@ -348,8 +350,10 @@ class Producer(Member):
         if queue is None and selector is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            with self._watched(partial(self._operation, "send", (prepared,))) as send:
-                sent = self.sender.send_async(prepared, timeout_ms, self.watchers, may_wait=self._may_wait)
+            with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
+                sent = self.sender.send_async(
+                    prepared, timeout_ms, self.watchers.get("try", ()), may_wait=self._may_wait
+                )
                 return send.returns(await sent)
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
@@ -436,7 +440,7 @@ class Producer(Member):
         self._start_or_refuse()
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         broker_name = getattr(request, "broker_name", None)
-        with self._watched(partial(self._operation, "reply", (prepared,))) as send:
+        with self._watched("reply", partial(self._operation, messages=(prepared,))) as send:
             return send.returns(reply(self.client, self.group, prepared, broker_name, timeout_ms))
 
     def cancel(self, receipt: SentMessage) -> CancelResult:

@@ -200,7 +200,7 @@ class BrokerLatencies:
     def watch(self, operation: Operation) -> Ended | None:
         """Record the latency of each try of a send."""
         queue = operation.queue
-        if operation.kind != "try" or queue is None:
+        if queue is None:
             return None
         begin_ms = self._now_ms()
 

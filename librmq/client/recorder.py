@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from librmq.client.client import Member
-from librmq.client.operations import Operation
+from librmq.client.operations import Operation, Watchers
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
@@ -426,7 +426,7 @@ class Recorder:
         if name and self._named.setdefault(name, client_id) != client_id:
             name = client_id
         consumer.recorder = ConsumerRecorder(self, name or process, consumer)
-        consumer._watch_by(consumer.recorder.watch)
+        consumer._watch_by(consumer.recorder.watchers)
 
     def joined(self, consumer: Member) -> None:
         """Record a group, once."""
@@ -466,32 +466,48 @@ class ConsumerRecorder:
         """The process of its events."""
         self._group = consumer.group
         self._consumer = consumer
-        self._handed_out: Sequence[StoredMessage] = ()
+        self._polled: Sequence[StoredMessage] = ()
 
-    def watch(self, operation: Operation) -> None:
-        """Record the queues that the consumer reads, and what becomes of their messages."""
-        recorder, kind, queue = self._recorder, operation.kind, operation.queue
-        messages = cast("Sequence[StoredMessage]", operation.messages)
-        if kind == "settle":
-            if not messages:
-                messages, self._handed_out = self._handed_out, ()
-            for message in messages:
-                if operation.result == "open":
-                    recorder.returned(message)
-                else:
-                    recorder.ended(message, operation.result)
-        elif kind == "give_up":
-            recorder.dead_letter(self._group, id_of(messages[0]))
-        elif kind == "reset":
-            recorder.reset(self._group, operation.topic or "")
-        elif queue is not None and kind in ("process", "hand_out"):
-            if kind == "hand_out":
-                self._handed_out = *self._handed_out, *messages
-            recorder.delivered(self.process, self._group, queue, messages, calls_listener=kind == "process")
-        elif queue is not None and kind == "take":
-            recorder.joined(self._consumer)
-            if operation.result == "moved" and not recorder.has_committed(self._group, queue):
-                recorder.reset(self._group, queue.topic)
-            recorder.assigned("assign", self.process, self._group, queue)
-        elif queue is not None and kind == "release":
-            recorder.assigned("revoke", self.process, self._group, queue)
+    @property
+    def watchers(self) -> Watchers:
+        """What records the queues that the consumer reads, and what becomes of their messages."""
+        return {
+            "take": self._take,
+            "release": lambda moment: self._assign("revoke", moment),
+            "reset": lambda moment: self._recorder.reset(self._group, moment.topic or ""),
+            "hand_out": self._hand_out,
+            "settle": self._settle,
+            "give_up": lambda moment: self._recorder.dead_letter(self._group, id_of(_messages(moment)[0])),
+        }
+
+    def _take(self, moment: Operation) -> None:
+        recorder = self._recorder
+        recorder.joined(self._consumer)
+        if moment.result == "moved" and moment.queue and not recorder.has_committed(self._group, moment.queue):
+            recorder.reset(self._group, moment.queue.topic)
+        self._assign("assign", moment)
+
+    def _assign(self, name: Literal["assign", "revoke"], moment: Operation) -> None:
+        if moment.queue is not None:
+            self._recorder.assigned(name, self.process, self._group, moment.queue)
+
+    def _hand_out(self, moment: Operation) -> None:
+        messages, is_call = _messages(moment), moment.result == "listener"
+        if moment.queue is not None:
+            self._recorder.delivered(self.process, self._group, moment.queue, messages, calls_listener=is_call)
+        if not is_call:
+            self._polled = *self._polled, *messages
+
+    def _settle(self, moment: Operation) -> None:
+        messages, outcome = _messages(moment), moment.result
+        if not messages:
+            messages, self._polled = self._polled, ()
+        for message in messages:
+            if outcome == "open":
+                self._recorder.returned(message)
+            else:
+                self._recorder.ended(message, outcome)
+
+
+def _messages(moment: Operation) -> Sequence[StoredMessage]:
+    return cast("Sequence[StoredMessage]", moment.messages)

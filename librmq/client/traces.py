@@ -19,7 +19,7 @@ from typing import Final, cast
 
 from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle
-from librmq.client.operations import Ended, Operation
+from librmq.client.operations import Ended, Kind, Operation, Watchers
 from librmq.client.sender import ProducerConfig, Sender, SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
@@ -46,7 +46,7 @@ SEND_TIMEOUT_MS: Final = 5_000
 CLOSE_MS: Final = 500
 """Time to store what waits at the shutdown."""
 
-_STATES: Final[Mapping[str, str]] = {
+_STATES: Final[Mapping[Kind, str]] = {
     "commit": "COMMIT_MESSAGE",
     "rollback": "ROLLBACK_MESSAGE",
     "undecided": "UNKNOW",  # as in Java
@@ -125,7 +125,12 @@ class TraceWriter:
 
     # ---- records
 
-    def watch(self, operation: Operation) -> Ended | None:
+    @property
+    def watchers(self) -> Watchers:
+        """What records operations."""
+        return dict.fromkeys(("try", "process", *_STATES), self._begin)
+
+    def _begin(self, operation: Operation) -> Ended | None:
         """Record a try of a send, the call of a listener, or the end of a transaction; not those about traces."""
         topic, queue = operation.topic, operation.queue
         if self.topic in (topic, None if queue is None else queue.topic):

@@ -408,9 +408,10 @@ class ConcurrentDelivery:
             self._end_run(call)
         consumed, error = outcome(call.listener, len(messages), result, error)
         if self._instance.watchers:
-            for ended, settled in ((messages[:consumed], "ok"), (messages[consumed:], "retry")):
-                if ended:
-                    self._instance._note("settle", assigned.queue.topic, settled, messages=ended)
+            if consumed:
+                self._instance._note("settle", assigned.queue.topic, "ok", messages=messages[:consumed])
+            if consumed < len(messages):
+                self._instance._note("settle", assigned.queue.topic, "retry", messages=messages[consumed:])
         # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
         # retry from here would count as that reader's.
         if messages and not assigned.released:
@@ -436,7 +437,7 @@ class ConcurrentDelivery:
             self._ended_calls, self._count_began = 0, now
             # By hand, and in a history, each call is a turn of its own.
             is_by_hand = not moves_by_itself(self._runner.clock)
-            self.is_fast = now - began < RUN_S and not is_by_hand and self._instance.recorder is None
+            self.is_fast = now - began < RUN_S and not is_by_hand and "settle" not in self._instance.watchers
 
     def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
         """Return the listener of all messages of a queue, None if it can't have a run of them."""

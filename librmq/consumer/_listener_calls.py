@@ -72,7 +72,11 @@ class DeliveryCall(Work):
         outer = calls.by_thread.get(thread)
         calls.by_thread[thread] = self
         try:
-            watched = partial(calls.call_watched, self.listener, self.assigned) if instance.watchers else None
+            if not instance.watchers:
+                return self.call_listener(None)
+            instance._note("hand_out", result="listener", queue=self.assigned.queue, messages=self.messages)
+            is_watched = "process" in instance.watchers
+            watched = partial(calls.call_watched, self.listener, self.assigned) if is_watched else None
             return self.call_listener(watched)
         finally:
             if outer is None:
@@ -238,38 +242,35 @@ class ListenerCalls:
         result, end = context.run(self._call_in_context, listener, assigned, messages)
         if inspect.iscoroutine(result):
             changes = [(variable, value) for variable, value in context.items() if before.get(variable) is not value]
-            # A coroutine that wraps nothing would leave it never awaited if its process dies before it begins.
-            return result if end is None and not changes else _after(result, end, changes)
-        if end is not None:
-            end(result, None)
+            return _after(result, end, changes)
+        end(result, None)
         return result
 
     def _call_in_context(
         self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
-    ) -> tuple[object, Callable[[object, Exception | None], None] | None]:
+    ) -> tuple[object, Callable[[object, Exception | None], None]]:
         """Begin the operation and call the listener; return its result, and what is to be called at the end."""
         instance = self.instance
         operation = partial(
             Operation,
-            "process",
-            instance.client,
-            instance.group,
-            messages[0].topic,
-            tuple(messages),
-            assigned.queue,
+            client=instance.client,
+            group=instance.group,
+            topic=messages[0].topic,
+            messages=tuple(messages),
+            queue=assigned.queue,
             is_batch=listener.as_list,
             listener=listener,
             outcome=partial(outcome, listener, len(messages)),
             model="clustering" if instance.config.model is MessageModel.CLUSTERING else "broadcasting",
             max_times=instance.max_redeliveries,
         )
-        call = instance._watched(operation)
+        call = instance._watched("process", operation)
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
             call.end(None, error)
             raise
-        return result, call.end if call else None
+        return result, call.end
 
     # ---- for diagnosis
 
@@ -312,7 +313,7 @@ def _depth(top: FrameType, end: FrameType) -> int:
 
 async def _after(
     result: Awaitable[object],
-    end: Callable[[object, Exception | None], None] | None,
+    end: Callable[[object, Exception | None], None],
     changes: list[tuple[ContextVar[Any], Any]],
 ) -> object:
     """Await a listener in the context that its watchers have made."""
@@ -321,11 +322,9 @@ async def _after(
     try:
         value = await result
     except Exception as error:
-        if end is not None:
-            end(None, error)
+        end(None, error)
         raise
-    if end is not None:
-        end(value, None)
+    end(value, None)
     return value
 
 

@@ -413,8 +413,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             timeout_s = lambda: self.config.consume_timeout  # noqa: E731
             self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "CONSUME", timeout_s)
         self._watch_by(
-            None if before_last_attempt is None else partial(_note_last_attempts, before_last_attempt),
-            None if self.traces is None else self.traces.watch,
+            None if before_last_attempt is None else {"process": partial(_note_last_attempts, before_last_attempt)},
+            None if self.traces is None else self.traces.watchers,
             hooks=hooks,
             metrics=metrics,
         )
@@ -795,7 +795,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
 
 def _note_last_attempts(before_last_attempt: Callable[[DeliveredMessage], object], operation: Operation) -> None:
-    if operation.kind == "process" and operation.max_times is not None:
+    if operation.max_times is not None:
         for message in cast("Sequence[DeliveredMessage]", operation.messages):
             if message.reconsume_times >= operation.max_times:
                 before_last_attempt(message)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from librmq.client import Client, Operation
 from librmq.client.client import LifeCycle, Member, client_of
+from librmq.client.operations import Kind
 from librmq.clock import wait_async
 from librmq.config import to_seconds, wrong_kind
 from librmq.consumer._listeners import (
@@ -343,11 +344,11 @@ class SimpleConsumer(Member):
         """
         if not self.watchers:
             return self._receive(max_messages, invisible, wait)
-        with self._watched(self._operation) as receive:
+        with self._watched("receive", self._operation) as receive:
             return receive.returns(self._receive(max_messages, invisible, wait))
 
-    def _operation(self, topic: str | None = None) -> Operation:
-        return Operation("receive", self.client, self.group, topic, is_batch=True, model="clustering")
+    def _operation(self, kind: Kind, topic: str | None = None) -> Operation:
+        return Operation(kind, self.client, self.group, topic, is_batch=True, model="clustering")
 
     def _receive(
         self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
@@ -374,7 +375,7 @@ class SimpleConsumer(Member):
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
-        with self._watched(self._operation) as receive:
+        with self._watched("receive", self._operation) as receive:
             return receive.returns(await self._receive_async(max_messages, invisible, wait))
 
     async def _receive_async(
@@ -420,7 +421,7 @@ class SimpleConsumer(Member):
             ClientStateError: The consumer is not running, or has no subscription of the topic.
             NoRouteError: There is no such topic.
         """
-        with self._watched(partial(self._operation, topic)) as receive:
+        with self._watched("receive", partial(self._operation, topic=topic)) as receive:
             return receive.returns(self._receive_or_notify(topic, max_messages, notify, invisible, acknowledge))
 
     def _receive_or_notify(
@@ -696,15 +697,14 @@ class SimpleConsumer(Member):
             return self.client.route.endpoint(first.broker_name).call(request)
         operation = partial(
             Operation,
-            kind,
-            self.client,
-            self.group,
-            first.topic,
-            messages,
+            client=self.client,
+            group=self.group,
+            topic=first.topic,
+            messages=messages,
             broker_name=first.broker_name,
             is_batch=len(messages) > 1,
         )
-        with self._watched(operation) as outcome:
+        with self._watched(kind, operation) as outcome:
             return outcome.returns(self.client.route.endpoint(first.broker_name).call(request))
 
     async def ack_async(self, *messages: ReceivedMessage, durable: bool = False) -> None:

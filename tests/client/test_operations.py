@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from librmq import Broker, TransactionProducer, TransactionState
 from librmq.client import Operation, Producer, watch
-from librmq.client.operations import Ended, Watcher
+from librmq.client.operations import Ended, Kind, Watcher
 from librmq.consumer import SimpleConsumer
 from librmq.errors import ConfigError
 from librmq.message import Message
@@ -56,7 +57,7 @@ def test_all_that_a_message_goes_through(rmq: Kit) -> None:
     del seen[:]
     rmq.producer().send("orders", "one")
     rmq.advance(seconds=30)
-    assert [entry for entry in seen if entry[0] not in ("pull", "rebalance")] == [
+    assert [entry for entry in seen if entry[0] not in ("pull", "rebalance", "hand_out")] == [
         ("send", "orders", ""),
         ("try", "orders", ""),
         ("try", "orders", "+"),
@@ -133,15 +134,15 @@ def test_moments_come_when_no_lock_is_held(rmq: Kit) -> None:
 def test_a_send_asks_once_who_watches() -> None:
     class Asked(Producer):
         asked = 0
-        kept: tuple[Watcher, ...] = ()
+        kept: Mapping[Kind, tuple[Watcher, ...]] = MappingProxyType({})
 
         @property
-        def watchers(self) -> tuple[Watcher, ...]:
+        def watchers(self) -> Mapping[Kind, tuple[Watcher, ...]]:
             self.asked += 1
             return self.kept
 
         @watchers.setter
-        def watchers(self, watchers: tuple[Watcher, ...]) -> None:
+        def watchers(self, watchers: Mapping[Kind, tuple[Watcher, ...]]) -> None:
             self.kept = watchers
 
     with Broker.temporary() as broker, Asked(broker, "shop") as producer:

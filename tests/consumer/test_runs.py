@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker
-from librmq.client import Operation, watch
+from librmq.client import Operation
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.consumer import DeliveredMessage, PushConsumer
@@ -193,13 +193,11 @@ def test_ctrl_c_at_the_begin_of_a_run_blocks_no_message(
 
 def test_a_run_with_hooks_calls_them_for_each_message(party: Party) -> None:
     hooked: list[int] = []
-    consumer = party.start(lambda message: None)
 
     def hook(operation: Operation) -> None:
-        if operation.kind == "process":
-            hooked.extend(int(message.body) for message in operation.messages)
+        hooked.extend(int(message.body) for message in operation.messages)
 
-    watch(consumer, hook)
+    party.start(lambda message: None, hooks=[hook])
     party.runner.advance(1000)
     assert (party.seen, hooked, party.progress) == (list(range(10)), list(range(10)), 10)
 
