@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._transactions import BrokerTransactions
@@ -56,8 +56,10 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
-from librmq.scheduling.timer import Timers
 from librmq.store.retention import Unread, UnreadInFile
+
+if TYPE_CHECKING:
+    from librmq.scheduling.timer import Timers
 
 _MAX_RESULTS: Final = 64
 _MOST_UNKNOWN: Final = 1000
@@ -548,7 +550,7 @@ class StoreReaders:
         context: BrokerContext,
         schedule: DelaySchedule,
         transactions: BrokerTransactions,
-        timers: Timers | None,
+        timers: Callable[[], Timers | None],
     ) -> None:
         self._store = context.store
         self._topics = context.topics.by_name
@@ -573,8 +575,8 @@ class StoreReaders:
             yield Unread(DELAYS, SystemTopic.SCHEDULE, queue_id, queue_offset)
         if SystemTopic.HALF in queues:
             yield Unread(CHECK_GROUP, SystemTopic.HALF, QUEUE, *self._transactions.open_halves())
-        if self._timers is not None and SystemTopic.TIMER in queues:
-            yield Unread(TIMERS, SystemTopic.TIMER, QUEUE, 0, self._timers.passed(before))
+        if SystemTopic.TIMER in queues and (timers := self._timers()) is not None:
+            yield Unread(TIMERS, SystemTopic.TIMER, QUEUE, 0, timers.passed(before))
 
     def never_read(self) -> Iterator[Unread]:
         """Return the queues of users' topics that no group has read, and that no running group subscribes to."""

@@ -18,15 +18,14 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
-from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, destination_of
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
-from librmq.store.format.timerfiles import TimerCheckpoint
 
 if TYPE_CHECKING:
     from librmq.scheduling.relay import HopProxy
+    from librmq.scheduling.timer import Timers
 
 
 def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | None:
@@ -87,19 +86,16 @@ class Deliveries:
             aside=context.aside("flushes for its delays", self._delay),
         )
         self._delay.run_due = self.schedule.run_due
-        self.timers: Timers | None = None
-        timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
-        if timer_config is not None and config.replica_of is None:
-            timing = context.step("delivers what is due")
-            self.timers = Timers.open(
-                store,
-                timer_config,
-                delivered=self._timed_out,
-                is_cancelled=self._cancellations.skips,
-                aside=context.aside("saves its timers", timing),
-            )
-            timing.run_due = self.timers.run_due
+        self._timers: Timers | None = None
+        self._timer_config = None
+        if config.replica_of is None:
+            self._timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
+        if self._timer_config is not None:
+            self._timing = timing = context.step("delivers what is due", self._run_timers)
+            self._saves_timers = context.aside("saves its timers", timing)
             self.arrivals.wake_by_topic[SystemTopic.TIMER] = partial(self._wake, timing)
+            if self._is_timed() or directory.has_timer(store.path, store.files):
+                self.timers()  # refuses files that do not fit
         self.relay: HopProxy | None = None
         if config.hops:
             from librmq.scheduling.relay import HopProxy
@@ -116,10 +112,38 @@ class Deliveries:
             self.arrivals.wake_by_topic[SystemTopic.HOP] = partial(self._wake, relaying)
         self._refusal = None if self.takes_any_delay else _no_timer(store)
 
+    def timers(self) -> Timers | None:
+        """Return the timer, which is opened at its first use; None for a broker without one."""
+        if self._timers is None and self._timer_config is not None:
+            with self._runner.lock:
+                self._open_timers(self._timer_config)
+        return self._timers
+
+    def _open_timers(self, config: TimerConfig) -> None:
+        if self._timers is not None:  # another thread did
+            return
+        from librmq.scheduling.timer import Timers
+
+        self._timers = Timers.open(
+            self._store,
+            config,
+            delivered=self._timed_out,
+            is_cancelled=self._cancellations.skips,
+            aside=self._saves_timers,
+        )
+
+    def _is_timed(self) -> bool:
+        """Return whether a message has ever waited for the timer."""
+        return self._store.queue_range(SystemTopic.TIMER, 0)[1] > 0
+
+    def _run_timers(self, now_ms: int) -> int | None:
+        timers = self.timers() if self._timers is not None or self._is_timed() else None
+        return None if timers is None else timers.run_due(now_ms)
+
     @property
     def takes_any_delay(self) -> bool:
         """Whether a message can wait for any time, up to the timer's limit."""
-        return self.timers is not None or self.relay is not None
+        return self._timer_config is not None or self.relay is not None
 
     def start(self) -> None:
         """Deliver due messages, and wake the steps for waiting ones."""
@@ -133,14 +157,14 @@ class Deliveries:
         with ExitStack() as saves:
             if self.relay is not None:
                 saves.callback(self.relay.save)
-            if self.timers is not None:
-                saves.callback(self.timers.save)
+            if self._timers is not None:
+                saves.callback(self._timers.save)
             self.schedule.save(self._runner.now_ms())
 
     def end_timer_writes(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
-        if self.timers is not None:
-            self.timers.end_writing(why)
+        if self._timers is not None:
+            self._timers.end_writing(why)
 
     def _run_schedule(self) -> None:
         due = self.schedule.run_due(self._runner.now_ms())
@@ -200,7 +224,7 @@ class Deliveries:
             TimerRefusedError: The time is not a number, or too far away.
         """
         now_ms = self._runner.now_ms()
-        properties, timers = message.properties, self.timers
+        properties = message.properties
         deliver_ms = deliver_time_ms(properties, now_ms)
         delay_ms = deliver_ms - now_ms
         if PropertyName.TIMER_DELETE_KEY not in properties:
@@ -208,16 +232,18 @@ class Deliveries:
                 return message, queue_id
             # A moment named by a property, and a timer's seconds, stay out of the levels.
             is_moment = PropertyName.TIMER_DELIVER_MS in properties and not is_deliver_at
-            is_timed_only = is_moment or (timers is not None and PropertyName.TIMER_DELAY_SEC in properties)
+            is_timed_only = is_moment or (self._timer_config is not None and PropertyName.TIMER_DELAY_SEC in properties)
             levels = NO_LEVELS if is_timed_only else self._store.levels
             if level := levels.level_for(message.topic, delay_ms, self._refusal):
                 delayed = without_time(message)
                 delayed.properties[PropertyName.DELAY] = str(level)
                 return delayed, queue_id
+            timers = self.timers()
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 from librmq.scheduling.relay import send_at
 
                 return send_at(without_time(message), deliver_ms, queue_id), 0
+        timers = self.timers()
         if timers is None:
             raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {self._refusal}")
         waiting = timers.waiting_form(message, queue_id)
@@ -317,8 +343,10 @@ class Deliveries:
             relay, saved = self.relay, self._offsets.consumer_offset(SystemTopic.HOP, HOP_GROUP, 0)
             is_passed = queue_offset < (saved or 0 if relay is None else relay.next_offset)
         elif topic == SystemTopic.TIMER:
+            from librmq.store.format.timerfiles import TimerCheckpoint
+
             checkpoint = TimerCheckpoint.read(self._store.path, self._store.files) or TimerCheckpoint()
-            timers = self.timers
+            timers = self._timers
             next_offset = checkpoint.queue_offset if timers is None else timers.next_offset
             read_ms = checkpoint.read_time_ms if timers is None else timers.read_ms
             out_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0

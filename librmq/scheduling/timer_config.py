@@ -13,7 +13,7 @@ from librmq.message import StoredMessage
 from librmq.message.delays import TimerRefusedError, delete_key, deliver_time_ms
 from librmq.message.properties import PropertyName
 from librmq.override import override
-from librmq.store.format.timerfiles import TimerLog, TimerWheel
+from librmq.store.format import directory
 
 _BLANK_SLOTS: Final = 60
 _INT32: Final = 1 << 31
@@ -31,11 +31,11 @@ class TimerConfig(Config):
     """Milliseconds of a slot."""
     timer_roll_window_slot: Annotated[int, Between(2, _INT32 - 1)] = 2 * 86_400
     """A message at least this many slots away is put into an earlier slot."""
-    timer_log_file_size: Annotated[int, Between(TimerLog.UNIT_SIZE + 16, _INT32)] = 100 << 20
+    timer_log_file_size: Annotated[int, Between(directory.TIMER_UNIT_SIZE + 16, _INT32)] = 100 << 20
     """Bytes of a file of the timer's log."""
     timer_max_delay_sec: Annotated[int, Between(1, _INT32 - 1)] = 3 * 86_400
     """The timer refuses messages further away."""
-    slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // TimerWheel.SLOT_SIZE // 2)] = 7 * 86_400
+    slots_total: Annotated[int, Between(_BLANK_SLOTS + 3, _INT32 // directory.TIMER_SLOT_SIZE // 2)] = 7 * 86_400
     """Slots of one turn of the wheel, which has two turns."""
     save_every_s: Annotated[float | None, Seconds()] = 1
     """Time from the first unsaved change to the save; None leaves saving to `Timers.save`."""
@@ -69,11 +69,15 @@ class TimerConfig(Config):
     @classmethod
     def of_store(cls, path: str, files: Files) -> Self | None:
         """Return the settings of a store's timer files, with 5.3.3's defaults; None without such files."""
+        if not directory.has_timer(path, files):
+            return None
+        from librmq.store.format.timerfiles import TimerLog, TimerWheel
+
         settings = {}
         if size := TimerLog.file_size_in(path, files):
             settings["timer_log_file_size"] = size
         if size := TimerWheel.size_in(path, files):
-            settings["slots_total"] = size // TimerWheel.SLOT_SIZE // 2
+            settings["slots_total"] = size // directory.TIMER_SLOT_SIZE // 2
         return cls(**settings) if settings else None
 
 

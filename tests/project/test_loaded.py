@@ -67,7 +67,7 @@ own = [name for name in modules if name.partition(".")[0] == "librmq" and sys.mo
 print(json.dumps([own, [name for name in modules if name not in own], len(entered)]))
 """
 
-MOST = {"store": (67, 440), "shop": (140, 1090), "kit": (187, 1350)}
+MOST = {"store": (67, 440), "shop": (137, 1075), "kit": (186, 1340)}
 """Modules of librmq that each program loads at most, and functions of librmq that it enters. They only go down."""
 
 

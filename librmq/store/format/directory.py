@@ -68,6 +68,8 @@ ABORT: Final = "abort"
 LOCK: Final = "lock"
 TIMERLOG: Final = "timerlog"
 TIMERWHEEL: Final = "timerwheel"
+TIMER_UNIT_SIZE: Final = 52
+TIMER_SLOT_SIZE: Final = 32
 
 # Folders and files that only 5.x makes, and those that the timers of librmq make too.
 _MADE_BY_5: Final = (
@@ -275,6 +277,12 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
             "Python with read_only=True), and never writes to it. Change it through its broker"
         )
     return kind
+
+
+def has_timer(path: str, files: Files) -> bool:
+    """Return whether a store has files of a timer."""
+    names = (*files.names(path), *files.names(os.path.join(path, CONFIG)))
+    return any(name.partition(".")[0] in (TIMERWHEEL, TIMERLOG, "timercheck") for name in names)
 
 
 def is_database(folder: str, files: Files) -> bool:

@@ -47,7 +47,7 @@ from librmq.java.lang import java_long
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.runtime import lazy_numpy as np
-from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
+from librmq.store.format.directory import CONFIG, TIMER_SLOT_SIZE, TIMER_UNIT_SIZE, TIMERLOG, TIMERWHEEL
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -128,7 +128,7 @@ class WheelFile(NamedTuple):
 class TimerWheel:
     """The slots, in one mapped file. One writer; not thread-safe."""
 
-    SLOT_SIZE: Final = 32
+    SLOT_SIZE: Final = TIMER_SLOT_SIZE
 
     def __init__(self, path: str, files: Files, slots: int, file: File) -> None:
         self.path = path
@@ -314,7 +314,7 @@ def _unpacked(path: str, files: Files) -> Iterator[bytes]:
 class TimerLog:
     """The log of units. One writer; not thread-safe."""
 
-    UNIT_SIZE: Final = 52
+    UNIT_SIZE: Final = TIMER_UNIT_SIZE
     DEFAULT: Final = 1
     """The flag of every unit's magic."""
     ROLL: Final = 2
