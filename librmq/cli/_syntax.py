@@ -622,7 +622,11 @@ _TOOLS: Final = (
     ),
     Command(
         "doctor", "diagnosis", "report what is installed: Python, core, Spark, Java", "",
-        (option("--start", action="store_true", help="also start a session"), _MASTER),
+        (
+            option("store", metavar="STORE", nargs="?", help="also list what jobs of Spark have staged in this store"),
+            option("--start", action="store_true", help="also start a session"),
+            _MASTER,
+        ),
         store=False, output=OUTPUT,
     ),
     Command(

@@ -513,6 +513,8 @@ def test_runs_of_one_job_share_no_file(tmp_path: Path, capsys: pytest.CaptureFix
     for command in ("disk", "verify"):
         assert main([command, str(path)]) == 0
         assert "of Spark jobs that run or were killed, the first since 20" in capsys.readouterr().err
+    assert main(["doctor", str(path), "--format", "table"]) == 0
+    assert f"{killed}: " in capsys.readouterr().out
     Writer(options, schema)
     assert killed.exists()
     killed = killed.rename(killed.with_name(f"other.{START_MS}-{killed.name[-16:]}"))

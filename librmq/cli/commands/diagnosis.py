@@ -284,7 +284,7 @@ def _write(frame: DataFrame, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
-    """Print which core runs, what each extra that is not installed would bring, and what Spark lacks."""
+    """Print which core runs, what extras would bring, what Spark lacks, and what its jobs left in a store."""
     rows: list[tuple[str, bool, str]] = [
         ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
         ("core", True, CORE_STATE),
@@ -310,6 +310,14 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
         except RmqError as error:
             problem = str(error)
             rows.append(("session" if arguments.start else "java", False, problem))
+    if arguments.store is not None:
+        from librmq.files import DiskFiles
+        from librmq.store.format.directory import check_kind
+        from librmq.store.format.documents import StagedRun
+
+        files = DiskFiles()
+        check_kind(arguments.store, files)
+        rows += [("staged", False, run.said()) for run in StagedRun.of_store(arguments.store, files)]
     for name, good, what in rows:
         output.row({"check": name, "ok": good, "what": what})
     output.flush()

@@ -472,7 +472,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         TOPIC,
     ),
     "dead-letters": Pipeline(
-        "dead letters by group, topic and cause",
+        "dead letters by group, topic and cause, also those that were sent again",
         OfMessages(_reads_dead_letters, _dead_letters),
         "store string, group string, topic string, cause string, messages bigint, first timestamp, last timestamp, "
         "mostTimes int",

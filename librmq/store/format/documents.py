@@ -580,9 +580,21 @@ class StagedRun:
         return [cls(folder, ms, sum(entry.size for entry in files.list(folder))) for ms, folder in sorted(runs)]
 
     @classmethod
+    def of_store(cls, path: str, files: Files) -> list[StagedRun]:
+        """Return what runs have staged in the store in ``path``, the oldest first."""
+        return cls.all_in(os.path.join(path, JobNote.FOLDER), files)
+
+    def said(self) -> str:
+        """Return where the records are, since when, and how they go away."""
+        return (
+            f"{self.folder}: {size(self.bytes)} of a Spark job that runs or was killed, since {moment(self.began_ms)} "
+            "UTC; a later write of Spark deletes it a day after its start"
+        )
+
+    @classmethod
     def notes(cls, path: str, files: Files) -> list[str]:
         """Return a sentence about the runs of which the store in ``path`` has records; none without them."""
-        runs = cls.all_in(os.path.join(path, JobNote.FOLDER), files)
+        runs = cls.of_store(path, files)
         what = f"{JobNote.FOLDER} holds {size(sum(run.bytes for run in runs))} of Spark jobs that run or were killed"
         return [
             f"{what}, the first since {moment(run.began_ms)} UTC: {len(runs)} folders, which a later write of Spark "
