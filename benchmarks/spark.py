@@ -309,9 +309,12 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "by tag peer": (peer("tags", 0)[0].groupBy("tags").count(), TASKS * (count // TASKS // ROWS + 1) * ROWS),
             "rows": (ours(columns="queueId")[0].groupBy().count(), count),
             "rows of entries": (ours(ENTRIES, view="queues")[0].groupBy().count(), count),
+            "rows of parquet": (parquet.groupBy().count(), count),
             "join": (ours(columns="keys")[0].join(keys, "keys").groupBy().count(), count),
             "join parquet": (parquet.join(keys, "keys").groupBy().count(), count),
             "tag 1 %": ours(tags="one"),
+            "tag 1 % parquet": (parquet.where("tags = 'one'"), count),
+            "header parquet": (parquet.select(*HEADER), count),
             "tag 10 %": ours(tags="one||ten"),
             "selector 1 %": ours(sql="amount < 10"),
             "selector 10 %": ours(sql="amount < 100"),
@@ -324,6 +327,13 @@ def read_frame(given: dict[str, tuple[Any, int]], _: Path, *, name: str) -> Time
     frame, rows = given[name]
     yield
     frame.write.format("noop").mode("overwrite").save()
+    yield rows
+
+
+def write_parquet(given: dict[str, tuple[Any, int]], folder: Path, *, name: str) -> Timed:
+    frame, rows = given[name]
+    yield
+    frame.write.parquet(str(folder / "out"))
     yield rows
 
 
@@ -553,6 +563,14 @@ READ: Final = [
 ]  # fmt: skip
 
 
+COSTS: Final = [
+    (read_frame, "by tag", "a count by tag", "by tag parquet", 1.6),
+    (read_frame, "tag 1 %", "the option tags, of 1 %", "tag 1 % parquet", 0.5),
+    (write_parquet, "header", "six header columns to Parquet", "header parquet", 1.5),
+    (read_frame, "rows of entries", "a count of queue entries", "rows of parquet", 2),
+]
+
+
 def cases() -> Iterator[Case]:
     everything = (*HEADER, "topic", "tags", "keys", "uniqueKey", "properties", "body", "sysFlag")
     for detail, columns, row, target in (
@@ -569,6 +587,10 @@ def cases() -> Iterator[Case]:
     for path, name, detail, other, against, least, reach in READ:
         ours, peer = (runs.setdefault(key, partial(read_frame, name=key)) for key in (name, other))
         yield Case(path, ours, detail, peer, against, Target(least, reach), "rows/s", frames, needs=NEEDS)
+    for run, name, detail, other, most in COSTS:
+        yield Case("Spark, processor time", partial(run, name=name), detail, partial(run, name=other),
+                   "Parquet of the same rows", Target(most, at_most=True), "rows/CPU s", frames, is_cost=True, cpu=True,
+                   needs=NEEDS)  # fmt: skip
     yield Case("Spark, writing", encode, "encoding", encode_loop, "a Python loop", Target(4.5, 7), "rows/s", encodable,
                needs=NEEDS)  # fmt: skip
     yield Case("Spark, writing", partial(commit_records, copied=False), "commit, queues and index done",
