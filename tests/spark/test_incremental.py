@@ -149,6 +149,28 @@ def test_incremental_runs_know_what_they_have_read(tmp_path: Path) -> None:
     assert incremental() == (0, 60)
 
 
+def test_a_topic_that_is_created_again_between_incremental_runs(tmp_path: Path) -> None:
+    """It is a loss, though it has more messages than were read; by the setting it is read from its start."""
+    spark, out, path = shared_session(), str(tmp_path / "out"), add(tmp_path / "s", 0, 20)
+
+    def incremental(**settings: str) -> tuple[int, int]:
+        found = run_incrementally(spark, "skew", str(path), out, {"topic": "T", **settings})
+        return found.messages, spark.read.parquet(found.path).groupBy().sum("messages").first()[0]
+
+    assert incremental() == (20, 20)
+    add(path, 20, 60, "Other")
+    for file in sorted((path / "commitlog").iterdir())[:-1]:
+        file.unlink()
+    (path / "librmq" / "closed.json").unlink()
+    with MessageStore.open(path) as store:
+        assert store.clean_unused_topics(["Other"]) == [("T", 0), ("T", 1)]
+    add(path, 100, 30)
+    with pytest.raises(DataLossError, match="topic 'T', queue 0: offset 9 is another message than the last one"):
+        incremental()
+    assert incremental(damaged="skip") == (30, 50)
+    assert incremental() == (0, 50)
+
+
 class Killed(BaseException):
     """Ends a run like a signal: nothing handles it."""
 

@@ -11,13 +11,13 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,34 +43,42 @@ from librmq.spark import match_sql, match_tags
 from librmq.spark.pipelines import run
 
 
-def steps(spark, folder):
-    """A store is written, read, filtered, streamed, examined; problems are reported."""
+def first_steps(spark, folder):
+    """A store is written, read, filtered and streamed: each place where Spark runs librmq's code."""
     path = folder + "/store"
     rows = spark.range(40, numPartitions=4).select(
         F.col("id").cast("string").alias("body"), F.lit("t").alias("tags"), F.concat(F.lit("k"), "id").alias("keys"),
         F.create_map(F.lit("amount"), F.col("id").cast("string")).alias("properties"),
     )
-    for _ in range(2):
-        rows.write.format("rocketmq").mode("append").options(topic="T", jobId="once").save(path)
+    rows.write.format("rocketmq").mode("append").options(topic="T", jobId="once").save(path)
     frame = spark.read.format("rocketmq").load(path)
-    assert frame.count() == 40
     assert frame.where(match_sql("properties", "amount >= 30") & match_tags("tags", "t")).count() == 10
+    assert streamed(spark, folder, path) == list(range(40))
+
+
+def streamed(spark, folder, path):
+    stream = spark.readStream.format("rocketmq").option("maxOffsetsPerTrigger", "25").load(path)
+    query = (
+        stream.select("body").writeStream.format("parquet").option("path", folder + "/out")
+        .option("checkpointLocation", folder + "/checkpoint").trigger(availableNow=True).start()
+    )
+    query.awaitTermination()
+    return sorted(int(bytes(row[0])) for row in spark.read.parquet(folder + "/out").collect())
+
+
+def steps(spark, folder):
+    """Then a job is repeated, the store examined, and a stream goes on; problems are reported."""
+    first_steps(spark, folder)
+    path = folder + "/store"
+    more = spark.range(40, 50).select(F.col("id").cast("string").alias("body"))
+    for _ in range(2):
+        more.write.format("rocketmq").mode("append").options(topic="T", jobId="more").save(path)
+    frame = spark.read.format("rocketmq").load(path)
+    assert frame.count() == 50
     frame.createOrReplaceTempView("messages")
     assert spark.sql("SELECT count(*) FROM messages WHERE match_sql(properties, 'amount < 5')").first()[0] == 5
-    assert spark.read.format("rocketmq").option("selector", "amount < 3").load(path).count() == 3
-    out = folder + "/out"
-    for upto in (40, 50):
-        if upto == 50:
-            more = spark.range(40, 50).select(F.col("id").cast("string").alias("body"))
-            more.write.format("rocketmq").mode("append").options(topic="T").save(path)
-        stream = spark.readStream.format("rocketmq").option("maxOffsetsPerTrigger", "25").load(path)
-        query = (
-            stream.select("body").writeStream.format("parquet").option("path", out)
-            .option("checkpointLocation", folder + "/checkpoint").trigger(availableNow=True).start()
-        )
-        query.awaitTermination()
-        found = sorted(int(bytes(row[0])) for row in spark.read.parquet(out).collect())
-        assert found == list(range(upto)), found
+    assert spark.read.format("rocketmq").option("sql", "amount < 3").load(path).count() == 3
+    assert streamed(spark, folder, path) == list(range(50))
     assert sum(row["messages"] for row in run(spark, "skew", path).collect()) == 50
     try:
         spark.read.format("rocketmq").option("topicz", "T").load(path).count()
@@ -106,7 +114,7 @@ def where(batches):
 
 
 (row,) = spark.range(1, numPartitions=1).mapInArrow(where, "file string").collect()
-assert ".zip" in row["file"], row
+assert sys.argv[3] in row["file"], row
 """
 
 SHIPPED = (
@@ -123,7 +131,7 @@ spark.sparkContext.pythonExec = sys.argv[2]
 register(spark, ship=True)
 """
     + WHERE
-    + "steps(spark, sys.argv[1])"
+    + "first_steps(spark, sys.argv[1])"
 )
 
 SUBMITTED = (
@@ -134,10 +142,10 @@ from librmq.spark import register
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
 register(spark, ship=sys.argv[2] == "ship")
-assert ".zip" in librmq.__file__, librmq.__file__
+assert sys.argv[3] in librmq.__file__, librmq.__file__
 """
     + WHERE
-    + "steps(spark, sys.argv[1])"
+    + "first_steps(spark, sys.argv[1])"
 )
 
 LARGE = """
@@ -305,7 +313,7 @@ from importlib.machinery import PathFinder
 class Lacking:
     def find_spec(self, name, path=None, target=None):
         if name in ("librmq", "pyspark_librmq"):
-            spec = PathFinder.find_spec(name, [place for place in sys.path if place.endswith(".zip")])
+            spec = PathFinder.find_spec(name, [place for place in sys.path if place.endswith((".zip", "/env/lib"))])
             if spec is None:
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
             return spec
@@ -314,18 +322,21 @@ sys.meta_path.insert(0, Lacking())
 """
 
 
-def lacking_python(folder: Path) -> str:
-    """Return a Python for Spark that has librmq only as it is delivered to it."""
-    (folder / "sitecustomize.py").write_text(LACKING)
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}:$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n')
+def lacking_python(folder: Path) -> Path:
+    """Make a Python for Spark that has librmq only as it is delivered to it: ``bin/python`` in a folder."""
+    for name in ("bin", "lib"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "lib" / "sitecustomize.py").write_text(LACKING)
+    python = folder / "bin" / "python"
+    lib = '$(cd "$(dirname "$0")/../lib" && pwd)'
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{lib}:$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
-    return str(python)
+    return python
 
 
 def test_on_a_cluster_that_gets_librmq(tmp_path: Path) -> None:
     """The Python of Spark, on workers and for the plans of streams on the driver, has librmq only as it is shipped."""
-    run(tmp_path, SHIPPED, lacking_python(tmp_path))
+    run(tmp_path, SHIPPED, str(lacking_python(tmp_path)), ".zip")
 
 
 def test_a_store_of_ten_times_the_memory_of_an_executor(tmp_path: Path) -> None:
@@ -335,45 +346,50 @@ def test_a_store_of_ten_times_the_memory_of_an_executor(tmp_path: Path) -> None:
 BIN = Path(pyspark.__file__ or "").parent / "bin"
 
 
-@contextlib.contextmanager
-def standalone(folder: Path, variables: dict[str, str]) -> Iterator[str]:
-    """Run a standalone cluster of two workers, and return its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"spark://127.0.0.1:{port}"
-    master = ["master.Master", "--host", "127.0.0.1", "--port", str(port)]
-    worker = ["worker.Worker", "--host", "127.0.0.1", "--cores", "1", "--memory", "768m", "--work-dir"]
-    programs = [master, *([*worker, str(folder / name), url] for name in ("a", "b"))]
-    with contextlib.ExitStack() as running:
-        for kind, *words in programs:
-            command = [str(BIN / "spark-class"), f"org.apache.spark.deploy.{kind}", *words, "--webui-port", "0"]
-            with (folder / "cluster.log").open("ab") as log:
-                process = running.enter_context(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
-            running.callback(process.kill)
-        yield url
+def submit(folder: Path, master: str, python: object, *words: object, arguments: tuple[str, str]) -> None:
+    """Let spark-submit run the first steps; ``words`` deliver librmq."""
+    script = folder / "job.py"
+    script.write_text(STEPS + SUBMITTED)
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"JAVA_HOME": str(java_home()), "PYSPARK_PYTHON": str(python), "PYSPARK_DRIVER_PYTHON": str(python)}
+    settings = {
+        "spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1", "spark.ui.enabled": "false",
+        "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    }  # fmt: skip
+    options = (word for setting, value in settings.items() for word in ("--conf", f"{setting}={value}"))
+    command = [BIN / "spark-submit", "--master", master, *options, *words, script, folder, *arguments]
+    done = subprocess.run([*map(str, command)], env=variables, cwd=folder, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-4000:]
+
+
+def copy_of_librmq(archive: zipfile.ZipFile | Path) -> None:
+    """Write the modules of librmq into an archive or a folder."""
+    for package in (librmq, pyspark_librmq):
+        folder = Path(package.__file__ or "").parent
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                if isinstance(archive, zipfile.ZipFile):
+                    archive.write(path, path.relative_to(folder.parent))
+                else:
+                    target = archive / path.relative_to(folder.parent)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, target)
 
 
 @pytest.mark.parametrize(("master", "ship"), [("local[2]", "ship"), ("standalone", "")])
-def test_spark_submit_with_the_wheel(tmp_path: Path, master: str, ship: str) -> None:
+def test_spark_submit_with_the_wheel(tmp_path: Path, request: pytest.FixtureRequest, master: str, ship: str) -> None:
     """Batches and streams have librmq only as --py-files gives it, here and on a cluster of two workers."""
     wheel = tmp_path / "librmq.zip"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for package in (librmq, pyspark_librmq):
-            folder = Path(package.__file__ or "").parent
-            for path in sorted(folder.rglob("*")):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    archive.write(path, path.relative_to(folder.parent))
-    script = tmp_path / "job.py"
-    script.write_text(STEPS + SUBMITTED)
-    python = lacking_python(tmp_path)
-    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    variables |= {"JAVA_HOME": str(java_home()), "PYSPARK_PYTHON": python, "PYSPARK_DRIVER_PYTHON": python}
-    settings = ["spark.executor.memory=512m", "spark.driver.host=127.0.0.1", "spark.ui.enabled=false"]
-    with standalone(tmp_path, variables) if master == "standalone" else contextlib.nullcontext(master) as url:
-        done = subprocess.run(
-            [BIN / "spark-submit", "--master", url, *(word for setting in settings for word in ("--conf", setting)),
-             "--py-files", wheel, script, tmp_path, ship],
-            env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert not done.returncode, done.stderr[-4000:]
+        copy_of_librmq(archive)
+    url = request.getfixturevalue("standalone") if master == "standalone" else master
+    submit(tmp_path, url, lacking_python(tmp_path), "--py-files", wheel, arguments=(ship, ".zip"))
+
+
+def test_spark_submit_with_an_environment(tmp_path: Path, standalone: str) -> None:
+    """Workers have librmq only in the environment of --archives, which is unpacked in the driver's folder too."""
+    lacking_python(tmp_path / "env")
+    copy_of_librmq(tmp_path / "env" / "lib")
+    archive = shutil.make_archive(str(tmp_path / "packed"), "gztar", tmp_path / "env")
+    words = ("--archives", f"{archive}#env")
+    submit(tmp_path, standalone, "./env/bin/python", *words, arguments=("", "/env/lib/"))
