@@ -477,7 +477,9 @@ class ConsumerRecorder:
             "reset": lambda moment: self._recorder.reset(self._group, moment.topic or ""),
             "hand_out": self._hand_out,
             "settle": self._settle,
-            "give_up": lambda moment: self._recorder.dead_letter(self._group, id_of(_messages(moment)[0])),
+            "give_up": lambda moment: self._recorder.dead_letter(
+                self._group, id_of(cast("StoredMessage", moment.message))
+            ),
         }
 
     def _take(self, moment: Operation) -> None:
@@ -492,14 +494,16 @@ class ConsumerRecorder:
             self._recorder.assigned(name, self.process, self._group, moment.queue)
 
     def _hand_out(self, moment: Operation) -> None:
-        messages, is_call = _messages(moment), moment.result == "listener"
+        messages: Any = moment.messages
+        is_call = moment.result == "listener"
         if moment.queue is not None:
             self._recorder.delivered(self.process, self._group, moment.queue, messages, calls_listener=is_call)
         if not is_call:
             self._polled = *self._polled, *messages
 
     def _settle(self, moment: Operation) -> None:
-        messages, outcome = _messages(moment), moment.result
+        messages: Any = moment.messages
+        outcome = moment.result
         if not messages:
             messages, self._polled = self._polled, ()
         for message in messages:
@@ -507,7 +511,3 @@ class ConsumerRecorder:
                 self._recorder.returned(message)
             else:
                 self._recorder.ended(message, outcome)
-
-
-def _messages(moment: Operation) -> Sequence[StoredMessage]:
-    return cast("Sequence[StoredMessage]", moment.messages)

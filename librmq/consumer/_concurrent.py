@@ -407,7 +407,7 @@ class ConcurrentDelivery:
             messages = call.at_listener
             self._end_run(call)
         consumed, error = outcome(call.listener, len(messages), result, error)
-        if self._instance.watchers:
+        if "settle" in self._instance.watchers:
             if consumed:
                 self._instance._note("settle", assigned.queue.topic, "ok", messages=messages[:consumed])
             if consumed < len(messages):
@@ -563,7 +563,7 @@ class ConcurrentDelivery:
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
     ) -> None:
         self.calls.counts.consumed += consumed
-        if self._instance.watchers:
+        if "outcome" in self._instance.watchers:
             self._instance._note("outcome", assigned.queue.topic, "success", consumed)
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
