@@ -243,6 +243,7 @@ class AdministeredRoute(Route, Closing):
         consumes: bool | None = None,
         broadcasts: bool | None = None,
         priority_factor: int | None = None,
+        max_process_deaths: int | None = None,
     ) -> None:
         """Create a consumer group, or change the settings that are given. None keeps one as it is.
 
@@ -250,15 +251,16 @@ class AdministeredRoute(Route, Closing):
         until the earlier ones are acknowledged or visible again. Without ``consumes`` the broker refuses every pull and
         receive of the group, and without ``broadcasts`` the pulls of its broadcasting instances. ``priority_factor``,
         100 by default, is the percentage of receives that begin with the highest priority in topics of type PRIORITY;
-        the others take the queues in turn, so that no priority starves. A new group retries 16 times, has no order,
-        consumes and broadcasts.
+        the others take the queues in turn, so that no priority starves. ``max_process_deaths``, 3 by default, is the
+        number of ends of its process, while it ran alone, after which a message becomes a dead letter; 0: never.
+        A new group retries 16 times, has no order, consumes and broadcasts.
 
         Raises:
             BrokerError: A value is wrong, or the broker refuses.
             MessageIllegalError: The name of the group is invalid.
         """
         validate_group(group)
-        changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)
+        changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor, max_process_deaths)
         for _, broker in self._endpoints():
             broker.call(SetGroup(group, changes))
 

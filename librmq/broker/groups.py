@@ -33,7 +33,8 @@ _NAMES: Final = {
 }
 """The names of settings in Python by those in ``subscriptionGroup.json``."""
 _ATTRIBUTES: Final = "attributes"
-_PRIORITY_FACTOR: Final = "priority.factor"
+_NUMBERS: Final = {"priority.factor": ("priority_factor", 100), "max.process.deaths": ("max_process_deaths", 3)}
+"""By the names of attributes that are whole numbers from 0 to 100: the names of settings in Python, and defaults."""
 _DEFAULTS: Final[Mapping[str, object]] = {**group_row(""), _ORDERED: False, _ATTRIBUTES: {}}
 _MAX_INT: Final = (1 << 31) - 1
 _BOUNDS: Final = {"retryMaxTimes": (-1, _MAX_INT), "retryQueueNums": (0, MOST_QUEUES)}
@@ -46,20 +47,24 @@ def group_settings(
     consumes: bool | None,
     broadcasts: bool | None,
     priority_factor: int | None = None,
+    max_process_deaths: int | None = None,
 ) -> dict[str, object]:
     """Return the settings that are not None, by their names in ``subscriptionGroup.json``.
 
     Raises:
         BrokerError: A value is wrong.
     """
-    if priority_factor is not None and (type(priority_factor) is not int or not 0 <= priority_factor <= 100):
-        raise _wrong_factor(priority_factor)
+    numbers = {"priority.factor": priority_factor, "max.process.deaths": max_process_deaths}
+    attributes = {key: str(value) for key, value in numbers.items() if value is not None}
+    for key in attributes:
+        if type(numbers[key]) is not int:
+            raise _wrong_number(key, numbers[key])
     settings: dict[str, object] = {
         "retryMaxTimes": retry_max_times,
         _ORDERED: is_ordered,
         "consumeEnable": consumes,
         "consumeBroadcastEnable": broadcasts,
-        _ATTRIBUTES: None if priority_factor is None else {_PRIORITY_FACTOR: str(priority_factor)},
+        _ATTRIBUTES: attributes or None,
     }
     named = {key: value for key, value in settings.items() if value is not None}
     _check(named)
@@ -75,20 +80,23 @@ def settings_in(name: str, row: Mapping[str, Any]) -> GroupSettings:
         row.get("consumeEnable", True) is not False,
         row.get("consumeBroadcastEnable", True) is not False,
         row.get(_ORDERED) is True,
-        factor if (factor := _factor(row.get(_ATTRIBUTES))) >= 0 else 100,
+        *(
+            default if (number := _number_in(row.get(_ATTRIBUTES), key)) is None else number
+            for key, (_, default) in _NUMBERS.items()
+        ),
     )
 
 
-def _factor(attributes: object) -> int:
-    """Return the priority factor in a group's attributes, which 5.x writes as texts, perhaps with a sign before it."""
+def _number_in(attributes: object, key: str) -> int | None:
+    """Return a number in a group's attributes, which 5.x writes as texts, perhaps with a sign before their names."""
     named = attributes if isinstance(attributes, Mapping) else {}
-    text = str(named.get(_PRIORITY_FACTOR, named.get(f"+{_PRIORITY_FACTOR}", "100")))
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= 100 else -1
+    text = str(named.get(key, named.get(f"+{key}", _NUMBERS[key][1])))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= 100 else None
 
 
-def _wrong_factor(value: object) -> BrokerError:
+def _wrong_number(key: str, value: object) -> BrokerError:
     return BrokerError(
-        ResponseCode.SYSTEM_ERROR, f"priority_factor: expected a whole number from 0 to 100, found {value!r:.80}"
+        ResponseCode.SYSTEM_ERROR, f"{_NUMBERS[key][0]}: expected a whole number from 0 to 100, found {value!r:.80}"
     )
 
 
@@ -96,8 +104,9 @@ def _check(settings: Mapping[str, object]) -> None:
     """Refuse settings of another type than their defaults, and numbers that are out of bounds."""
     for key, value in settings.items():
         if key == _ATTRIBUTES:
-            if not isinstance(value, Mapping) or _factor(value) < 0:
-                raise _wrong_factor(value.get(_PRIORITY_FACTOR, value) if isinstance(value, Mapping) else value)
+            for name in _NUMBERS:
+                if not isinstance(value, Mapping) or _number_in(value, name) is None:
+                    raise _wrong_number(name, value.get(name, value) if isinstance(value, Mapping) else value)
             continue
         if isinstance(_DEFAULTS[key], bool):
             expected, is_sound = "True or False", isinstance(value, bool)

@@ -13,9 +13,8 @@ from itertools import islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext
-from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry
+from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry, process_deaths
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
-from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
 from librmq.message.dead_letter_cause import record_cause
@@ -24,6 +23,7 @@ from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic
 from librmq.protocol import (
+    ENDED,
     INNER_PRODUCER,
     LOCAL_HOST,
     PERM_WRITE,
@@ -133,6 +133,8 @@ class FailedMessages:
         properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
         if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
             return SentBack(is_dead, max_retries)
+        if is_dead and ENDED in request.cause and self._is_letter(group.name, message, properties):
+            return SentBack(True, max_retries)
         copy = Message(name, message.stored_body, flag=message.flag)
         copy.properties = properties
         stored = self._put(
@@ -217,6 +219,17 @@ class FailedMessages:
             return last.topic == topics[0] and last.queue_offset < consumed
 
         return earlier.has(message, (SystemTopic.SCHEDULE, topic), is_next, deliveries=1)
+
+    def _is_letter(self, group: str, message: StoredMessage, properties: Mapping[str, str]) -> bool:
+        """Return whether a message that ends its process is a dead letter already, of a consumer that was killed then.
+
+        After a reset it becomes one again.
+        """
+        if not message.unique_key or (group, message.topic) in self._offsets.moved_back:
+            return False
+        names = PropertyName.ORIGIN_MESSAGE_ID, PropertyName.DEAD_LETTER_CAUSE
+        letters = self._store.find_by_key(dead_letter_topic(group), message.unique_key)
+        return any(all(letter.properties.get(name) == properties.get(name) for name in names) for letter in letters)
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
@@ -357,12 +370,6 @@ class FailedMessages:
         if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at physical offset {physical_offset}")
         return message
-
-
-def process_deaths(message: StoredMessage) -> tuple[int, int]:
-    """Return how often processes have ended that had received a message, and how often of these it was alone."""
-    deaths, _, alone = message.properties.get(PropertyName.PROCESS_DEATHS, "").partition(" ")
-    return java_int(deaths) or 0, java_int(alone) or 0
 
 
 def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:

@@ -289,6 +289,10 @@ _CHANGE: Final = (
                 "--priority-factor", metavar="N", type=whole(0, 100),
                 help="create: percentage of receives that begin with the highest priority (100)",
             ),
+            option(
+                "--max-process-deaths", metavar="N", type=whole(0, 100),
+                help="create: ends of its process before a message is a dead letter; 0: never (3)",
+            ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
             *CHANGES,

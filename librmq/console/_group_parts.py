@@ -115,6 +115,7 @@ class Members:
                 ("consumes", "yes" if settings.consumes else "no: suspended"),
                 ("broadcasts", _yes_or_no(settings.broadcasts)),
                 ("priority factor", number(settings.priority_factor)),
+                ("ends of a process before a dead letter", number(settings.max_process_deaths)),
             ]
             begin = UNKNOWN if connections is None else connections.consume_from.name.lower()
             rows.append(("consume from", begin))

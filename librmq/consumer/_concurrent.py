@@ -513,7 +513,7 @@ class ConcurrentDelivery:
 
     def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> None:
         """Let a suspect, which counts as waiting, have its turn; or make it a dead letter."""
-        error = conviction(suspect, self.config.max_process_deaths)
+        error = conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is None:
             self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message, suspect)))
             return

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, Retries, suspension_ms
+from librmq.consumer._failures import Rests, Retries, cause_of, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls, SuspectCall
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
@@ -144,7 +144,7 @@ class OrderlyDelivery:
         suspect = None if first is None else assigned.take_suspect(first.queue_offset)
         if suspect is None:
             return False
-        error = conviction(suspect, self.config.max_process_deaths)
+        error = conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is None:
             self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, suspect)))
         elif self._convict(assigned, error):
@@ -158,7 +158,8 @@ class OrderlyDelivery:
         """Make the next message a dead letter; return False if no broker accepts it."""
         messages = assigned.messages.take(1)
         self.calls.counts.failed += 1
-        if self._retries.send_exhausted(assigned, messages, error):
+        if self._retries.send_one_back(assigned, messages[0], -1, cause_of(error)) is not False:
+            self._retries.log_dead_letter(assigned, messages[0], error)
             self._commit_messages(assigned, "later")
             return True
         assigned.messages.put_back(messages)

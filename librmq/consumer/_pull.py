@@ -517,7 +517,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> list[DeliveredMessage]:
         """Return the next message if it is its turn, or make it a dead letter."""
-        offset, error = message.queue_offset, conviction(suspect, self.config.max_process_deaths)
+        offset, error = message.queue_offset, conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is not None:
             sent = self._retries.send_one_back(assigned, message, -1, cause_of(error))
             if sent is False:

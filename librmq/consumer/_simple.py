@@ -41,6 +41,7 @@ from librmq.override import override
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
+    OF_GROUP,
     PERM_READ,
     Acknowledge,
     CancelReceive,
@@ -167,7 +168,7 @@ class SimpleConsumer(Member):
         instance_name: str | None = None,
         metrics: Metrics | None = None,
         on_damage: float | timedelta | None = 60.0,
-        max_process_deaths: int = 3,
+        max_process_deaths: int | None = None,
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
 
@@ -180,7 +181,7 @@ class SimpleConsumer(Member):
             on_damage: Seconds that a queue waits at a message whose record is damaged, before that becomes a dead
                 letter with the damage as its cause; None: receives raise `BrokerDamageError` until it is repaired.
             max_process_deaths: Ends of the process, by a crash or a kill while it has received a message alone, before
-                that becomes a dead letter; 0: none makes it one.
+                that becomes a dead letter; 0: none makes it one. None: the group's setting, 3.
 
         Raises:
             ConfigError: Both ``client`` and ``instance_name`` are given, or the client belongs to another route.
@@ -198,11 +199,13 @@ class SimpleConsumer(Member):
         self.metrics = metrics
         self._watch_by(metrics=metrics)
         self._damage_ms = -1 if on_damage is None else round(1000 * to_seconds("on_damage", on_damage))
-        if type(max_process_deaths) is not int or max_process_deaths < 0:
+        if max_process_deaths is not None and (
+            type(max_process_deaths) is not int or not 0 <= max_process_deaths <= 100
+        ):
             raise ConfigError(
-                f"max_process_deaths: expected a whole number from 0 on, found {max_process_deaths!r:.80}"
+                f"max_process_deaths: expected a whole number from 0 to 100, found {max_process_deaths!r:.80}"
             )
-        self._max_process_deaths = max_process_deaths
+        self._max_process_deaths = OF_GROUP if max_process_deaths is None else max_process_deaths
         self._turns: Turns = Turns.of(self.runner)
         self._suspect: _SuspectToReceive | None = None
         self._is_held_back = False

@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from weakref import WeakSet
 
 from librmq.listener import DeadLetter
-from librmq.protocol import Suspect, ended_cause
+from librmq.protocol import Place, Suspect, ended_cause
 from librmq.runtime import Runner, Step
 
 PATIENCE_MS: Final = 10_000
@@ -43,9 +43,14 @@ class EndsProcess(DeadLetter):
     """Why a message is a dead letter: processes have ended at it."""
 
 
-def conviction(suspect: Suspect, limit: int) -> EndsProcess | None:
-    """Return why a suspect becomes a dead letter; None if it may run. A ``limit`` of 0 lets all run."""
+def conviction(suspect: Suspect, place: Place | None, limit: int | None) -> EndsProcess | None:
+    """Return why a suspect becomes a dead letter; None if it may run.
+
+    A ``limit`` of 0 lets all run; None is the group's, which the queue's place has.
+    """
     deaths = suspect.deaths_alone
+    if limit is None:
+        limit = 0 if place is None else place.max_process_deaths
     if not limit or deaths < limit:
         return None
     return EndsProcess(ended_cause(deaths, limit))

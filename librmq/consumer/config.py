@@ -56,9 +56,9 @@ class ConsumerConfig(Config):
     """Largest number of messages for one call of a listener; with more than one it gets a list."""
     max_reconsume_times: Annotated[int | None, Between(0)] = None
     """Redeliveries before a message becomes a dead letter. None: the group's setting, 16; for orderly ones no limit."""
-    max_process_deaths: Annotated[int, Between(0)] = 3
+    max_process_deaths: Annotated[int | None, Between(0, 100)] = None
     """Ends of the process, by a crash or a kill while the message ran alone, before it becomes a dead letter. 0: none
-    makes it one."""
+    makes it one. None: the group's setting, 3."""
     consume_timeout: Annotated[float, Seconds(0.001)] = 900.0
     """Time after which a message that a concurrent listener still has is sent back. The consumer checks at this
     interval, so the message comes again after one to two times this long, plus the delay of its retry, 10 s."""
@@ -181,7 +181,7 @@ class ConsumerKeywords(TypedDict, total=False):
     burst: int | None
     batch_size: int
     max_reconsume_times: int | None
-    max_process_deaths: int
+    max_process_deaths: int | None
     consume_timeout: float | timedelta
     suspend_time: float | timedelta
     on_damage: float | timedelta | None

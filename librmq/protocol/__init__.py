@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from librmq.protocol._administration import *  # noqa: F403 (its `__all__` names them)
 from librmq.protocol._client_requests import DAMAGE_MS as DAMAGE_MS
+from librmq.protocol._client_requests import ENDED as ENDED
 from librmq.protocol._client_requests import INNER_PRODUCER as INNER_PRODUCER
 from librmq.protocol._client_requests import MAX_INVISIBLE_MS as MAX_INVISIBLE_MS
 from librmq.protocol._client_requests import MAX_RECEIVED as MAX_RECEIVED
 from librmq.protocol._client_requests import NOT_SENT_HERE as NOT_SENT_HERE
+from librmq.protocol._client_requests import OF_GROUP as OF_GROUP
 from librmq.protocol._client_requests import REPLAY_PRODUCER as REPLAY_PRODUCER
 from librmq.protocol._client_requests import TOOL_PRODUCERS as TOOL_PRODUCERS
 from librmq.protocol._client_requests import Acknowledge as Acknowledge

@@ -169,6 +169,9 @@ class GroupSettings:
     """True: receives hand out each queue's messages in order. Pulls ignore it."""
     priority_factor: int = 100
     """Percentage of receives that take messages of the highest priority first; the others take the queues in turn."""
+    max_process_deaths: int = 3
+    """Ends of a process, while a message ran alone, before it becomes a dead letter; 0 for never. Consumers can have a
+    setting of their own."""
 
 
 @value

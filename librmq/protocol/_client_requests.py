@@ -449,9 +449,16 @@ class ReceiveResponse:
     """How often processes have ended at a message that waits for a receive which takes suspects; 0 without one."""
 
 
+ENDED: Final = "its process ended"
+
+
 def ended_cause(deaths: int, limit: int) -> str:
     """Return the cause of the dead letter of a message at which its process has ended."""
-    return f"its process ended {deaths} times while it ran alone (max_process_deaths={limit})"
+    return f"{ENDED} {deaths} times while it ran alone (max_process_deaths={limit})"
+
+
+OF_GROUP: Final = -1
+"""Stands for the group's setting."""
 
 
 class Takes(enum.IntEnum):
@@ -497,8 +504,8 @@ class Receive(Request[ReceiveResponse]):
     """Time after which a damaged message becomes a dead letter of the group; -1 for never. Its queue waits for that,
     and other queues are received from."""
     max_process_deaths: int | None = None
-    """Ends of its receiver's process, alone, before a message is a dead letter; 0 for never. None: the client takes
-    suspects like other messages."""
+    """Ends of its receiver's process, alone, before a message is a dead letter; 0 for never, `OF_GROUP` for the group's
+    setting. None: the client takes suspects like other messages."""
     takes: Takes = Takes.NO_SUSPECT
 
 

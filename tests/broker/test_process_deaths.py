@@ -18,6 +18,8 @@ import pytest
 import librmq
 from librmq import (
     Broker,
+    BrokerError,
+    ConfigError,
     ConsumeFrom,
     DeliveredMessage,
     Producer,
@@ -28,6 +30,7 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.cli import main
+from librmq.protocol import SendBack
 from tests.programs import Fork, start_program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
@@ -142,6 +145,11 @@ def receive(route: AdministeredRoute, ledger: Path, death: Callable[[], object])
                     consumer.ack(message)
 
 
+def receive_in_order(route: AdministeredRoute, ledger: Path, death: Callable[[], object]) -> None:
+    route.set_group("g", is_ordered=True)
+    receive(route, ledger, death)
+
+
 WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]] = {
     "push": listen,
     "one thread": partial(listen, threads=1),
@@ -150,6 +158,7 @@ WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]]
     "consume": iterate,
     "poll": poll,
     "receive": receive,
+    "receive in order": receive_in_order,
 }
 
 
@@ -164,7 +173,7 @@ def check(store: Path, ledger: Path) -> None:
     assert is_done(ledger)
 
 
-@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS, "exit"], strict=True)))
+@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS, "exit", "kill"], strict=True)))
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
@@ -173,12 +182,54 @@ def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, i
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "poll", "receive"])
+@pytest.mark.parametrize("way", ["push", "poll", "receive", "receive in order"])
 def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
     with librmq.share(store):
         assert count_deaths(work, store, ledger, way, "kill", True) == 1 + 3
+    check(store, ledger)
+
+
+@pytest.mark.parametrize("way", ["push", "orderly", "poll", "receive", "receive in order"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    with Broker.open(store) as broker:
+        broker.set_group("g", max_process_deaths=1)
+        assert broker.group_settings("g").max_process_deaths == 1
+    assert count_deaths(work, store, ledger, way, "exit", is_shared) == 1 + 1
+    assert list(letters(store)) == [POISON]
+    assert "(max_process_deaths=1)" in letters(store)[POISON]
+
+
+def convict_and_end(path: Path, ledger: Path) -> None:
+    """End this process when the owner has stored the dead letter, before it is known here."""
+    with librmq.share(path, wait=60) as route:
+        kind = type(route.endpoint(route.broker_names()[0]))
+        call = kind.call
+
+        def end(self: Any, request: Any) -> Any:
+            answer = call(self, request)
+            if isinstance(request, SendBack):
+                os._exit(1)
+            return answer
+
+        kind.call = end  # type: ignore[method-assign]
+        listen(route, ledger, DEATHS["kill"])
+
+
+@pytest.mark.parametrize("way", ["push", "poll"])
+def test_a_kill_in_the_conviction_makes_one_dead_letter(way: str, tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    with librmq.share(store):
+        assert count_deaths(work, store, ledger, way, "kill", True, most=4) == 4
+        with Fork(convict_and_end, store, ledger) as child:
+            child.process.join(60)
+            assert child.process.exitcode == 1
+        assert count_deaths(work, store, ledger, way, "kill", True) == 0
     check(store, ledger)
 
 
@@ -295,13 +346,31 @@ def test_the_command_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_without_a_limit_a_message_ends_its_process_again_and_again(tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
-    assert count_deaths(work_without_limit, store, ledger, most=6) == 6
+    assert count_deaths(work_with_limit, store, ledger, 0, most=6) == 6
     assert letters(store) == {}
+    with Broker.open(store) as broker:
+        broker.set_group("g", max_process_deaths=0)
+    assert count_deaths(work_with_limit, store, ledger, None, most=2) == 2
+    assert letters(store) == {}
+    assert count_deaths(work_with_limit, store, ledger, 3) == 0  # the consumer's setting counts, and who has
+    # opened and closed the store meanwhile has not forgotten the ends
+    assert list(letters(store)) == [POISON]
+    assert is_done(ledger)
 
 
-def work_without_limit(path: Path, ledger: Path) -> None:
+def work_with_limit(path: Path, ledger: Path, limit: int | None) -> None:
     with Broker.open(path) as broker:
-        listen(broker, ledger, DEATHS["exit"], max_process_deaths=0)
+        listen(broker, ledger, DEATHS["exit"], max_process_deaths=limit)
+
+
+@pytest.mark.parametrize("number", [-1, 101, True, "3", 1.0])
+def test_settings_of_ends_are_checked(number: Any, tmp_path: Path) -> None:
+    with Broker.open(tmp_path / "store") as broker:
+        with pytest.raises(BrokerError, match="max_process_deaths: expected a whole number from 0 to 100"):
+            broker.set_group("g", max_process_deaths=number)
+        for make in (PushConsumer, SimpleConsumer):
+            with pytest.raises(ConfigError, match="max_process_deaths"):
+                make(broker, "g", max_process_deaths=number)
 
 
 def listen_beside_a_long_one(path: Path, ledger: Path) -> None:

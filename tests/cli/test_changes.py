@@ -305,7 +305,14 @@ def test_a_group_keeps_the_settings_that_a_change_does_not_name(shell: Shell) ->
     (created,) = shell("group", "create", "new", "g", "--ordered", "--retries", "3").rows
     assert (created["ordered"], created["retries"], created["consumes"]) == (True, 3, True)
     (changed,) = shell("group", "create", "new", "g", "--no-consumes", "--no-broadcasts").rows
-    wanted = {"retries": 3, "ordered": True, "consumes": False, "broadcasts": False, "priority_factor": 100}
+    wanted = {
+        "retries": 3,
+        "ordered": True,
+        "consumes": False,
+        "broadcasts": False,
+        "priority_factor": 100,
+        "max_process_deaths": 3,
+    }
     assert {name: changed[name] for name in wanted} == wanted
     with Broker.open("new", runner=ManualRunner()) as broker:
         settings = broker.group_settings("g")

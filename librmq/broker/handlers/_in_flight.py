@@ -18,11 +18,16 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from librmq.errors import BrokerError
+from librmq.java.lang import java_int
+from librmq.message import StoredMessage
 from librmq.message.ids import Receipt
+from librmq.message.properties import PropertyName
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import Place, ResponseCode
 
-_ATTEMPT: Final = (1 << 32) - 1
+_DEATHS: Final = PropertyName.PROCESS_DEATHS.encode()
+_MOST_ATTEMPTS: Final = (1 << 24) - 1
+_MOST_DEATHS: Final = (1 << 7) - 1
 QueueKey = tuple[str, str, int]
 """Group, topic of the queue, queue id."""
 
@@ -62,13 +67,19 @@ class RetryOwners:
             )
 
 
-ALONE: Final = 1 << 32
+ALONE: Final = 1 << 38
 """The bit of a receiver that has the message alone."""
 
 
 def receiver_of(client_id: str) -> int:
     """Return the number by which the page knows a client that receives."""
-    return (zlib.crc32(client_id.encode()) >> 2 or 1) << 33
+    return (zlib.crc32(client_id.encode()) >> 8 or 1) << 39
+
+
+def process_deaths(message: StoredMessage) -> tuple[int, int]:
+    """Return how often processes have ended that had received a message, and how often of these it was alone."""
+    deaths, _, alone = message.properties.get(PropertyName.PROCESS_DEATHS, "").partition(" ")
+    return java_int(deaths) or 0, java_int(alone) or 0
 
 
 class Flight:
@@ -104,7 +115,7 @@ class QueueFlights:
     goes from it only when it is acknowledged or stored again.
     """
 
-    __slots__ = ("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "flights", "place")
+    __slots__ = ("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "deaths", "flights", "place")
 
     def __init__(self, next_offset: int, place: Place | None) -> None:
         """Begin at a queue offset; without a place, what is in flight comes again after a kill."""
@@ -117,6 +128,8 @@ class QueueFlights:
         """Flights by queue offset, in order."""
         self.counts: dict[int, int] = {}
         """Deliveries by queue offset, for messages in order that the progress has not passed."""
+        self.deaths: dict[int, tuple[int, int]] = {}
+        """By queue offset, for messages in order: how often their process has ended by surprise, and that alone."""
         self._cells: dict[int, int] = {}  # places on the page of counts whose messages are not in flight
         self.attempt_id = ""
 
@@ -133,11 +146,11 @@ class QueueFlights:
         for row in sorted(page.flights.pop(place.number, []), key=lambda row: row.queue_offset):
             offset = row.queue_offset
             is_in_flight = noted is not None and row.is_in_flight and progress <= offset < next_offset
-            attempt = row.attempt & _ATTEMPT
+            attempt = row.attempt & _MOST_ATTEMPTS
             if is_in_flight and offset not in queue.flights:
                 flight = Flight(row.physical_offset, row.received_ms, row.invisible_ms, attempt, row.visible_ms)
                 if was_killed:
-                    flight.receiver = row.attempt & ~_ATTEMPT
+                    flight.receiver = row.attempt >> 38 << 38
                 flight.cell, queue.flights[offset] = row.cell, flight
             elif is_ordered and not row.is_in_flight and offset >= progress:
                 queue._cells[offset] = row.cell
@@ -146,6 +159,8 @@ class QueueFlights:
                 continue
             if is_ordered:
                 queue.counts[offset] = attempt
+                if deaths := row.attempt >> 24 & _MOST_DEATHS:
+                    queue.deaths[offset] = deaths, row.attempt >> 31 & _MOST_DEATHS
         return queue
 
     @property
@@ -176,6 +191,7 @@ class QueueFlights:
     def note_flight(self, queue_offset: int, flight: Flight) -> None:
         """Write the numbers of a delivery to the page."""
         if self._page is not None and self.place is not None:
+            deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
             flight.cell = self._page.add_flight(
                 self.place.number,
                 flight.cell,
@@ -183,7 +199,7 @@ class QueueFlights:
                 flight.physical_offset,
                 flight.received_ms,
                 flight.invisible_ms,
-                flight.attempt | flight.receiver,
+                min(flight.attempt, _MOST_ATTEMPTS) | deaths << 24 | deaths_alone << 31 | flight.receiver,
                 flight.visible_ms,
             )
 
@@ -200,7 +216,20 @@ class QueueFlights:
             first = self.progress
             for offset in [offset for offset in self.counts if offset < first]:
                 del self.counts[offset]
+                self.deaths.pop(offset, None)
                 self._free(self._cells.pop(offset, None))
+
+    def deaths_of(self, message: StoredMessage) -> tuple[int, int]:
+        """Return how often a message's process has ended by surprise, and how often of these it was alone."""
+        return process_deaths(message) if _DEATHS in message.raw else self.deaths.get(message.queue_offset, (0, 0))
+
+    def note_death(self, queue_offset: int, flight: Flight) -> None:
+        """Note that the process of a message's receiver has ended by surprise; it counts once."""
+        deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
+        was_alone = flight.receiver & ALONE != 0
+        self.deaths[queue_offset] = min(deaths + 1, _MOST_DEATHS), min(deaths_alone + was_alone, _MOST_DEATHS)
+        flight.receiver = 0
+        self.note_flight(queue_offset, flight)
 
     def is_locked(self, now_ms: int) -> bool:
         """Return whether a queue in order waits for the end of a delivery."""

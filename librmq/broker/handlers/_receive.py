@@ -34,15 +34,14 @@ from librmq.broker.handlers._in_flight import (
 )
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
-from librmq.broker.retries import process_deaths
 from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message.ids import IN_ORDER, Receipt
-from librmq.message.properties import PropertyName
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
+    OF_GROUP,
     Acknowledge,
     CancelReceive,
     ChangeInvisible,
@@ -70,7 +69,6 @@ MAX_IN_FLIGHT: Final = 10_000
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
-_DEATHS: Final = PropertyName.PROCESS_DEATHS.encode()
 
 
 class ReceiveHandler:
@@ -313,8 +311,8 @@ class ReceiveHandler:
         """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
         received: list[Received] = []
         has_more = False
-        if request.takes is not Takes.NO_SUSPECT:  # they are among the retries, which come last else
-            queues = sorted(queues, key=lambda queue: queue[0] == request.topic)
+        if request.takes is not Takes.NO_SUSPECT:  # they are among the retries, which come last else, or in order
+            queues = sorted(queues, key=lambda queue: queue[0] == request.topic and not self._ended_in(group, queue))
         for topic, queue_id in queues:
             room = request.max_messages - len(received)
             if room <= 0:
@@ -347,6 +345,10 @@ class ReceiveHandler:
             return False
         return queue.next_offset < self._store.queues[name].max_offset
 
+    def _ended_in(self, group: GroupSettings, name: tuple[str, int]) -> bool:
+        """Return whether processes have ended at messages in flight of a queue in order."""
+        return name in self._store.queues and bool(self._queue(group.name, *name).deaths)
+
     def _read_queue(
         self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection
     ) -> tuple[list[Received], bool]:
@@ -363,7 +365,7 @@ class ReceiveHandler:
         has_more = False
         max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
         receiver = 0 if request.max_process_deaths is None else receiver_of(request.client_id)
-        has_suspects = receiver and is_receive_retry(group.name, key[1])
+        has_suspects = receiver and (queue.deaths or is_receive_retry(group.name, key[1]))
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
             self._warn_of_full(key, room)
@@ -375,7 +377,7 @@ class ReceiveHandler:
                 break
             next_offset = result.next_offset
             for message in result.messages:
-                deaths = process_deaths(message) if has_suspects and _DEATHS in message.raw else (0, 0)
+                deaths = queue.deaths_of(message) if has_suspects else (0, 0)
                 attempt = 1 + (
                     queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
                 )
@@ -578,10 +580,12 @@ class ReceiveHandler:
         for key, queue_offset in self._visible.pop_due(now_ms):
             queue = self._current(key)
             flight = None if queue is None else queue.flights.get(queue_offset)
-            if flight is None:
+            if queue is None or flight is None:
                 continue
             group = self._groups.get_or_create(key[0])
             if group.is_ordered:
+                if self._has_ended(key[0], flight):
+                    queue.note_death(queue_offset, flight)
                 self._held.wake_receives(key[0], key[1])
                 continue
             try:
@@ -625,6 +629,8 @@ class ReceiveHandler:
 def _cause(request: Receive, group: GroupSettings, attempt: int, deaths: int, deaths_alone: int) -> str | None:
     """Return why a message becomes a dead letter before an attempt; None if it is delivered."""
     limit = request.max_process_deaths or 0
+    if limit == OF_GROUP:
+        limit = group.max_process_deaths
     if 0 < limit <= deaths_alone:
         return ended_cause(deaths_alone, limit)
     max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts

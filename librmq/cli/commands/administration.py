@@ -149,6 +149,7 @@ def _set_group(broker: StoreRoute, name: str, arguments: argparse.Namespace) -> 
         consumes=arguments.consumes,
         broadcasts=arguments.broadcasts,
         priority_factor=arguments.priority_factor,
+        max_process_deaths=arguments.max_process_deaths,
     )
     settings = broker.group_settings(name)
     return {
@@ -157,6 +158,7 @@ def _set_group(broker: StoreRoute, name: str, arguments: argparse.Namespace) -> 
         "consumes": settings.consumes,
         "broadcasts": settings.broadcasts,
         "priority_factor": settings.priority_factor,
+        "max_process_deaths": settings.max_process_deaths,
     }
 
 

@@ -13,6 +13,7 @@
                                   4 and 5 the cells of the names of group and topic
                                   6 the queue offset that a receive reads next, sealed with word 2 of when that was
                                   8 the cell of its window, 0 without one; 9 that of its first suspect, sealed
+                                  10 sealed, how many ends of its process the group lets a message have
     a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
                                   remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
                                   << 56, of a message that is finished although the position has not passed it; with
@@ -23,7 +24,8 @@
     a received message            0 IN_FLIGHT, HANDED_OUT (how often, after its flight), with checksums of words 1 to 3
                                   << 8 and of the others << 40, or FREE, 1 the cell of its place
                                   2 queue offset, 3 physical offset, 4 time of the receive, 5 invisible time
-                                  6 attempt, the receiver << 33, whether it received it alone << 32
+                                  6 attempt; in order, how often its process has ended << 24, alone << 31;
+                                  whether it was received alone << 38, the receiver << 39
                                   7 time at which it is visible again; all times in ms
     a name                        0 NAME, its cells << 8, its bytes << 32, their checksum << 48; then the bytes
     the rest of a segment         0 GAP, its cells << 8
@@ -70,7 +72,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, checked, folder_part
 
 _log = EventLog("librmq.store")
-_MAGIC: Final = 0x6C696272_67700002
+_MAGIC: Final = 0x6C696272_67700003
 _CELL: Final = 8  # words
 _CELLS: Final = 4096
 _SEGMENT_SIZE: Final = _CELLS * _CELL * 8
@@ -79,7 +81,7 @@ _USED, _DIGESTS, _IDENTITY = 1, 2, 8
 _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
 _PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW, _SUSPECT = 1, 2, 3, 4, 5, 6, 7, 8
 _PLACE_CELLS: Final = 2
-_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS = 1, 2, 3, 4, 5, 6, 8, 9
+_POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS, _DEATHS = 1, 2, 3, 4, 5, 6, 8, 9, 10
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
 BEGUN: Final = -1 << 56
@@ -259,10 +261,10 @@ class Place:
 
     @property
     def has_left(self) -> bool:
-        """Whether messages from the position on are finished or suspects."""
+        """Whether messages from the position on are finished or suspects, or had begun at the end of a process."""
         position, suspects = max(self.position, 0), self.suspects()
         is_suspect = any(suspects[at].since == self._set_back for at in suspects if at >= position)
-        return is_suspect or bool(self.finished())
+        return is_suspect or bool(self.finished() or self._marked(_begun_slot))
 
     def note_deaths(self) -> None:
         """Make suspects of what the former holder had begun, which has ended by surprise. Called by the broker.
@@ -287,6 +289,18 @@ class Place:
             page.free_flight(cell)
         for offset in begun:
             self.end(offset)
+
+    @property
+    def max_process_deaths(self) -> int:
+        """The group's setting, which the broker notes for a consumer that holds the queue; 0 without one."""
+        try:
+            return _unsealed(self._words[self._at + _DEATHS]) or 0
+        except ValueError:  # the broker has ended
+            return 0
+
+    @max_process_deaths.setter
+    def max_process_deaths(self, number: int) -> None:
+        self._words[self._at + _DEATHS] = _sealed(number)
 
     @property
     def next_offset(self) -> int | None:
@@ -375,7 +389,7 @@ class PlaceName(NamedTuple):
 
 
 _SAVED: Final = os.path.join(OWN_FOLDER, "groups.saved")
-_SAVED_MAGIC: Final = 0x6C696272_67730002
+_SAVED_MAGIC: Final = 0x6C696272_67730003
 _SAVED_HEADER: Final = struct.Struct("=4q")  # magic, the two digests, the checksum of the page
 
 
