@@ -340,7 +340,10 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     from librmq.diagnosis import StoreView
 
     if arguments.config is None and getattr(arguments, "at", None) is None:
-        with StoreView.open(arguments.store, tables=_owner_tables(arguments)) as view:
+        with ExitStack() as opened:
+            owner = _sharing_owner(arguments, opened)
+            tables = None if owner is None else owner.tables
+            view = opened.enter_context(StoreView.open(arguments.store, tables=tables, route=owner))
             check_opened(arguments, view.store)
             note_tables(view)
             yield view
@@ -351,11 +354,13 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
             yield view
 
 
-def _owner_tables(arguments: argparse.Namespace) -> BrokerTables | None:
-    """Return the tables of the process that shares a store, as they are now; None without one that answers."""
+def _sharing_owner(arguments: argparse.Namespace, opened: ExitStack) -> OwnedStore | None:
+    """Return the process that shares a store, with its tables as they are now; None without one that answers."""
     try:
-        with shared_owner(arguments) as owner:
-            return None if owner is None else owner.tables
+        owner = opened.enter_context(shared_owner(arguments))
+        if owner is not None:
+            _ = owner.tables
+        return owner
     except BrokerUnreachableError as error:
         complain(f"note: {error}; topics, groups and progress are those of its last save")
         return None

@@ -139,13 +139,12 @@ def queues_in(progress: Lag) -> Iterator[tuple[str, QueueLag]]:
 
 
 def queues_of_group(
-    rows: Iterable[tuple[str, QueueLag]], held: Iterable[HeldProgress] | None, members: Members
+    rows: Iterable[tuple[str, QueueLag]], held: Mapping[HeldProgress, str] | None, members: Members
 ) -> Table:
     """Return the queues of a group with lag, instance, and the message that each waits for, if that is known."""
-    waits = {(queue.topic, queue.queue_id): queue.message_id or "" for queue in held or ()}
+    waits = {(queue.topic, queue.queue_id): _held(queue, name) for queue, name in (held or {}).items()}
     cells = []
     for broker_name, row in rows:
-        message_id = waits.get((row.topic, row.queue_id), "")
         cells.append(
             [
                 topic_link(row.topic),
@@ -155,7 +154,7 @@ def queues_of_group(
                 count(row.lag, "warn"),
                 Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
                 Cell(members.owner_of(broker_name, row)),
-                *([] if held is None else [Cell(short(message_id, 40), link("message", id=message_id))]),
+                *([] if held is None else [waits.get((row.topic, row.queue_id), Cell(""))]),
             ]
         )
     columns = ["topic", "queue", "progress", "end", "lag", "oldest", "instance"]
@@ -163,15 +162,19 @@ def queues_of_group(
     return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
 
 
-def stacks(held: Iterable[HeldProgress]) -> list[Table]:
-    """Return where the listeners stand that hold queues back."""
+def _held(queue: HeldProgress, name: str) -> Cell:
+    return Cell(short(name, 40), link("message", id=queue.message_id or ""))
+
+
+def stacks(held: Mapping[HeldProgress, str]) -> list[Table]:
+    """Return where the listeners stand that hold queues back, each with the name of its message."""
     busy = [queue for queue in held if queue.stack]
     rows = [
         [
             Cell(queue.thread or ""),
-            Cell(short(queue.message_id or "", 40), link("message", id=queue.message_id or "")),
+            _held(queue, held[queue]),
             Cell(duration(queue.held_s)),
-            Cell(queue.stack[-1]),
+            Cell(queue.place),
         ]
         for queue in busy[:_ROWS]
     ]

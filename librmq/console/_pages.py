@@ -16,6 +16,7 @@ from typing import Any, Final
 from librmq.console._backwards import newest_letters
 from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
 from librmq.console._history import history_of
+from librmq.console._messages import name_of
 from librmq.console._place import Look, Place
 from librmq.console._plots import line
 from librmq.console._requested import (
@@ -41,6 +42,7 @@ from librmq.console._tables import (
 )
 from librmq.diagnosis import (
     Finding,
+    HeldProgress,
     Lag,
     QueueLag,
     StoreView,
@@ -315,13 +317,27 @@ class Pages:
         part = f"Of {number(len(groups))} groups the first {ROWS} were asked for. " if len(asked) < len(groups) else ""
         return found, f"{part}{NOT_IN_FINDINGS}"
 
-    def _history(self, view: View[Any], rows: Sequence[tuple[str, QueueLag]], query: Query) -> Sequence[Table]:
-        """Return what was stored by minute in the queues of a group, and what of it waits."""
+    def _from_log(
+        self, view: View[Any], group: str, rows: Sequence[tuple[str, QueueLag]], query: Query
+    ) -> tuple[Sequence[Table], Mapping[HeldProgress, str] | None]:
+        """Return what came by minute in the queues of a group and what of it waits; and what holds it, with names.
+
+        The second is None where nobody says what instances do.
+        """
         by_queue = {(row.topic, row.queue_id): row for _, row in rows}
         queues = {name: range(row.min_offset, row.max_offset) for name, row in by_queue.items()}
         behind = {name: row.next_offset for name, row in by_queue.items()}
-        with nullcontext(view) if isinstance(view, StoreView) or not self.place.has_log else self.place.log() as log:
-            return history_of(log, queues, query.clock, behind).tables
+        log = nullcontext(view) if isinstance(view, StoreView) or not self.place.has_log else None
+        with log or self.place.log(asks_owner=True) as store_view:
+            history = history_of(store_view, queues, query.clock, behind).tables
+            if not isinstance(store_view, StoreView) or store_view.route is None or query.at_ms is not None:
+                return history, None
+            held = {}
+            for queue in held_progress(store_view, group=group):
+                at = queue.consumed_offset
+                message = None if at is None else store_view.message(queue.topic, queue.queue_id, at)
+                held[queue] = queue.message_id or "" if message is None else name_of(message)
+        return history, held
 
     def _notices(self, findings: Iterable[Finding]) -> list[Notice]:
         """Return findings with links; where a button does what is next, that is said instead of a command."""
@@ -399,15 +415,12 @@ class Pages:
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
             dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
-            held = None
-            if isinstance(view, StoreView) and view.is_live:
-                held = held_progress(view, group=group, group_lag=progress)
-            history = self._history(view, rows, query)
+            history, held = self._from_log(view, group, rows, query)
             row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
             is_at_rest = isinstance(view, StoreView) and view.owner is None
         members = Members() if is_past else Members.of(self.place.route, group, row, is_at_rest=is_at_rest)
         lag = sum(row.lag for _, row in rows)
-        shown = [] if is_past else [*stacks(held or ()), members.table(rows), members.settings_table()]
+        shown = [] if is_past else [*stacks(held or {}), members.table(rows), members.settings_table()]
         return Page(
             group,
             [

@@ -127,10 +127,11 @@ class Place:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
             version, kept = _state_of(os.path.join(folder, CONFIG)), self._kept
-            if asks_owner and (owned := self._owner_tables()) is not None:
-                with StoreView.open(folder, tables=owned) as view:
-                    yield view
-                return
+            with ExitStack() as opened:
+                owner = self._answering(opened) if asks_owner else None
+                if owner is not None:
+                    yield opened.enter_context(StoreView.open(folder, tables=owner.tables, route=owner))
+                    return
             tables = kept.tables if kept is not None and kept.version == version else None
             with StoreView.open(folder, tables=tables) as view:
                 self._note_extent(view)
@@ -174,14 +175,15 @@ class Place:
                 raise BrokerUnreachableError(f"{self.folder}: expected one broker that has this store open")
             yield OwnedStore(self.folder, route, opened)
 
-    def _owner_tables(self) -> BrokerTables | None:
-        """Return topics, groups and progress as the broker has them now; None without one that answers."""
+    def _answering(self, opened: ExitStack) -> StoreRoute | None:
+        """Return the process that has the folder open, with its tables of this moment; None if none answers."""
         if not self.can_own or self.has_much_progress:
             return None
         try:
-            with self.owner() as owner:
-                tables, self.unanswered = owner.tables, ""
-                return tables
+            owner = opened.enter_context(self.owner())
+            _ = owner.tables  # of this moment
+            self.unanswered = ""
+            return owner
         except BrokerUnreachableError as error:
             self.unanswered = str(error)
             return None

@@ -1,4 +1,4 @@
-"""Alarms: a running broker is diagnosed repeatedly, and a callback gets new and resolved findings.
+"""Alarms: a broker or a share is diagnosed repeatedly, and a callback gets new and resolved findings.
 
 A round is user code on the broker's runner, so it delays no delivery.
 """
@@ -14,7 +14,7 @@ from librmq.diagnosis._checks import diagnose
 from librmq.diagnosis._findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis._lag_report import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import StoreView
+from librmq.diagnosis.view import Shared, StoreView, viewed
 from librmq.errors import ConfigError
 from librmq.formatting import duration
 from librmq.message import StoredMessage
@@ -45,7 +45,9 @@ class Watch:
     Also a context manager that stops it.
     """
 
-    def __init__(self, broker: Broker, callback: Callable[[Alarm], object], limits: Thresholds, every_ms: int) -> None:
+    def __init__(
+        self, broker: Broker | Shared, callback: Callable[[Alarm], object], limits: Thresholds, every_ms: int
+    ) -> None:
         self._broker = broker
         self._callback = callback
         self._limits = limits
@@ -94,7 +96,7 @@ class Watch:
         if self._broker.dead:
             return
         now_ms = self._broker.runner.now_ms()
-        with StoreView.of(self._broker) as view:
+        with viewed(self._broker) as view:
             group_lag = lag(view)
             findings = [
                 *diagnose(view, self._limits),
@@ -215,19 +217,19 @@ def _is_news(before: Finding | None, now: Finding) -> bool:
 
 
 def watch(
-    broker: Broker,
+    broker: Broker | Shared,
     callback: Callable[[Alarm], object],
     thresholds: Thresholds | None = None,
     *,
     every: float = 10.0,
 ) -> Watch:
-    """Call ``callback`` with each new, worse or resolved finding about a running broker.
+    """Call ``callback`` with each new, worse or resolved finding about a broker or a share.
 
     In addition to the findings of `diagnose`, a watch notices changes between two rounds: progress that stopped
     (``progress-stopped``), instances that left (``instance-gone``), and retries (``many-retries``).
 
     Args:
-        broker: The running broker; the watch ends with it.
+        broker: The running broker, or what `librmq.share` returned; the watch ends with it.
         callback: Gets an `Alarm`, in a thread of the broker's runner. Its errors are logged.
         thresholds: Limits beyond which something is a finding.
         every: Seconds between two rounds.

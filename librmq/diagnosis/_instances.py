@@ -28,6 +28,8 @@ from librmq.runtime.event_log import counted
 
 _SAMPLED: Final = 1000
 _SHORT: Final = 3  # frames
+_ANSWER_S: Final = 3.0
+"""Time for instances of other processes to answer."""
 _SOON_S: Final = 10.0
 """Time in which a healthy group takes the messages of a burst."""
 _LIBRARIES: Final = tuple(
@@ -68,6 +70,11 @@ class HeldProgress(NamedTuple):
     behind: int | None
     """Later messages that the instance holds; None if unknown."""
 
+    @property
+    def place(self) -> str:
+        """The innermost frame of the application's own code, or the innermost one if there is none; empty without."""
+        return _place(self.stack) if self.stack else ""
+
 
 def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
     """Return every queue with messages to consume, and what holds back its progress, the longest held first.
@@ -102,12 +109,17 @@ def _held_by_group(
 
 
 def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
-    """Return the running instances of a group; none for a folder."""
-    return {} if view.broker is None else view.broker.instances(group, timeout=0)
+    """Return the running instances of a group; none for a folder that no process shares."""
+    if view.route is None:
+        return {}
+    if group not in view.instances:  # a view is one moment, and those of other processes are asked for theirs
+        timeout_s = 0 if view.route is view.broker else _ANSWER_S
+        view.instances[group] = view.route.instances(group, timeout=timeout_s)
+    return view.instances[group]
 
 
 def _held_queues(view: StoreView, states: list[InstanceState], rows: list[QueueLag]) -> Iterator[HeldProgress]:
-    broker_name = "" if view.broker is None else view.broker.name
+    (broker_name,) = ("",) if view.route is None else view.route.broker_names()
     queues: dict[tuple[str, int], tuple[InstanceState, HeldQueue]] = {}
     calls: dict[tuple[str, int, int], ListenerCall] = {}
     for state in states:
@@ -162,7 +174,7 @@ def stuck_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Itera
 
     A folder shows only the keys of its messages: of one queue that lags, whether most have one key.
     """
-    if not view.is_live:
+    if view.route is None:
         yield from _hot_key_findings(view, group_lag, limits)
         return
     for group, states, held in _held_by_group(view, group_lag):
@@ -333,14 +345,14 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
 
     During a rebalance, queues can be without an owner for a moment.
     """
-    broker = view.broker
-    if broker is None:
+    route, broker = view.route, view.broker
+    if route is None:
         return
     waiting: defaultdict[str, dict[tuple[str, int], int]] = defaultdict(dict)
     for row in group_lag:
         if row.lag:
             waiting[row.group][row.topic, row.queue_id] = row.lag
-    for client_id in sorted(broker.shared_client_ids()):
+    for client_id in () if broker is None else sorted(broker.shared_client_ids()):
         yield Finding(
             "shared-client-id", "error", f"client {client_id}",
             "Two clients use this id. They count as one and consume the same queues, so messages are delivered twice.",
@@ -349,11 +361,11 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
     for group in view.groups:
         if not limits.own and is_own_group(group):
             continue
-        connections = broker.connections(group)
+        connections = route.connections(group)
         if connections is None:
             yield from _absence_findings(group, waiting[group])
             continue
-        states = broker.instances(group, timeout=0)
+        states = instances(view, group)
         differences = group_differences(
             {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
         )
@@ -433,20 +445,21 @@ def _mode_findings(group: str, states: States) -> Iterator[Finding]:
 def _owner_findings(
     view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, int], int]
 ) -> Iterator[Finding]:
-    group, broker = connections.group, view.broker
-    assert broker is not None
+    group, route = connections.group, view.route
+    assert route is not None
+    (broker_name,) = route.broker_names()
     idle: Counter[str] = Counter(dict.fromkeys(states, 0))
     for topic in sorted(connections.subscriptions):
         owners: dict[int, list[str]] = {
             number: []
-            for data in broker.topic_route(topic)
+            for data in route.topic_route(topic)
             if data.permission & PERM_READ
             for number in range(data.read_queues)
         }
         shares = dict.fromkeys(states, 0)
         for client_id, state in states.items():
             for held in () if state is None else state.queues:
-                if held.queue.topic == topic and held.queue.broker_name == broker.name:
+                if held.queue.topic == topic and held.queue.broker_name == broker_name:
                     owners.setdefault(held.queue.queue_id, []).append(client_id)
                     shares[client_id] += 1
         if not topic.startswith(TopicPrefix.RETRY):

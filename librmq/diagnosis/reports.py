@@ -41,7 +41,7 @@ from librmq.diagnosis.report_rows import (
     TimeAxis,
     WaitingMessages,
 )
-from librmq.diagnosis.view import Source, StoreView, TopicSummary, topic_summaries, viewed
+from librmq.diagnosis.view import Shared, Source, StoreView, TopicSummary, topic_summaries, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import Damage, Files
 from librmq.message import record
@@ -258,9 +258,10 @@ def _damage_findings(name: str, damage: Sequence[Damage], error: str | None) -> 
 
 
 def _instances(view: StoreView, groups: Iterable[str]) -> dict[str, int] | None:
-    if view.broker is None:
+    route = view.route
+    if route is None:
         return None
-    connections = {group: view.broker.connections(group) for group in sorted(groups)}
+    connections = {group: route.connections(group) for group in sorted(groups)}
     return {group: 0 if of is None else len(of.subscriptions_by_client) for group, of in connections.items()}
 
 
@@ -402,7 +403,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 def _path(source: Source) -> str:
     if isinstance(source, str | os.PathLike):
         return os.fspath(source)
-    return source.store.path
+    return source.path if isinstance(source, Shared) else source.store.path
 
 
 def _open(source: Source, opened: ExitStack) -> StoreView | CorruptionError:

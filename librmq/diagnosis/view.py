@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from librmq.clock import LAST_MS, Clock, SystemClock
 from librmq.config import wrong_kind
@@ -41,7 +41,8 @@ from librmq.store.format.documents import LetterIdentity, letter_identity, resen
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute, Broker
-    from librmq.protocol import QueueBounds
+    from librmq.protocol import ConnectedClient, GroupConnections, InstanceState, QueueBounds
+    from librmq.runtime import Runner
 
 Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
@@ -231,7 +232,9 @@ class StoreView(Closing):
 
     store: MessageStore
     broker: Broker | None
-    """The running broker, without which instances and threads are unknown; None for a folder."""
+    """The running broker of this process; None for a folder."""
+    route: AdministeredRoute | None
+    """Who says which instances run and what they do: the broker, or the owner of a shared folder; None if nobody."""
     owner: str | None
     """The process that has the folder open for writing, None without one; ``this process`` for a broker."""
 
@@ -243,10 +246,14 @@ class StoreView(Closing):
         broker: Broker | None = None,
         tables: BrokerTables | None = None,
         now_ms: int | None = None,
+        route: AdministeredRoute | None = None,
         closes_store: bool = False,
     ) -> None:
         self.store = store
         self.broker = broker
+        self.route = broker if route is None else route
+        self.instances: dict[str, dict[str, InstanceState | None]] = {}
+        """What the instances of groups have said, by client id."""
         self.owner = owner
         self._tables = tables
         self._now_ms = now_ms
@@ -263,6 +270,7 @@ class StoreView(Closing):
         files: Files | None = None,
         clock: Clock | None = None,
         tables: BrokerTables | None = None,
+        route: AdministeredRoute | None = None,
     ) -> Self:
         """Open the store in ``path`` for reading, whether a process uses it or not.
 
@@ -272,6 +280,7 @@ class StoreView(Closing):
             files: The file system; the disk by default.
             clock: The clock; the machine's by default.
             tables: Topics, groups and progress; by default those in the folder.
+            route: The process that has the store open, which knows the instances.
 
         Raises:
             NotAStoreError: There is no store, or one of another kind.
@@ -283,7 +292,7 @@ class StoreView(Closing):
         store = MessageStore.open(path, read_only=True, files=files, clock=clock)
         if now_ms is None and owner is not None:
             now_ms = (clock or SystemClock()).now_ms()
-        return cls(store, owner, tables=tables, now_ms=now_ms, closes_store=True)
+        return cls(store, owner, tables=tables, now_ms=now_ms, route=route, closes_store=True)
 
     @classmethod
     def of(cls, broker: Broker) -> Self:
@@ -301,7 +310,7 @@ class StoreView(Closing):
 
     @property
     def is_live(self) -> bool:
-        """Whether instances, threads and held messages are known."""
+        """Whether this is the store of a running broker of this process."""
         return self.broker is not None
 
     @property
@@ -570,7 +579,35 @@ class StoreView(Closing):
         return f"<StoreView of {self.store.path!r}, {'live' if self.is_live else self.owner or 'not in use'}>"
 
 
-Source: TypeAlias = "StoreView | Broker | str | os.PathLike[str]"
+@runtime_checkable
+class Shared(Protocol):
+    """A store that several processes share, as `librmq.share` returns it."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The broker's name."""
+
+    @property
+    def runner(self) -> Runner:
+        """What runs its steps."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether this process has closed it."""
+
+    def connections(self, group: str) -> GroupConnections | None:
+        """Return the running instances of a group, of all processes."""
+
+    def clients(self) -> tuple[ConnectedClient, ...]:
+        """Return the clients of all processes."""
+
+    def store_view(self) -> AbstractContextManager[StoreView]:
+        """View the store, with the progress and the instances that its owner knows."""
+
+
+Source: TypeAlias = "StoreView | Broker | Shared | str | os.PathLike[str]"
 """The source of a diagnosis: a view, a running broker, or the folder of a store."""
 
 
@@ -582,10 +619,13 @@ def viewed(source: Source) -> Iterator[StoreView]:
     elif isinstance(source, str | os.PathLike):
         with StoreView.open(source) as view:
             yield view
+    elif isinstance(source, Shared):
+        with source.store_view() as view:
+            yield view
     elif hasattr(source, "store") and hasattr(source, "runner"):
         yield StoreView.of(source)
     else:
-        raise wrong_kind("source", source, "a running Broker, the folder of a store, or a StoreView")
+        raise wrong_kind("source", source, "a Broker, what share returned, the folder of a store, or a StoreView")
 
 
 class ClusterView:

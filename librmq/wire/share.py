@@ -25,11 +25,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack, cast
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
 from librmq.broker.config import Promises, check_settings
@@ -79,7 +79,10 @@ from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
 from librmq.wire.remote._connection import as_caller
-from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
+from librmq.wire.share_links import OwnedStore, SharedEndpoint, StoreOwner, StorePeer, connect_to_owner
+
+if TYPE_CHECKING:
+    from librmq.diagnosis import StoreView
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -215,6 +218,29 @@ class SharedBroker(AdministeredRoute):
     def is_owner(self) -> bool:
         """Whether this process owns the store."""
         return isinstance(self.link, StoreOwner)
+
+    @property
+    def dead(self) -> bool:
+        """Whether this process has closed it."""
+        return self._is_closed
+
+    @contextmanager
+    def store_view(self) -> Iterator[StoreView]:
+        """View the store, with the progress and the instances that its owner knows, as `librmq.diagnosis` does.
+
+        Raises:
+            BrokerUnreachableError: The owner does not answer.
+        """
+        from librmq.diagnosis import StoreView
+
+        link = self.link
+        if isinstance(link, StoreOwner):
+            broker = link.route
+            yield StoreView(broker.store, "this process", broker=broker, now_ms=broker.runner.now_ms(), route=self)
+            return
+        with ExitStack() as opened:
+            owner = OwnedStore(self.path, opened.enter_context(connect_to_owner(self.path)), opened)
+            yield opened.enter_context(StoreView.open(self.path, tables=owner.tables, route=owner))
 
     @override
     def __repr__(self) -> str:

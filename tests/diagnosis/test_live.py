@@ -303,5 +303,5 @@ def test_listeners_that_all_wait_at_one_place() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 5, b"folder", ["folder"]])
 def test_what_is_no_source_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="source: expected a running Broker, the folder of a store, or a StoreView"):
+    with pytest.raises(TypeError, match="source: expected a Broker, what share returned, the folder of a store"):
         diagnose(wrong)

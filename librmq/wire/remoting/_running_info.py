@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import NoneType
 from typing import Any, Final
 
 from librmq.errors import MalformedError
 from librmq.java.lang import java_int
 from librmq.message import MessageQueue
-from librmq.protocol import DescribeInstance, HeldQueue, InstanceState, MessageModel, Subscription
+from librmq.protocol import DescribeInstance, HeldQueue, InstanceState, ListenerCall, MessageModel, Subscription
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_key, read_body, subscription_row, write_body
 from librmq.wire.remoting._codec import check, frame_of
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import ClientOfGroupHeader, RequestCode
 
+_MOST_LISTENERS: Final = 256
 _VERSION: Final = "V4_9_4"
 """The version whose protocol the client speaks, as a tool shows it."""
-_RUNNING: Final = "librmqRunning"
-"""A property of librmq's own: listeners that run, which Java's clients do not say."""
+_STATE: Final = "librmqState"
+"""A property of librmq's own: what its instances know beyond Java's, for those who look for what holds a group back."""
+_NUMBER: Final = (int,)
+_MAYBE: Final = (int, NoneType)
+_NAME: Final = (str, NoneType)
+_QUEUE: Final = ((str,), (str,), _NUMBER)
+_OF_QUEUE: Final = (*_QUEUE, _MAYBE, _MAYBE, _NUMBER, _NUMBER, _MAYBE, _NAME, _MAYBE, _NUMBER, _NUMBER, (bool,))
+"""The types of a queue's fields: its name, then those of `HeldQueue` from ``progress`` to ``is_throttled``."""
+_OF_LISTENER: Final = (*_QUEUE, _NUMBER, (str,), _NUMBER, _MAYBE, (str,))
+"""The types of a listener's fields: its queue's name, then those of `ListenerCall` up to ``thread``."""
 
 
 def running_info_body(
@@ -55,7 +67,28 @@ def _properties(state: InstanceState, name_servers: tuple[str, ...]) -> dict[str
         "messageModel": state.model.value,
         "pause": str(state.is_paused).lower(),
     }
-    return properties if state.running is None else properties | {_RUNNING: str(state.running)}
+    return properties | {_STATE: json.dumps(_own_state(state), separators=(",", ":"))}
+
+
+def _own_state(state: InstanceState) -> dict[str, object]:
+    return {
+        "running": state.running,
+        "queues": [
+            [
+                *held.queue,
+                *(held.progress, held.stored, held.waiting, held.running, held.first, held.first_message_id),
+                *(held.first_since_ms, held.first_failures, held.pulled_timestamp_ms, held.is_throttled),
+            ]
+            for held in state.queues
+        ],
+        "listeners": [
+            [
+                *call.queue,
+                *(call.queue_offset, call.message_id, call.messages, call.since_ms, call.thread, list(call.stack)),
+            ]
+            for call in state.listeners[:_MOST_LISTENERS]
+        ],
+    }
 
 
 def running_info_frame(request: DescribeInstance) -> Frame:
@@ -65,7 +98,7 @@ def running_info_frame(request: DescribeInstance) -> Frame:
 
 
 def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState:
-    """Return the state of an instance, without the listeners, which have no place in the answer.
+    """Return the state of an instance; that of a client of another kind has no listeners.
 
     Raises:
         BrokerError: The broker or the client refuses.
@@ -77,6 +110,7 @@ def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState
         raise MalformedError(f"properties: expected an object, found {properties!r:.80}")
     texts = {str(name): str(text) for name, text in properties.items()}
     maximum = java_int(texts.get("maxReconsumeTimes", ""))
+    running, own_queues, listeners = _read_own_state(texts.get(_STATE))
     is_broadcast = texts.get("messageModel") == MessageModel.BROADCASTING.value
     return InstanceState(
         request.client_id,
@@ -86,10 +120,10 @@ def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState
         texts.get("PROP_CONSUMEORDERLY") == "true",
         texts.get("pause") == "true",
         java_int(texts.get("PROP_THREADPOOL_CORE_SIZE", "")) or 0,
-        java_int(texts.get(_RUNNING, "")),
+        running,
         texts.get("allocateMessageQueueStrategy", ""),
-        tuple(_held_queue(queue, row) for queue, row in by_queue(body.get("mqTable") or {})),
-        (),
+        tuple(_held_queue(queue, row, own_queues) for queue, row in by_queue(body.get("mqTable") or {})),
+        listeners,
         java_int(texts.get("PROP_CONSUMER_START_TIMESTAMP", "")) or 0,
         None if maximum is None or maximum < 0 else maximum,
     )
@@ -120,7 +154,42 @@ def _queue_info(held: HeldQueue) -> dict[str, object]:
     }
 
 
-def _held_queue(queue: MessageQueue, row: Any) -> HeldQueue:  # noqa: ANN401 (as it came)
+def _read_own_state(
+    text: str | None,
+) -> tuple[int | None, Mapping[MessageQueue, Sequence[Any]], tuple[ListenerCall, ...]]:
+    """Return what an instance of librmq says of itself: listeners that run, numbers by queue, and where they stand.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    if text is None:
+        return None, {}, ()
+    try:
+        state = json.loads(text)
+        queues = {}
+        for row in state["queues"]:
+            topic, broker, queue_id, *numbers = _checked(row, _OF_QUEUE)
+            queues[MessageQueue(topic, broker, queue_id)] = numbers
+        calls = []
+        for *fields, stack in state["listeners"]:
+            topic, broker, queue_id, *of_call = _checked(fields, _OF_LISTENER)
+            of_call.append(tuple(map(str, stack)))
+            calls.append(ListenerCall(MessageQueue(topic, broker, queue_id), *of_call))
+        return _checked([state["running"]], (_MAYBE,))[0], queues, tuple(calls)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise MalformedError(f"{_STATE}: expected the state of an instance, found {text!r:.80}") from error
+
+
+def _checked(values: Any, kinds: Sequence[tuple[type, ...]]) -> list[Any]:  # noqa: ANN401 (as it came)
+    if len(values) != len(kinds) or not all(type(value) in kind for value, kind in zip(values, kinds, strict=True)):
+        raise TypeError("expected other fields")
+    return list(values)
+
+
+def _held_queue(queue: MessageQueue, row: Any, own: Mapping[MessageQueue, Sequence[Any]]) -> HeldQueue:  # noqa: ANN401 (as it came)
+    if queue in own:
+        last = number_in(row, "cachedMsgMaxOffset") if number_in(row, "cachedMsgCount") else None
+        return replace(HeldQueue(queue, *own[queue]), last=last, is_locked=row.get("locked") is True)
     progress, held = number_in(row, "commitOffset"), number_in(row, "cachedMsgCount")
     return HeldQueue(
         queue,

@@ -1,0 +1,149 @@
+"""What the instances of a shared store do is known wherever one asks: in the owner, in a peer, by a command."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import ConsumeFrom, Producer, PushConsumer, SharedBroker, share
+from librmq.diagnosis import Alarm, Finding, Thresholds, diagnose, held_progress, report, watch
+from librmq.errors import MalformedError
+from librmq.protocol import DescribeInstance
+from librmq.wire.remoting._bodies import read_body, write_body
+from librmq.wire.remoting._frames import Frame
+from librmq.wire.remoting._running_info import read_running_info, running_info_body
+from tests.cli.stand import Shell
+from tests.console.pages import Asked, console
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a share needs Unix sockets")
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    return Shell(tmp_path, capsys, monkeypatch)
+
+
+class Hanging:
+    """A store that two share: in the peer's only consumer both listeners wait, and the other messages for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "shop"
+        self.owner = share(self.path)
+        self.peer = share(self.path)
+        self.goes_on = threading.Event()
+        self.both_wait = threading.Semaphore(0)
+        self.owner.create_topic("orders", 1)
+        with Producer(self.owner, "shop") as producer:
+            for number in range(150):
+                producer.send("orders", b"%d" % number, keys=f"o-{number}")
+        self.consumer = PushConsumer(self.peer, "billing", consume_from=ConsumeFrom.FIRST, threads=2)
+        self.consumer.subscribe("orders", self.wait_for_the_bank)
+        self.consumer.start()
+        for _ in range(2):
+            assert self.both_wait.acquire(timeout=60)
+
+    def wait_for_the_bank(self, message: Any) -> None:
+        self.both_wait.release()
+        self.goes_on.wait()
+
+    def close(self) -> None:
+        self.goes_on.set()
+        self.consumer.shutdown()
+        self.peer.close()
+        self.owner.close()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[Hanging]:
+    made = Hanging(tmp_path)
+    yield made
+    made.close()
+
+
+AT_ONCE = Thresholds(stuck_s=-1, normal_lag=10)
+
+
+def assert_known(findings: list[Finding]) -> None:
+    stuck = next(finding for finding in findings if finding.kind == "stuck-message")
+    assert stuck.evidence["client_id"]
+    assert "wait_for_the_bank" in "".join(stuck.evidence["stack"])
+    assert stuck.evidence["thread"]
+    assert "group-not-running" not in {finding.kind for finding in findings}
+
+
+def test_owner_and_peer_say_where_a_listener_stands(hanging: Hanging) -> None:
+    for place in (hanging.owner, hanging.peer):
+        assert_known(diagnose(place, AT_ONCE))
+        (held,) = held_progress(place, group="billing")
+        assert (held.lag, held.consumed_offset, held.behind is not None) == (150, 0, True)
+        assert held.client_id is not None
+    assert {name.split("@")[0] for name in hanging.owner.connections("billing").client_ids}  # type: ignore[union-attr]
+    (part,) = report([hanging.peer]).stores
+    assert part.instances == {"billing": 1}
+
+
+def test_the_command_says_where_a_listener_stands(hanging: Hanging, shell: Shell) -> None:
+    rows = {row["finding"]: row for row in shell("diagnose", hanging.path).rows}
+    assert "wait_for_the_bank" in rows["listeners-at-one-place"]["what"]
+    assert "group-not-running" not in rows
+
+
+def test_the_console_of_each_process_says_where_a_listener_stands(hanging: Hanging) -> None:
+    for place in (hanging.owner, hanging.peer):
+        asked = Asked(console(place))
+        (row,) = asked.table("/group?name=billing", "Listeners that hold a queue back")
+        assert "wait_for_the_bank" in row["stands at"]
+        (shown,) = [row for row in asked.table("/group?name=billing", "Queues") if row["topic"] == "orders"]
+        assert (row["message"], shown["waits for"]) == ("o-0", "o-0")
+
+
+def test_a_watch_in_each_process_tells_of_a_listener_that_stands(hanging: Hanging) -> None:
+    for place in (hanging.owner, hanging.peer):
+        told: queue.Queue[Alarm] = queue.Queue()
+        with watch(place, told.put, AT_ONCE, every=0.01):
+            alarm = told.get(timeout=60)
+            while alarm.finding.kind != "stuck-message":
+                alarm = told.get(timeout=60)
+        assert "wait_for_the_bank" in alarm.finding.what
+
+
+def test_a_peer_without_an_instance(tmp_path: Path) -> None:
+    with share(tmp_path / "shop") as owner, share(tmp_path / "shop") as peer:
+        for place in (owner, peer):
+            place.create_topic("orders", 1)
+            place.set_group("billing")
+            place.reset_group("billing", "orders", "begin")
+        with Producer(peer, "shop") as producer:
+            producer.send("orders", b"one")
+        kinds: list[set[str]] = [{finding.kind for finding in diagnose(place)} for place in (owner, peer)]
+        assert kinds[0] == kinds[1]
+        assert "group-not-running" in kinds[0]
+
+
+def test_the_state_of_an_instance_comes_back_as_it_was(hanging: Hanging) -> None:
+    peer: SharedBroker = hanging.peer
+    (state,) = peer.instances("billing").values()
+    assert state is not None
+    body = running_info_body(state, {}, (), False)
+    request = DescribeInstance(state.group, state.client_id)
+    again = read_running_info(request, Frame(0, body=body))
+    assert again == state
+    for wrong in (
+        "x",
+        "{}",
+        '{"queues":{},"listeners":[[1]],"running":1}',
+        '{"queues":{},"listeners":[],"running":true}',
+    ):
+        rows = read_body(body, "a state")
+        rows["properties"]["librmqState"] = wrong
+        with pytest.raises(MalformedError, match="librmqState"):
+            read_running_info(request, Frame(0, body=write_body(rows)))
+    assert json.loads(read_body(body, "a state")["properties"]["librmqState"])["running"] == 2
