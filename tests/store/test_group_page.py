@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -289,6 +290,39 @@ def test_a_folder_of_the_disk(tmp_path: Path) -> None:
     with Broker.open(tmp_path) as broker:
         assert broker.consumer_offset("g", "t") == 0
     assert not list((tmp_path / "librmq" / "groups").iterdir())
+
+
+def rewrite_as_a_broker(path: Path, **moved: int) -> dict[str, int]:
+    """Write a table as a broker that read it does: with rows in another order. Return the groups' positions."""
+    rows = {
+        group: int(offset) for group, offset in re.findall(r'"t@(\w+)":\{0:(\d+)', "".join(path.read_text().split()))
+    }
+    rows |= moved
+    text = ",".join(f'"t@{group}":{{0:{rows[group]}\n\t\t}}' for group in sorted(rows, reverse=True))
+    path.rename(path.with_suffix(".json.bak"))
+    path.write_text(f'{{\n\t"offsetTable":{{{text}\n\t}}\n}}')
+    return rows
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+def test_a_folder_that_librmq_and_a_broker_have_in_turns(tmp_path: Path) -> None:
+    """A table in another order leaves the page its word; one with another row wins."""
+    table, expected = tmp_path / "config" / "consumerOffset.json", dict[str, int]()
+    turns = [("close", {}), ("kill", {}), ("kill", {"h": 90}), ("close", {"g": 95}), ("kill", {}), ("close", {})]
+    for turn, (end, moved) in enumerate(turns):
+        broker = Broker.open(tmp_path, runner=ManualRunner())
+        if not turn:
+            broker.create_topic("t", 1)
+            for number in range(100):
+                broker.send("p", Message("t", b"%d" % number), 0, 0, ("127.0.0.1", 0))
+        assert {group: broker.consumer_offset(group, "t") for group in expected} == expected
+        expected = {"g": 10 * turn, "h": 10 * turn + 1}
+        for group, queue_offset in expected.items():
+            broker.call(UpdateOffset(group, "t", 0, queue_offset))
+        broker.close() if end == "close" else broker.abandon()
+        rows = rewrite_as_a_broker(table, **moved)
+        if end == "close" or moved:
+            expected = rows
 
 
 def test_no_power_cut_undoes_a_durable_acknowledgement() -> None:
