@@ -83,7 +83,7 @@ class Round(NamedTuple):
             rng.choice((5, 20, 60)),
             rng.choice((0, 0.001, 0.004)),
             poisons,
-            LIMIT if poisons else 10 * KILLS,
+            LIMIT if poisons else 4 * KILLS,
         )
 
     @property
