@@ -5,15 +5,14 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``, and ``
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
 from librmq.client._publish_routes import PublishRoutes, TopicQueues
 from librmq.client.client import LifeCycle, State
@@ -43,6 +42,17 @@ from librmq.protocol import (
     SendsLater,
     SendStatus,
 )
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+@cache
+def _running_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    import asyncio  # slow to load, and unnecessary for sends without a loop
+
+    return asyncio.get_running_loop
+
 
 # ---- settings
 
@@ -380,7 +390,7 @@ class Sender:
         watchers: Sequence[Watcher],
     ) -> SendResult | None:
         """Make one try together with others of the event loop; return None if a thread has to make it."""
-        sends, loop = self._loop_sends, asyncio.get_running_loop()
+        sends, loop = self._loop_sends, _running_loop()()
         if sends is None or sends.loop is not loop:
             sends = self._loop_sends = LoopSends(loop)
         if self._life.state is not _RUNNING:

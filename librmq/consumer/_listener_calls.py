@@ -8,7 +8,6 @@ outcome.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 import threading
@@ -18,7 +17,7 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from librmq.client import Client, Operation
 from librmq.consumer._assignment import AssignedQueue
@@ -33,6 +32,9 @@ from librmq.override import override
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime import Work
 from librmq.runtime.locks import Event
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class DeliveryCall(Work):

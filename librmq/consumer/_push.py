@@ -7,7 +7,6 @@ held, the lock is missing, the consumer is paused) is woken when the reason ends
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -630,6 +629,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
     @override
     def _join_group(self) -> None:
         if self._listeners.are_async:
+            import asyncio  # slow to load, and unnecessary for other listeners
+
             try:
                 self.calls.loop = asyncio.get_running_loop()
             except RuntimeError:

@@ -12,7 +12,6 @@ wake it. The usual order is due steps, ready work, then time. Runners differ onl
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import inspect
 import itertools
@@ -22,11 +21,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeGuard, TypeVar
 
 from librmq.clock import Clock, ManualClock, moves_by_itself
 from librmq.errors import EndlessLoopError, NotIdleError, RunnerError
 from librmq.override import override
+from librmq.runtime import _lazy_asyncio as asyncio
 from librmq.runtime.locks import RLock
 
 _T = TypeVar("_T")
@@ -217,7 +217,7 @@ class Runner:
             with self.lock:
                 self.running.discard(work)
             raise
-        if result is not None and asyncio.iscoroutine(result):
+        if result is not None and is_coroutine(result):
             self._launch(work, result)
         else:
             self._finish(work, result, error)
@@ -271,11 +271,13 @@ class Runner:
 
     def runs_here(self, works: Iterable[Work]) -> bool:
         """Return whether one of these is a coroutine that the calling task runs."""
+        tasks = [work.task for work in works if work.task is not None]
+        if not tasks:
+            return False
         try:
-            task = asyncio.current_task()
+            return asyncio.current_task() in tasks
         except RuntimeError:  # There is no event loop.
             return False
-        return task is not None and any(work.task is task for work in works)
 
     def is_within(self) -> bool:
         """Return whether the caller is code that this runner runs, and whose end a shutdown would wait for."""
@@ -303,6 +305,11 @@ def failure_of(work: Work, error: BaseException) -> RunnerError:
     failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
+
+
+def is_coroutine(result: object) -> TypeGuard[Coroutine[Any, Any, object]]:
+    """Return whether a call has returned a coroutine, which is still to run."""
+    return hasattr(result, "send") and isinstance(result, Coroutine)
 
 
 def is_task_cancelled() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,10 +14,11 @@ from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RunnerClosedError
 from librmq.override import override
+from librmq.runtime import _lazy_asyncio as asyncio
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Inherited, Lock, RLock, is_held_here
 from librmq.runtime.outside import Outside
-from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_task_cancelled
+from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_coroutine, is_task_cancelled
 
 _log = EventLog("librmq.runner")
 _T = TypeVar("_T")
@@ -323,7 +323,7 @@ class ThreadRunner(Runner):
                 error = raised
             except BaseException as raised:
                 error = failure_of(work, raised)  # a thread has no caller to which it could go
-            is_under_way = result is not None and asyncio.iscoroutine(result)
+            is_under_way = result is not None and is_coroutine(result)
             if is_under_way:
                 try:
                     self._launch(work, cast("Coroutine[Any, Any, object]", result))
