@@ -386,10 +386,6 @@ class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
 
     group: str
     topic: str
-    with_passed: bool = False
-    """Whether messages that a filter has passed over count, although the client will report them only later.
-
-    Push consumers only: the program of a pull consumer chooses what it commits."""
 
 
 @value
