@@ -553,7 +553,7 @@ class Broker(StoreRoute, Endpoint):
         """
         store, config = self.store, self.config
         if self._context.offsets.page is not None:
-            self._context.offsets.page.is_shared = True
+            self._context.offsets.page.is_needed = True
         if (
             store.config.enable_consumequeue_ext
             or config.drop_resends_within is not None
@@ -676,6 +676,7 @@ class Broker(StoreRoute, Endpoint):
         is_replica = self._config.replica_of is not None
         with self.runner.lock, ExitStack() as saves:
             saves.callback(self._context.saving.save_all, self._life.why_dead)
+            saves.callback(self._receives.end)
             if not is_replica:
                 saves.callback(self._transactions.save)
                 self._deliveries.save()

@@ -204,6 +204,17 @@ def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: P
     assert "(max_process_deaths=1)" in letters(store)[POISON]
 
 
+@pytest.mark.parametrize("way", ["push", "receive", "receive in order"])
+def test_who_opens_the_store_between_makes_no_difference(way: str, tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    for _ in range(1 + 3):
+        assert count_deaths(work, store, ledger, way, "kill", False, most=1) == 1
+        Broker.open(store).close()
+    assert count_deaths(work, store, ledger, way, "kill", False) == 0
+    check(store, ledger)
+
+
 def test_queues_in_order_of_a_dead_peer_are_free(tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)

@@ -129,6 +129,27 @@ def test_a_killed_worker_loses_nothing(tmp_path: Path, owns: str) -> None:
     assert max(done[f"begins {number}"] for number in range(many)) <= 2
 
 
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_a_task_that_ends_its_worker_is_a_dead_letter(tmp_path: Path, pool: str) -> None:
+    call(tmp_path, "for number in range(6):\n    note.delay(number)\n    if number == 2: end_process.delay()")
+
+    def causes() -> list[str]:
+        with librmq.share(tmp_path / "queue") as shared:
+            return [letter.properties["DEAD_LETTER_CAUSE"] for letter in shared.dead_letters("kombu")]
+
+    def is_done() -> bool:
+        return all(notes(tmp_path)[f"ends {number}"] for number in range(6)) and bool(causes())
+
+    deaths = 0
+    while not is_done():
+        with worker(tmp_path, "--pool", pool) as process:
+            wait_until(lambda: process.poll() is not None or is_done(), "the worker ends, or everything is done")
+            deaths += process.poll() == 1
+        assert deaths <= 1 + 3
+    assert deaths == 1 + 3
+    assert causes() == ["its process ended 3 times while it ran alone (max_process_deaths=3)"]
+
+
 def test_a_warm_shutdown_ends_running_tasks_and_loses_none(tmp_path: Path) -> None:
     """On a busy machine a task that ends during the shutdown can run again: its acknowledgement came too late."""
     with worker(tmp_path) as first:

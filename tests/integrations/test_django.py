@@ -237,6 +237,8 @@ def test_the_task_of_a_dead_worker_runs_again_five_times(tasks: Tasks, monkeypat
     result.refresh()
     assert (result.status, result.attempts) == ("FAILED", 5)
     assert result.errors[0].exception_class.__name__ == "WorkerLost"
+    letters = tasks.backend.connection().route.dead_letters(tasks.backend.group)
+    assert [letter.properties["DEAD_LETTER_CAUSE"] for letter in letters] == ["5 workers have ended while they ran it"]
 
 
 @pytest.mark.parametrize("as_error", [False, True])

@@ -106,14 +106,13 @@ class ReceiveHandler:
         self._full: set[QueueKey] = set()  # queues of which a group can receive no more
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
-        self._was_killed = context.was_killed
         self._suspect_deaths = 0  # of a suspect that a receive has passed over
         self._step = context.step("ends invisible times", self._run_due)
 
     def start(self) -> None:
         """Restore the messages that were in flight when the store was closed, or its process killed."""
         page = self._offsets.page
-        was_killed = page is not None and page.is_of_killed and self._was_killed
+        was_killed = page is not None and page.is_of_killed
         for name, place in [] if page is None else page.received:
             progress, settings = self._consumer_offset(name), self._groups.by_name.get(name.group)
             is_ordered = settings is not None and settings.is_ordered
@@ -607,10 +606,20 @@ class ReceiveHandler:
 
     def left(self, request: Unregister) -> None:
         """Note that a client leaves its group in order: what it has received is no suspect."""
-        receiver = receiver_of(request.client_id)
+        self._forget(request.consumer_group, {receiver_of(request.client_id)})
+
+    def end(self) -> None:
+        """Note that the broker ends in order: what its clients have received is no suspect, and others stay suspect."""
+        for group, members in self._clients.consumers.items():
+            self._forget(group, set(map(receiver_of, members.clients)))
+        if (page := self._offsets.page) is not None:
+            flights = (flight for queue in self._queues.values() for flight in queue.flights.values())
+            page.is_needed |= any(flight.receiver for flight in flights)
+
+    def _forget(self, group: str | None, receivers: set[int]) -> None:
         for key, queue in self._queues.items():
-            for queue_offset, flight in queue.flights.items() if key[0] == request.consumer_group else ():
-                if flight.receiver & ~ALONE == receiver:
+            for queue_offset, flight in queue.flights.items() if key[0] == group else ():
+                if flight.receiver & ~ALONE in receivers:
                     flight.receiver = 0
                     queue.note_flight(queue_offset, flight)
 

@@ -79,7 +79,8 @@ class Worker:
             connection.create_topic(backend._topic_of(name), 201, "PRIORITY")
         if connection.route.groups().get(backend.group) is None:
             connection.route.set_group(backend.group, priority_factor=_RETRIES_FIRST)
-        self._consumer = SimpleConsumer(connection.route, backend.group)
+        # `WorkerLost` ends a task that ends its processes, so that its result says so.
+        self._consumer = SimpleConsumer(connection.route, backend.group, max_process_deaths=0)
         for name in names:
             self._consumer.subscribe(backend._topic_of(name))
         self._consumer.start()
@@ -186,7 +187,10 @@ class Worker:
             self._save_end(state, error)
             return
         if len(state["worker_ids"]) >= _MAX_ATTEMPTS:
-            self._finish(task, state, WorkerLost(f"{_MAX_ATTEMPTS} workers have ended while they ran it"))
+            lost = WorkerLost(f"{_MAX_ATTEMPTS} workers have ended while they ran it")
+            self._finish(task, state, lost)
+            with suppress(ReceiptError):  # it comes again elsewhere, where it has ended
+                self._consumer.dead_letter(message, str(lost))
             return
         state["status"] = "RUNNING"
         state["started_at_ms"] = state["started_at_ms"] or now_ms

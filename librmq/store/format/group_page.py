@@ -886,8 +886,8 @@ class KeptPage:
         """Whether a process of this machine has left the page, and not a loss of power."""
         self.is_in_table = False
         """Whether all positions were saved for the last time."""
-        self.is_shared = False
-        """Whether other processes can have the page."""
+        self.is_needed = False
+        """Whether other processes can have the page, or have ended with messages in flight."""
         if page is not None:
             self.received = [opened for opened in page.opened if opened[1].number in page.flights]
 
@@ -941,7 +941,7 @@ class KeptPage:
         """Let no place be written any more, and delete a page whose content is saved."""
         page, self._page = self._page, None
         if page is not None:
-            page.close(deletes=self.is_in_table and not self.is_shared and not page.has_left)
+            page.close(deletes=self.is_in_table and not self.is_needed and not page.has_left)
 
 
 # ---- what former versions saved
