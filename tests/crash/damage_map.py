@@ -184,12 +184,6 @@ def draw(found: Contents, rng: random.Random) -> Damage:
     return Damage(path, kind, at, changed)
 
 
-def loses_last_entries(found: Contents, damage: Damage) -> bool:
-    """Return whether a queue's last entries became zeros, as those are that no record has written yet."""
-    before, after = (-(-len(data.rstrip(b"\0")) // ENTRY_SIZE) for data in (found[damage.path], damage.data))
-    return damage.path.startswith("consumequeue/") and after < before
-
-
 def places(found: Contents, damage: Damage) -> set[str]:
     """Return what the changed bytes are, as people name it: the fields of a binary file, or the name of another."""
     before, after = found[damage.path], damage.data

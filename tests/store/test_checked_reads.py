@@ -199,6 +199,48 @@ def test_after_a_kill_older_entries_are_compared_in_the_background(
     assert verify(folder).sound
 
 
+@pytest.mark.parametrize("mib", [0, 16], ids=["short", "long"])
+@pytest.mark.parametrize("closed_before", [True, False])
+def test_last_entries_that_became_zeros_after_a_kill(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mib: int, closed_before: bool
+) -> None:
+    """As zeros they look like entries that no record has written yet; the log has the records, some files before its
+    end. A long log is searched at the opening if a close has noted where the queue ended, else in the background."""
+    folder, clock = tmp_path / "store", ManualClock(START_MS)
+    config = StoreConfig.tiny(commitlog_file_size=2 << 20 if mib else 4096, max_message_size=1 << 20)
+    store, size = MessageStore.open(folder, config, clock=clock), 1_000_000 if mib else 100
+    bodies = [b"%d" % number for number in range(20)]
+    for number, body in enumerate(bodies):
+        store.append(Message("orders", body), number % 2)
+    if closed_before:
+        store.close()
+        store = MessageStore.open(folder, config, clock=clock)
+    for _ in range(mib or 100):
+        store.append(Message("others", bytes(size)))
+        clock.advance(seconds=1)
+    store.flush()
+    store.abandon()
+    with (folder / QUEUE).open("r+b") as opened:
+        opened.seek(20 * 7)
+        opened.write(bytes(20 * 3))
+    found_at_opening = closed_before or not mib
+    (folder / "librmq/flushed.json").unlink(missing_ok=True)  # it notes the queues too
+    with MessageStore.open(folder, read_only=True) as store:
+        if found_at_opening:
+            assert [message.body for message in store.messages("orders", 0)] == bodies[::2]
+    with MessageStore.open(folder, config, clock=clock) as store:
+        due_ms: int | None = clock.now_ms()
+        while due_ms is not None and due_ms < clock.now_ms() + 60_000:
+            due_ms = store.run_due(due_ms)
+        if found_at_opening:
+            assert [message.body for message in store.messages("orders", 0)] == bodies[::2]
+        else:
+            assert "orders/0 lacks the entries of messages that the log has" in caplog.text
+            store.recover()
+            assert [message.body for message in store.messages("orders", 0)] == bodies[::2]
+    assert verify(folder).sound
+
+
 # ---- records
 
 

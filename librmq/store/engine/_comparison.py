@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Final
 
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
+from librmq.message import StoredMessage
 from librmq.runtime.event_log import EventLog, counted
 from librmq.store.engine._entry_checks import EntryChecks
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.read import read_queue
 from librmq.store.engine.store_parts import Parts, QueueName
 
@@ -32,8 +35,17 @@ class Comparison:
         """The first of them, once it is begun."""
         self._at = 0
         self._unreadable: list[CorruptionError] = []
+        self._ends: dict[QueueName, int] = {}
+        """Where queues end of which the recovery saw no record: last entries that became zeros leave no trace there."""
+        self._searched = parts.compared_from
+        """Where the search of the log for records behind these ends goes on."""
         if parts.compared_from > parts.log.begin:
             self._waiting.update(dict.fromkeys(parts.queues, parts.compared_from))
+            if not parts.knows_ends:
+                states = parts.queues.states().items()
+                idle = {name: state for name, state in states if 0 < state.max_physic_offset <= parts.compared_from}
+                self._ends = {name: state.max_offset for name, state in idle.items()}
+                self._searched = min((state.max_physic_offset for state in idle.values()), default=self._searched)
 
     def add(self, name: QueueName) -> None:
         """Compare a whole queue."""
@@ -44,7 +56,7 @@ class Comparison:
         for _ in range(_READS):
             name = next(iter(self._waiting), None)
             if name is None:
-                return None
+                return now_ms + _PAUSE_MS if self._search() else None
             if not self._compare(name, self._waiting[name]):
                 self._report(name)
                 self._queue = None
@@ -66,6 +78,33 @@ class Comparison:
         before, self._at = self._at, result.next_offset
         is_behind = bool(result.messages) and result.messages[-1].physical_offset >= end
         return before < self._at < queue.max_offset and not is_behind
+
+    def _search(self) -> bool:
+        """Search the next records for ones of which their queue lacks the entries; return whether there are more."""
+        log, end = self._parts.log, self._parts.compared_from
+        begin = self._searched = max(self._searched, log.begin)
+        if not self._ends or begin >= end:
+            return False
+        try:
+            for at, size, raw in islice(log.scan(begin, end, check_body=False), _READS * _READ):
+                self._searched = at + size
+                if raw is None or not has_queue_entry(StoredMessage(raw).sys_flag):
+                    continue
+                message = StoredMessage(raw)
+                name = message.topic, message.queue_id
+                if message.queue_offset >= self._ends.get(name, message.queue_offset + 1):
+                    del self._ends[name]
+                    _log.error(
+                        "%(topic)s/%(queue_id)d lacks the entries of messages that the log has, from "
+                        "%(physical_offset)d on; librmq recover makes them again",
+                        topic=name[0],
+                        queue_id=name[1],
+                        physical_offset=at,
+                    )
+        except CorruptionError as error:
+            self._ends = {}
+            _log.error("%(error)s: queues can lack entries of the records behind it", error=error)
+        return begin < self._searched
 
     def _open(self, name: QueueName) -> ConsumeQueue:
         """Return a queue; one that is not in use is not kept open, because a store can have many thousands."""

@@ -216,6 +216,13 @@ def noted_ends(path: str, files: Files) -> list[NotedEnd]:
     return ends if closed is None else [*ends, NotedEnd(closed.log_end, "the last close", False)]
 
 
+def noted_queue_ends(path: str, files: Files) -> dict[QueueName, int]:
+    """Return where the messages of each queue ended at the last close or flush that was noted."""
+    closed, mark = read_closed_state(path, files), read_mark(path, files)
+    states = filter(None, [closed, mark and mark.state])
+    return {name: queue.max_physic_offset for state in states for name, queue in state.queues.items()}
+
+
 def was_copied(path: str, files: Files) -> bool:
     """Return whether the store is a copy that no process has opened for writing since, as far as notes tell."""
     machine = None

@@ -389,6 +389,8 @@ class Parts:
     that the checkpoint covers. None for parts that were opened as a whole."""
     compared_from: int = 0
     """Where a recovery began to compare the queues with the log."""
+    knows_ends: bool = True
+    """Whether the recovery knew that no queue lacks its last entries."""
     why_whole: str = ""
     """Why a recovery did not begin at the mark of the last flush, if there was one."""
     repairs: list[Damage] = field(default_factory=list)

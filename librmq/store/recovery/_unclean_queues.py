@@ -91,18 +91,20 @@ class UncleanQueues:
         """Return whether the queue's files are listed, and it was neither opened nor left unopened since."""
         return name in self._listed
 
-    def has_begin_and_end(self, name: QueueName, log_end: int) -> bool:
-        """Return whether a queue that is not opened yet has its first file, and room for more entries in its last.
+    def end_of_whole(self, name: QueueName, log_end: int) -> int | None:
+        """Return the end of the messages of a queue that is not opened yet, if its only file is the first one.
 
-        One that leads behind the log's end has not: damage can have made its last entry do so.
+        None if the file has no room for more entries, because there can have been a next one. None too if the queue
+        leads behind the log's end: damage can have made its last entry do so.
         """
         folder, start, content = self._listed.get(name, ("", None, None))
-        if start != 0 or self._ends.get(name, 0) > log_end:
-            return False
+        known_to = self._ends.get(name, 0)
+        if start != 0 or known_to > log_end:
+            return None
         end = self._file_size - ENTRY_SIZE
         if content is not None:
-            return len(content) <= end
-        return not any(self._files.read(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
+            return known_to if len(content) <= end else None
+        return None if any(self._files.read(os.path.join(folder, file_name(0)), end, ENTRY_SIZE)) else known_to
 
     def ends_of(self, name: QueueName, log_end: int) -> tuple[bytes, int] | None:
         """Return entry 0 of a queue that is not opened yet, empty if it is not stored, and the end of its messages.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
@@ -241,6 +241,8 @@ class Recovery:
         self._clock = clock
         self._parts = parts
         self._mode = mode
+        self.noted: Mapping[QueueName, int] = {}
+        """Where the messages of queues ended, as notes of the last close and flush say."""
         self._clean = is_clean
         self._is_preview = mode is RecoveryMode.PREVIEW
         self._has_ext = has_ext
@@ -547,14 +549,16 @@ class Recovery:
             return frozenset()
         from librmq.store.recovery.missing_files import lacking_queues
 
-        def is_whole(name: QueueName) -> bool:
-            return not self._clean and self._unclean.has_begin_and_end(name, parts.log.end)
+        def end_of_whole(name: QueueName) -> int | None:
+            return None if self._clean else self._unclean.end_of_whole(name, parts.log.end)
 
-        def was_cut(queue: ConsumeQueue) -> bool:
-            return any(cut.kind == "ahead" and os.path.dirname(cut.file) == queue.folder for cut in parts.cuts)
+        def may_lack_end(name: QueueName, end: int) -> bool:
+            folder = directory.queue_folder(self._path, *name)
+            was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.cuts)
+            return was_cut or end < self.noted.get(name, 0)
 
         names = lacking_queues(
-            self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, is_whole, was_cut
+            self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end
         )
         return names - scope.all_of
 

@@ -20,6 +20,7 @@ from librmq.message import DelayLevels
 from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
+from librmq.store.engine.saved_state import WORTH_A_MARK
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
@@ -58,19 +59,29 @@ def lacking_queues(
     queues: Mapping[QueueName, ConsumeQueue],
     levels: DelayLevels,
     until: int,
-    has_begin_and_end: Callable[[QueueName], bool] = lambda _: False,
-    was_cut: Callable[[ConsumeQueue], bool] = lambda _: False,
+    end_of_whole: Callable[[QueueName], int | None] = lambda _: None,
+    may_lack_end: Callable[[QueueName, int], bool] = lambda *_: False,
 ) -> frozenset[QueueName]:
     """Return the queues that lack a file with entries of records before physical offset ``until``, or such entries.
 
-    A damaged entry that leads beyond the log's end is cut with those behind it (``was_cut``), and one that ends the
-    queue hides them.
+    A damaged entry that leads beyond the log's end is cut with those behind it, and one that ends the queue hides them.
+    Last entries that became zeros leave no trace. So the log is asked about queues of which ``may_lack_end(name, place
+    of the end)`` is true, and in a short log about each. ``end_of_whole(name)`` returns where the messages of a queue
+    end that need not be opened to see that it has its files.
 
     A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
     the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
     if a group has progress in it, and if another queue of the topic has an older entry.
     """
-    spans = {name: _unknown_spans(queues[name], log, until, was_cut) for name in queues if not has_begin_and_end(name)}
+    spans = {}
+    for name in queues:
+        known_to = end_of_whole(name)
+        end = queues[name].max_physic_offset if known_to is None else known_to
+        has_no_end = end < until and (until - log.begin <= WORTH_A_MARK or may_lack_end(name, end))
+        if known_to is None:
+            spans[name] = _unknown_spans(queues[name], log, until, has_no_end)
+        elif has_no_end:
+            spans[name] = [(end, until)]
     with suppress(CorruptionError):  # a damaged table is reported where it is read
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
         topics = {topic for topic, _ in queues}
@@ -83,9 +94,7 @@ def lacking_queues(
     return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
 
 
-def _unknown_spans(
-    queue: ConsumeQueue, log: CommitLog, until: int, was_cut: Callable[[ConsumeQueue], bool]
-) -> list[tuple[int, int]]:
+def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int, has_no_end: bool) -> list[tuple[int, int]]:
     """Return the spans of the log about which the files of a queue say nothing."""
     begin, end = queue.stored_begin, queue.max_offset
     if begin >= end:
@@ -96,7 +105,7 @@ def _unknown_spans(
         if place > log.begin and size != HOLE_SIZE:
             spans.append((log.begin, place))
     known_to = queue.max_physic_offset
-    has_no_end = not end * ENTRY_SIZE % queue.file_size or was_cut(queue)
+    has_no_end |= not end * ENTRY_SIZE % queue.file_size
     if queue.data_behind_end():
         has_no_end, bad = True, queue._first_bad(begin, end)
         if bad is not None:  # the search for the end has passed it

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -40,10 +40,12 @@ from librmq.store.engine.derivation import (
 )
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
+    WORTH_A_MARK,
     Mark,
     MarkError,
     StoreState,
     noted_ends,
+    noted_queue_ends,
     read_closed_state,
     take_mark,
     withdraw_closed_state,
@@ -196,6 +198,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
             thorough. The store is not changed.
     """
     why_whole, cuts = "", list[Damage]()
+    noted = noted_queue_ends(path, files) if mode is not None and has_abort(files, path) else {}
     if mode not in (None, RecoveryMode.PREVIEW):
         is_wanted = mode is RecoveryMode.LAST_EXIT and has_abort(files, path)
         _check_noted_files(path, files)
@@ -208,7 +211,9 @@ def load(  # noqa: PLR0913 (one call for each way to open)
         except (MarkError, CorruptionError) as error:
             # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is ignored.
             why_whole = str(error) if is_wanted else ""
-    parts = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt).parts(levels, bitmap_of)
+    opening = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt)
+    opening.noted = noted
+    parts = opening.parts(levels, bitmap_of)
     parts.cuts[:0] = cuts
     parts.why_whole = why_whole
     return parts
@@ -240,6 +245,7 @@ class _Opening:
         self._mode = mode
         self._is_brief = is_brief
         self._mark = mark
+        self.noted: Mapping[QueueName, int] = {}
         self._clean = clean = not has_abort(files, path)
         self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
         # After a kill, or to check the whole log, the check opens all queues one by one, if their folders hold only
@@ -454,8 +460,10 @@ class _Opening:
         elif begin is None:
             begin = self._scan_from(log) if self._mark is None else self._mark.last_record
         parts.compared_from = begin
+        parts.knows_ends = self._mark is not None or begin - parts.log.begin <= WORTH_A_MARK
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
+        recovery.noted = self.noted
         self._recovery = recovery
         recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
