@@ -597,6 +597,7 @@ class AdministeredRoute(Route, Closing):
         missed: Literal["once", "skip", "all"] = "once",
         body: bytes | str | None = None,
         properties: Mapping[str, str] | None = None,
+        message_type: TopicType | None = None,
         until: datetime | int | None = None,
     ) -> None:
         """Send one message at each due time, over all processes and restarts, until the schedule is deleted.
@@ -616,6 +617,7 @@ class AdministeredRoute(Route, Closing):
                 message for the last of them ("once"), none ("skip"), or one for each ("all").
             body: The body of each message; None: the name.
             properties: Properties of each message.
+            message_type: The type that the topic gets, as by `create_topic`; its queues stay.
             until: The last time at which it can be due, with a time zone or in ms since 1970.
 
         Raises:
@@ -629,7 +631,13 @@ class AdministeredRoute(Route, Closing):
             name, topic=topic, cron=cron, timezone=timezone, every=every, missed=missed, body=body,
             properties=properties, until=until,
         )  # fmt: skip
-        self._scheduler().call(ChangeSchedule(name, "set", rule.row()))
+        broker = self._scheduler()
+        if message_type is not None:
+            old = broker.call(DescribeTopics()).get(topic) or CreateTopic(topic)
+            check_topic_settings(topic, old.read_queues, old.write_queues, old.permission, message_type)
+            if old.message_type != message_type:
+                broker.call(CreateTopic(topic, old.read_queues, old.write_queues, old.permission, message_type))
+        broker.call(ChangeSchedule(name, "set", rule.row()))
 
     def schedules(self) -> tuple[Schedule, ...]:
         """Return the schedules by name: where each sends, when next, when last, and whether it is paused."""

@@ -29,6 +29,7 @@ from librmq.store.engine.derivation import derived_tags_code
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
     from librmq.files import Damage
+    from librmq.scheduling import Schedule
     from librmq.store import Gap, MessageStore, Snapshot, Verdict
     from librmq.store.engine.store_parts import QueueState
 
@@ -39,6 +40,12 @@ Row = dict[str, Any]
 def named(broker_name: str, row: Row) -> Row:
     """Return a row with the name of its broker, if there is one."""
     return row | {"broker": broker_name} if broker_name else row
+
+
+def schedule_row(schedule: Schedule) -> Row:
+    """Return the row of a schedule."""
+    times = {"next_ms": schedule.next_ms, "last_ms": schedule.last_ms, "paused": schedule.paused}
+    return {"name": schedule.name, "topic": schedule.topic, **times, "rule": schedule.rule, "missed": schedule.missed}
 
 
 BodyForm = Literal["text", "json", "hex", "base64", "none"]

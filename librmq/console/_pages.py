@@ -82,7 +82,7 @@ _BUTTONS: Final = {
 """What is next where a button of the console does it."""
 _KINDS: Final = {
     "half": "halves", "given_up": "given-up halves", "delay": "delays", "timer": "timers", "retry": "retries",
-    "pop": "in flight",
+    "pop": "in flight", "schedule": "schedules",
 }  # fmt: skip
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""

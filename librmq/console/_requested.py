@@ -12,8 +12,9 @@ from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
 from librmq.console._backwards import newest_letters, queue_backwards
-from librmq.diagnosis import Finding, Lag, PendingMessage, StoryEvent, View
+from librmq.diagnosis import ClusterView, Finding, Lag, PendingMessage, StoryEvent, View
 from librmq.diagnosis.deadletters import sum_up_causes
+from librmq.diagnosis.pending import scheduled
 from librmq.errors import BrokerError
 from librmq.formatting import number
 from librmq.java.lang import java_int
@@ -25,6 +26,7 @@ from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import QueryMessages, ResponseCode
 from librmq.runtime.event_log import counted
 from librmq.scheduling.waiting import own_time_ms
+from librmq.wire.remote import RemoteRoute
 
 NOT_IN_STORY: Final = (
     "By requests to the brokers. Checks of a transaction, what POP did, filters, cancellations and traces need the "
@@ -39,8 +41,6 @@ NOT_WAITING: Final = (
     "the timer. Halves, the relay and POP need the log: give the console the folder of the store, or run librmq "
     "pending on the broker's machine."
 )
-NOT_ASKED: Final = ("half", "given_up", "pop", "schedule")
-"""The kinds of waiting messages for which no request asks."""
 _Event = Literal["stored", "half", "delayed", "retried", "dead", "passed", "not_passed"]
 _BEFORE_DELIVERY: Final = (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HALF)
 _MOST_RECORDS: Final = 64
@@ -128,9 +128,9 @@ def findings_by_requests(
             )  # fmt: skip
 
 
-def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[PendingMessage, StoredMessage]]:
+def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[PendingMessage, StoredMessage | None]]:
     """Return what waits of so many of the newest messages of each delay level and of the timer, sorted by time."""
-    waiting = []
+    waiting: list[tuple[PendingMessage, StoredMessage | None]] = []
     for queue, offsets in view.queues(SystemTopic.SCHEDULE).items():
         # The messages of a level become due in the order of its queue, so the last ones are those that wait.
         for message in queue_backwards(view, queue, offsets, most):
@@ -151,7 +151,15 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[P
             if cancelled is None and is_last and due_ms > now_ms and not target.startswith(TopicPrefix.REVIVE):
                 waiting.append((_pending("timer", message, due_ms), message))
             known.add(cancelled or key)
+    if isinstance(view, ClusterView) and "schedule" not in kinds_not_asked(view):
+        waiting += ((pending, None) for pending in scheduled(view.route.schedules()))
     return sorted(waiting, key=lambda waits: waits[0].due_ms or 0)
+
+
+def kinds_not_asked(view: View[Any]) -> tuple[str, ...]:
+    """Return the kinds of waiting messages for which no request asks; RocketMQ's protocol has no schedules."""
+    is_remote = not isinstance(view, ClusterView) or isinstance(view.route, RemoteRoute)
+    return ("half", "given_up", "pop", *(("schedule",) if is_remote else ()))
 
 
 def _pending(kind: Literal["delay", "timer"], message: StoredMessage, due_ms: int) -> PendingMessage:

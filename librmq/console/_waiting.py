@@ -10,7 +10,7 @@ from typing import Any, Final
 from librmq.console._backwards import newest_letters
 from librmq.console._messages import name_of, preview, record_of
 from librmq.console._place import Look
-from librmq.console._requested import LETTERS, NOT_ASKED, NOT_WAITING, waiting_by_requests
+from librmq.console._requested import LETTERS, NOT_WAITING, kinds_not_asked, waiting_by_requests
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, link, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, PendingMessage, StoreView, View, pending_messages
 from librmq.diagnosis.view import count_dead_letters
@@ -110,7 +110,7 @@ def waiting_page(look: Look, query: Query) -> Page:
     note, nothing = ("", "Nothing waits.") if has_log else (NOT_WAITING, "Nothing of what was asked for.")
     if is_cut:
         note = f"The first {number(_WAITING)}: librmq pending lists all. {note}"
-    unasked = [] if has_log else [name for name in NOT_ASKED if kind in ("", name)]
+    unasked = [] if has_log else [name for name in kinds_not_asked(view) if kind in ("", name)]
     columns = ("message", "kind", "topic", "due", "checks", "body" if look.bodies else "size", "")
     records = [
         pending._asdict() | ({} if message is None else {"stored": record_of(message, bodies=look.bodies)})

@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
-from librmq.config import to_timestamp_ms
+from librmq.config import check_kind, to_timestamp_ms, wrong_kind
 from librmq.errors import ConfigError, MalformedError, MissingExtraError
 from librmq.message import Message
 from librmq.message.topics import validate_client_topic
@@ -113,6 +113,7 @@ class ScheduleRule:
             ConfigError: A part of it is wrong.
             MessageIllegalError: The topic, the body or a property can't be sent.
             MissingExtraError: It has a cron expression, and the extra ``cron`` is missing.
+            TypeError: The body or the properties are of another kind.
         """
         if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
             raise ConfigError(f"name: expected text of 1 to {_MOST_NAME} characters, found {name!r:.80}")
@@ -133,11 +134,14 @@ class ScheduleRule:
             _cron_after(cron, timezone, 0)  # refuses what is wrong
         elif timezone != "UTC":
             raise ConfigError("timezone: only cron= goes by one, and every= counts from when the schedule was set")
+        check_kind("properties", properties, Mapping)
+        if not isinstance(body, bytes | str | None):
+            raise wrong_kind("body", body, "bytes or text")
         until_ms = None if until is None else to_timestamp_ms("until", until)
         for mark in (cls.NAME_PROPERTY, cls.DUE_PROPERTY):
             if properties and mark in properties:
                 raise ConfigError(f"properties: {mark} is what the schedule itself adds: choose another name")
-        text = body.encode() if isinstance(body, str) else b"" if body is None else bytes(body)
+        text = body.encode() if isinstance(body, str) else body or b""
         rule = cls(
             topic=topic, cron=cron, timezone=timezone, every_ms=every_ms, missed=missed, body=text,
             properties=dict(properties or {}), until_ms=until_ms,

@@ -37,6 +37,7 @@ from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
     BrokerUnreachableError,
+    ClientStateError,
     ConfigError,
     LostAnswerError,
     NoRouteError,
@@ -701,7 +702,15 @@ class SharedBroker(AdministeredRoute):
 
         A second call completes one that was interrupted; otherwise it does nothing. The handler of a signal that has
         interrupted another call of this share can't wait for the end, which comes after that call.
+
+        Raises:
+            ClientStateError: A listener calls it, whose end it would wait for.
         """
+        if self.runner.is_within():
+            raise ClientStateError(
+                f"{self.path}: a listener can't close the share that runs it: set an event there, and let the code "
+                "that opened the share close it"
+            )
         with critical, self._lock:
             self._closing.set()
             self._left, self.link = self.link or self._left, None

@@ -62,6 +62,24 @@ def test_a_day_of_cron_and_of_an_interval(rmq: Kit) -> None:
     assert len(rmq.delivered("ops")) == 288
 
 
+def test_a_schedule_gives_its_topic_a_type(tmp_path: Path) -> None:
+    broker, runner = opened(tmp_path / "s", START_MS)
+    with broker:
+        broker.create_topic("health", 3)
+        for topic in ("health", "reports"):
+            broker.set_schedule(topic, topic=topic, every=60, message_type="DELAY")
+            broker.set_schedule(topic, topic=topic, every=60)
+        types = {topic: broker.topics()[topic].message_type for topic in ("health", "reports")}
+        assert types == {"health": "DELAY", "reports": "DELAY"}
+        assert broker.topics()["health"].write_queues == 3
+        with pytest.raises(BrokerError, match="message_type: expected one of"):
+            broker.set_schedule("x", topic="new", every=60, message_type="SLOW")  # type: ignore[arg-type]
+        assert "new" not in broker.topics()
+        assert [schedule.name for schedule in broker.schedules()] == ["health", "reports"]
+        runner.advance(60_000)
+        assert len(dues(broker)) == 1
+
+
 def test_a_year_takes_the_time_of_its_events() -> None:
     runner = ManualRunner(ManualClock(START_MS))
     with Broker.temporary(runner=runner) as broker:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq import Broker, ManualRunner, Message, Producer, share
+from librmq import Broker, Cluster, ManualRunner, Message, Producer, share
 from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
 from tests.console.pages import OWN, Asked, cells, console, facts, shop
@@ -98,6 +98,17 @@ def test_the_next_message_of_a_schedule_waits(broker: Broker, runner: ManualRunn
     broker.set_schedule("hourly", topic="orders", every=3600)
     (row,) = Asked(console(broker)).table("/waiting?kind=schedule", "Waiting messages")
     assert (row["kind"], row["topic"]) == ("schedule", "orders")
+    assert facts(Asked(console(broker)).page("/"))["waiting"] == "1 schedules: 1"
+
+
+def test_the_next_messages_of_a_cluster_are_asked_for(tmp_path: Path, runner: ManualRunner) -> None:
+    with Cluster.open(tmp_path / "cluster", ["a", "b"], runner=runner) as cluster:
+        cluster.set_schedule("hourly", topic="orders", every=3600)
+        asked = Asked(console(cluster))
+        (row,) = asked.table("/waiting", "Waiting messages")
+        assert (row["kind"], row["topic"]) == ("schedule", "orders")
+        assert "schedule" not in [name for name, value in facts(asked.page("/waiting")).items() if value == "unknown"]
+        assert facts(asked.page("/"))["waiting"].startswith("at least 1 schedules: 1")
 
 
 def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:

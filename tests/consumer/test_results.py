@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import librmq
-from librmq import Broker, ClientStateError, ConfigError, Producer, PullConsumer, PushConsumer, StoreConfig
+from librmq import Broker, ClientStateError, ConfigError, Producer, PullConsumer, PushConsumer, StoreConfig, share
 from librmq.clock import SystemClock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupListener
@@ -196,6 +196,32 @@ def test_a_coroutine_that_closes_what_runs_it_gets_the_remedy(what: str) -> None
         producer.send("orders", "o-1")
         with consumer:
             assert done.wait(30)
+    assert "set an event there" in errors[0]
+
+
+@pytest.mark.parametrize("is_coroutine", [False, True])
+def test_a_listener_that_closes_the_share_that_runs_it_gets_the_remedy(tmp_path: Path, is_coroutine: bool) -> None:
+    errors: list[str] = []
+    done = threading.Event()
+    with share(tmp_path / "store") as shared, Producer(shared) as producer:
+        consumer = PushConsumer(shared, "billing", start_at="first")
+
+        def stop(message: object) -> None:
+            try:
+                shared.close()
+            except ClientStateError as error:
+                errors.append(str(error))
+            done.set()
+
+        async def stop_async(message: object) -> None:
+            stop(message)
+
+        consumer.subscribe("orders", stop_async if is_coroutine else stop)
+        producer.send("orders", "o-1")
+        with consumer:
+            assert done.wait(30)
+        assert producer.send("orders", "o-2").queue.topic == "orders"
+    assert "a listener can't close the share" in errors[0]
     assert "set an event there" in errors[0]
 
 

@@ -232,6 +232,37 @@ def test_a_test_in_any_language_moves_the_clock(by_hand: Started, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_schedules_are_set_at_the_control_port(by_hand: Started) -> None:
+    _, ready_row = by_hand
+    address = ready_row["control"]
+    fields = {"name": "hourly", "topic": "t", "every": 3600, "body": "go"}
+    for _ in range(2):
+        status, answer = ask(address, "POST", "/schedules", fields)
+        assert (status, [row["name"] for row in answer["schedules"]]) == (200, ["hourly"])
+    (row,) = answer["schedules"]
+    assert (row["topic"], row["rule"], row["last_ms"]) == ("t", "every 3600 s", None)
+    ask(address, "POST", "/advance", {"hours": 1})
+    assert ask(address, "GET", "/schedules")[1]["schedules"][0]["last_ms"] == row["next_ms"]
+    with Stub(ready_row["grpc"]) as stub:
+        (job,) = stub.receive("t")[1]
+        assert job.body == b"go"
+    for change, is_paused in (("pause", True), ("resume", False)):
+        (row,) = ask(address, "POST", f"/schedules/{change}", {"name": "hourly"})[1]["schedules"]
+        assert row["paused"] is is_paused
+    assert ask(address, "POST", "/schedules/delete", {"name": "hourly"}) == (200, {"schedules": []})
+    for path, wrong, why in (
+        ("/schedules", {"name": "x"}, "expected the fields topic"),
+        ("/schedules", {"name": "x", "topic": "t"}, "expected either cron= or every="),
+        ("/schedules", {"name": "x", "topic": "t", "every": 60, "message_type": 1}, "message_type: expected one of"),
+        ("/schedules", {"name": "x", "topic": "t", "every": 60, "properties": 1}, "properties"),
+        ("/schedules", {"name": "x", "topic": "t", "every": 60, "cadence": 1}, "unknown: cadence"),
+        ("/schedules/pause", {"name": "x"}, "there is none of this name"),
+    ):
+        status, answer = ask(address, "POST", path, wrong)
+        assert (status, why in answer["error"]) == (400, True), answer
+
+
+@pytest.mark.slow
 def test_a_moved_clock_keeps_its_time_at_a_restart(by_hand: Started, tmp_path: Path) -> None:
     """A killed server has moved its clock, and the next goes on from there, though no message has that time."""
     serving, ready_row = by_hand

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import Output, complain
-from librmq.cli._rows import named
+from librmq.cli._rows import named, schedule_row
 from librmq.cli._selection import age_clock, note_group, note_topic, note_topic_of, parse_time
 from librmq.cli._stores import (
     note_replaced,
@@ -280,10 +280,7 @@ def schedules(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_view(arguments) as view:
         for name, row in sorted(view.tables.schedules.rows.items()):
-            schedule = Schedule.of_row(name, row)
-            times = {"next_ms": schedule.next_ms, "last_ms": schedule.last_ms, "paused": schedule.paused}
-            rest = {"rule": schedule.rule, "missed": schedule.missed}
-            output.row({"name": name, "topic": schedule.topic, **times, **rest})
+            output.row(schedule_row(Schedule.of_row(name, row)))
     return 0
 
 

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
 from librmq.cli._output import EndSignals, Output, complain, end_signals
+from librmq.cli._rows import schedule_row
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
@@ -416,6 +418,10 @@ def _read(path: str) -> bytes:
 _MOST_BYTES: Final = 64 << 10
 _READ_S: Final = 10
 _TIMES: Final = ("hours", "minutes", "seconds", "ms")
+_CHANGES: Final = ("pause", "resume", "delete")
+_SCHEDULE: Final = (
+    "name", "topic", "cron", "timezone", "every", "missed", "body", "properties", "message_type", "until",
+)  # fmt: skip
 
 
 class _Refused(Exception):
@@ -458,6 +464,9 @@ class Control:
             ("POST", "/settle"): self._settle_kit,
             ("POST", "/crash"): self._crash,
             ("GET", "/dead-letters"): self._dead_letters,
+            ("GET", "/schedules"): self._schedules,
+            ("POST", "/schedules"): self._set_schedule,
+            **{("POST", f"/schedules/{change}"): partial(self._change_schedule, change) for change in _CHANGES},
         }
         control = self
 
@@ -567,6 +576,22 @@ class Control:
             raise _Refused(400, "expected ?group=NAME")
         letters = self._served.kit.dead_letters(fields["group"])
         return {"dead_letters": [_row(str(fields["group"]), letter) for letter in letters]}
+
+    def _schedules(self, fields: Fields) -> dict[str, Any]:
+        _check_names(fields, ())
+        return {"schedules": [schedule_row(schedule) for schedule in self._served.kit.broker.schedules()]}
+
+    def _set_schedule(self, fields: Fields) -> dict[str, Any]:
+        _check_names(fields, _SCHEDULE)
+        if missing := [name for name in _SCHEDULE[:2] if name not in fields]:
+            raise _Refused(400, f"expected the fields {', '.join(missing)}")
+        self._served.kit.broker.set_schedule(**fields)
+        return self._schedules({})
+
+    def _change_schedule(self, change: str, fields: Fields) -> dict[str, Any]:
+        _check_names(fields, ("name",))
+        getattr(self._served.kit.broker, f"{change}_schedule")(fields.get("name", ""))
+        return self._schedules({})
 
     def _report_state(self, state: str) -> dict[str, Any]:
         row = {"now_ms": self._served.kit.clock.now_ms()}
