@@ -395,9 +395,10 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
 def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> StoredMessage | None:
     raw = store.log.read(physical_offset, size)
     message = None if raw is None else StoredMessage(raw)
-    if message is not None and message.physical_offset != physical_offset:
-        path, what = store.log.sequence.path_at(physical_offset), f"it says that it is at {message.physical_offset}"
-        raise CorruptionError(path, physical_offset, "record", what)
+    says = None if message is None else (message.topic, message.physical_offset)
+    if says is not None and says != (SystemTopic.TIMER, physical_offset):
+        what = "expected one of {} at {}, found one of {!a} at {}".format(SystemTopic.TIMER, physical_offset, *says)
+        raise CorruptionError(store.log.sequence.path_at(physical_offset), physical_offset, "record", what)
     return message
 
 

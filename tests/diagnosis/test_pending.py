@@ -13,6 +13,7 @@ from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
+from librmq.errors import CorruptionError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.properties import tags_code
@@ -108,6 +109,22 @@ def test_a_delay_whose_entry_lost_its_time() -> None:
     queue.truncate_to(0)
     queue.append(0, place, size, tags_code("t"))
     assert [one.due_ms for one in store.pending()] == [START_MS + 5_000]
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * len(SystemTopic.TIMER), 13))
+def test_a_flipped_bit_in_the_topic_of_a_timer_is_an_error(bit: int) -> None:
+    """Its time is among the properties that only a record of the timer's topic has."""
+    store = Store()
+    place = store.timer(30)
+    store.clock.advance(seconds=1)
+    store.timers.run_due(store.clock.now_ms())
+    store.timers.save()
+    message = store.store.message_at(place)
+    assert message is not None
+    at = place + message.frame[2] + bit // 8
+    store.store.log.patch(at, bytes([store.store.log.data_at(at, 1)[0] ^ 1 << bit % 8]))
+    with pytest.raises(CorruptionError, match=f"expected one of {SystemTopic.TIMER} at {place}"):
+        store.pending(kind="timer")
 
 
 def test_timers_in_the_wheel_and_before_it() -> None:
