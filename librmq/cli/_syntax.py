@@ -245,7 +245,7 @@ _CHANGE: Final = (
             _PLACE,
             option("topic", help="the topic"),
             option("--group", required=True, help="the consumer group; a new one begins at the first message"),
-            option("--max", metavar="N", type=POSITIVE, help="end after so many messages"),
+            option("--max", metavar="N", type=POSITIVE, help="end after so many attempts, failed ones included"),
             option("--until-end", action="store_true", help="end where the topic ended at the start"),
             *SECURED,
         ),
