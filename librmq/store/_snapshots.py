@@ -48,6 +48,7 @@ from librmq.runtime import critical
 from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
@@ -99,7 +100,8 @@ def snapshot(
     This process or another can use the store at the same time; no lock is taken. The snapshot contains every message
     acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
     hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
-    Tables of ``config/`` are copied as they are, progress beyond the end of a queue too. Queues and index then agree
+    Tables of ``config/`` are copied as they are, progress beyond the end of a queue too, with what groups have reached
+    since, but not what they have in work. Queues and index then agree
     with the log; `Snapshot.changed` lists what that changed.
     ``end()`` returns the end of the log; without it, the end is searched for.
 
@@ -120,7 +122,7 @@ def snapshot(
     is_used = files.lock_holder(directory.lock_path(path)) is not None
     with growing_store(target, files) as part:
         # Copy this before the log's end is known, so that all messages behind progress and notes are in the log.
-        _copy_progress(path, part, files)
+        _copy_progress(path, part, files, clock.now_ms())
         if kind.value.startswith(directory.StoreKind.V5.value):
             _copy_files_of_5(path, part, kind, files)
         # Index files that are full by now have no record behind the end.
@@ -436,9 +438,12 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
             copy_time(files, source, os.path.join(part, name))
 
 
-def _copy_progress(path: str, part: str, files: Files) -> None:
+def _copy_progress(path: str, part: str, files: Files, now_ms: int) -> None:
     """Copy the progress of consumers, delays, timers and jobs."""
     copy_config(path, part, files, only=_PROGRESS)
+    used, copied = (BrokerTables.open(os.path.join(folder, directory.CONFIG), files=files) for folder in (path, part))
+    if used.database is None and copied.offsets.replace(used.offsets.rows):  # the page of groups is newer
+        copied.offsets.persist(now_ms)
     if file_size(files, TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
     copy_config(path, part, files, JobNote.FOLDER, only=_NOTE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -213,6 +214,27 @@ def test_who_opens_the_store_between_makes_no_difference(way: str, tmp_path: Pat
         Broker.open(store).close()
     assert count_deaths(work, store, ledger, way, "kill", False) == 0
     check(store, ledger)
+
+
+@pytest.mark.parametrize("way", ["push", "receive", "receive in order"])
+def test_copies_take_positions_and_no_suspects(way: str, tmp_path: Path) -> None:
+    store, ledger, again = tmp_path / "store", tmp_path / "ledger", tmp_path / "again"
+    fill(store)
+    assert count_deaths(work, store, ledger, way, "kill", False, most=4) == 4
+    assert main(["snapshot", str(store), str(tmp_path / "snapshot")]) == 0
+    assert main(["restore", str(tmp_path / "snapshot"), str(again)]) == 0
+    shutil.copytree(store, tmp_path / "copy")
+    assert lag_of(store) == lag_of(again)  # that of the plain copy is the table's
+    for copied in (again, tmp_path / "copy"):
+        assert count_deaths(work, copied, ledger, way, "kill", False, most=1) == 1
+        assert letters(copied) == {}
+    assert count_deaths(work, store, ledger, way, "kill", False) == 0
+    check(store, ledger)
+
+
+def lag_of(path: Path) -> int:
+    with Broker.open(path) as broker:
+        return broker.lag("g", "t")
 
 
 def test_queues_in_order_of_a_dead_peer_are_free(tmp_path: Path) -> None:
