@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from typing import Final
 
 UNKNOWN: Final = "unknown"
@@ -123,3 +125,22 @@ def options_unbroken(text: str) -> str:
     from html import escape  # loads all names of characters, which commands do without
 
     return _OPTION.sub(r'<span class="option">\g<0></span>', escape(text))
+
+
+# ---- frames
+
+
+@cache
+def _libraries() -> tuple[str, ...]:
+    """Return the folders of code that is not the application's."""
+    import sysconfig
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {os.path.join(sysconfig.get_path(name), "") for name in names}
+    return (*folders, os.path.join(os.path.dirname(__file__), ""))
+
+
+def innermost_frame(stack: Sequence[str]) -> str:
+    """Return the innermost frame of the application's own code, or just the innermost one; empty without frames."""
+    own = (frame for frame in reversed(stack) if not frame.startswith(_libraries()))
+    return next(own, stack[-1] if stack else "")

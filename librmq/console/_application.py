@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route as Address
 
 from librmq.broker import AdministeredRoute
+from librmq.console._busy import busy_page
 from librmq.console._changes import Changes
 from librmq.console._guard import SECRET, Application, Authorize, Guard
 from librmq.console._messages import message_page
@@ -52,6 +53,7 @@ _NAVIGATION: Final = (
     ("./", "Overview"),
     ("topics", "Topics"),
     ("groups", "Groups"),
+    ("busy", "Busy"),
     ("waiting", "Waiting"),
     ("findings", "Findings"),
 )
@@ -126,6 +128,7 @@ class _Site:
             "/letters": _of_messages(letters_page),
             "/message": _of_messages(message_page),
             "/waiting": _of_messages(waiting_page),
+            "/busy": _of_messages(busy_page),
             "/find": _of_messages(find_page),
             "/findings": Pages.findings,
         }

@@ -7,10 +7,8 @@ agreement between instances, and an owner of each queue, are known only to a run
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +18,7 @@ from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, groupe
 from librmq.diagnosis._lag_report import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
-from librmq.formatting import duration, id_ranges
+from librmq.formatting import duration, id_ranges, innermost_frame
 from librmq.message import StoredMessage
 from librmq.message.topics import TopicPrefix, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
@@ -32,11 +30,6 @@ _ANSWER_S: Final = 3.0
 """Time for instances of other processes to answer."""
 _SOON_S: Final = 10.0
 """Time in which a healthy group takes the messages of a burst."""
-_LIBRARIES: Final = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {os.path.join(os.path.dirname(os.path.dirname(__file__)), "")}
-)
-"""Folders of code that is not the application's."""
 
 
 class HeldProgress(NamedTuple):
@@ -73,7 +66,7 @@ class HeldProgress(NamedTuple):
     @property
     def place(self) -> str:
         """The innermost frame of the application's own code, or the innermost one if there is none; empty without."""
-        return _place(self.stack) if self.stack else ""
+        return innermost_frame(self.stack)
 
 
 def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
@@ -186,11 +179,6 @@ def stuck_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Itera
         yield from _hot_queue_findings(view, states, [queue for queue in held if queue.topic not in stuck], limits)
 
 
-def _place(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the application's own code, or the innermost one if there is none."""
-    return next((frame for frame in reversed(stack) if not frame.startswith(_LIBRARIES)), stack[-1])
-
-
 def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
     return queue.held_s is not None and (queue.held_s > limits.stuck_s or (queue.failures or 0) >= limits.retries)
 
@@ -198,7 +186,7 @@ def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
 def _stuck_message(held: list[HeldProgress]) -> Finding:
     """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
     longest, queue_ids = held[0], [queue.queue_id for queue in held]
-    where = f" in thread {longest.thread}, at {_place(longest.stack)}" if longest.stack else ""
+    where = f" in thread {longest.thread}, at {innermost_frame(longest.stack)}" if longest.stack else ""
     failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
         "stuck-message", "error", f"group {longest.group}, topic {longest.topic}",
@@ -235,11 +223,11 @@ def _listener_findings(
     if places and len(calls) > 1:
         place, count = places.most_common(1)[0]
         if count > 1 and 2 * count > len(calls):
+            stack = next(call.stack for call in calls if call.stack[-_SHORT:] == place)
             yield Finding(
                 "listeners-at-one-place", "warning", f"group {group}",
                 f"{count} of {len(calls)} running listeners are at one place, "
-                f"{_place(next(call.stack for call in calls if call.stack[-_SHORT:] == place))}: they all wait for "
-                "something slow.",
+                f"{innermost_frame(stack)}: they all wait for something slow.",
                 {**evidence, "count": count, "stack": list(place)},
                 "Check what that line waits for: a database, a lock, another service. More threads or consumers add "
                 "to its load.",

@@ -77,7 +77,7 @@ def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: s
     page.on("dialog", lambda dialog: problems.append(dialog.message))
     page.goto(address)
     base = page.url
-    lists = ("", "topics", "groups", "waiting", "findings")
+    lists = ("", "topics", "groups", "busy", "waiting", "findings", "find?q=o")
     unknown = f"message?id={300 * 'x'}"  # a note that says a long name
     for path in (unknown, *lists, "topic?name=orders", "group?name=mail", "letters?group=mail"):
         page.goto(base + path)

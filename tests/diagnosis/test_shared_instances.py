@@ -105,6 +105,27 @@ def test_the_console_of_each_process_says_where_a_listener_stands(hanging: Hangi
         assert (row["message"], shown["waits for"]) == ("o-0", "o-0")
 
 
+def test_the_page_busy_of_each_process_shows_what_instances_do(hanging: Hanging) -> None:
+    for place in (hanging.owner, hanging.peer):
+        rows = Asked(console(place)).table("/busy", "At work")
+        assert sorted(row["message"] for row in rows) == ["o-0", "o-1"]
+        assert all("wait_for_the_bank" in row["stands at"] and row["group"] == "billing" for row in rows)
+        (instance,) = Asked(console(place)).table("/busy", "Instances")
+        assert (instance["busy"], instance["threads"], instance["state"]) == ("2", "2", "runs")
+        assert int(instance["held messages"]) > 2
+    hanging.consumer.pause()
+    (instance,) = Asked(console(hanging.owner)).table("/busy", "Instances")
+    assert instance["state"] == "paused"
+
+
+def test_nothing_is_busy_in_a_store_at_rest(tmp_path: Path) -> None:
+    with share(tmp_path / "shop") as owner:
+        owner.create_topic("orders", 1)
+        page = Asked(console(owner)).page("/busy")
+        assert "No listener works now." in page
+    assert "No process has this store open" in Asked(console(tmp_path / "shop")).page("/busy")
+
+
 def test_a_watch_in_each_process_tells_of_a_listener_that_stands(hanging: Hanging) -> None:
     for place in (hanging.owner, hanging.peer):
         told: queue.Queue[Alarm] = queue.Queue()
