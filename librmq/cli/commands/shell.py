@@ -19,7 +19,7 @@ from librmq.cli._rows import message_line
 from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError
 from librmq.listener import DownstreamDown, ReconsumeLater
-from librmq.message.delays import DEFAULT_LEVELS
+from librmq.message import DEFAULT_LEVELS
 from librmq.protocol import ConsumeFrom, QueryOffset
 
 if TYPE_CHECKING:
