@@ -57,7 +57,7 @@ def group_settings(
     numbers = {"priority.factor": priority_factor, "max.process.deaths": max_process_deaths}
     attributes = {key: str(value) for key, value in numbers.items() if value is not None}
     for key in attributes:
-        if type(numbers[key]) is not int:
+        if type(numbers[key]) is not int or _number_in(attributes, key) is None:
             raise _wrong_number(key, numbers[key])
     settings: dict[str, object] = {
         "retryMaxTimes": retry_max_times,
