@@ -239,7 +239,7 @@ def test_damaged_records_can_be_skipped(tmp_path: Path) -> None:
         log.write(b"\xff" * 4)
     with pytest.raises(PySparkException, match="mode PERMISSIVE"):
         found("skew", path, "queueId", "messages")
-    sound = store(tmp_path / "sound", [("T", 0, f"k{n}") for n in range(9)], '"T@g":{0:0}')
+    sound = store(tmp_path / "sound", [("T", 0, f"j{n}") for n in range(9)], '"T@g":{0:0}')
     assert found("skew", path, "queueId", "messages", "skipped", damaged="skip") == {(0, 8, True)}
     spark = shared_session()
     both = run(spark, "skew", [str(path), str(sound)], {"damaged": "skip"})

@@ -31,7 +31,7 @@ from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine._durability import MANY_FILES
 from librmq.store.engine.read import recreated_queues
-from librmq.store.engine.saved_state import Mark, MarkError, lacks_all_records
+from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
@@ -552,10 +552,13 @@ class Recovery:
         def end_of_whole(name: QueueName) -> int | None:
             return None if self._clean else self._unclean.end_of_whole(name, parts.log.end)
 
+        # After a clean end without a note a broker may not have come to the last entries, which are no loss then.
+        is_asked = not self._clean and scope.begin - parts.log.begin <= WORTH_A_MARK
+
         def may_lack_end(name: QueueName, end: int) -> bool:
             folder = directory.queue_folder(self._path, *name)
             was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.cuts)
-            return was_cut or end < self.noted.get(name, 0)
+            return is_asked or was_cut or end < self.noted.get(name, 0)
 
         names = lacking_queues(
             self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end

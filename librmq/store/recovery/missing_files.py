@@ -20,7 +20,6 @@ from librmq.message import DelayLevels
 from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
-from librmq.store.engine.saved_state import WORTH_A_MARK
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
@@ -65,8 +64,8 @@ def lacking_queues(
     """Return the queues that lack a file with entries of records before physical offset ``until``, or such entries.
 
     A damaged entry that leads beyond the log's end is cut with those behind it, and one that ends the queue hides them.
-    Last entries that became zeros leave no trace. So the log is asked about queues of which ``may_lack_end(name, place
-    of the end)`` is true, and in a short log about each. ``end_of_whole(name)`` returns where the messages of a queue
+    Last entries that became zeros leave no trace, so the log is asked about queues of which ``may_lack_end(name, place
+    of the end)`` is true. ``end_of_whole(name)`` returns where the messages of a queue
     end that need not be opened to see that it has its files.
 
     A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
@@ -77,7 +76,7 @@ def lacking_queues(
     for name in queues:
         known_to = end_of_whole(name)
         end = queues[name].max_physic_offset if known_to is None else known_to
-        has_no_end = end < until and (until - log.begin <= WORTH_A_MARK or may_lack_end(name, end))
+        has_no_end = end < until and may_lack_end(name, end)
         if known_to is None:
             spans[name] = _unknown_spans(queues[name], log, until, has_no_end)
         elif has_no_end:
