@@ -184,7 +184,7 @@ class BrokerContext:
                         unlisted[topic] = max(unlisted.get(topic, 0), queue_id + 1)
             except CorruptionError as error:
                 _log.warning("the topics of some messages that wait are unknown: %(error)s", error=error)
-        self.topics.add_unlisted(unlisted)
+        self.topics.add_unlisted(unlisted, self.tables.groups.rows)
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's, except the topics. Under the runner's lock."""

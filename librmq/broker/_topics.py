@@ -6,7 +6,7 @@ Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
@@ -18,6 +18,7 @@ from librmq.message.topics import (
     SystemTopic,
     TopicPrefix,
     TopicType,
+    group_of_retries,
     has_no_row,
     is_system_topic,
     reply_topic,
@@ -179,15 +180,20 @@ class Topics:
                 topic=name,
             )
 
-    def add_unlisted(self, unlisted: Mapping[str, int]) -> None:
+    def add_unlisted(self, unlisted: Mapping[str, int], groups: Collection[str]) -> None:
         """Handle topics of messages that the table lacks, by their numbers of queues. Under the runner's lock.
 
         A store that never had a broker has no table: its topics are created. An incomplete table stays as it is, but
-        for topics of retries and dead letters: a process was killed before it could write the table, and a group has
-        passed the messages that were copied there, so that its lag would lack them.
+        for topics of retries and dead letters of one of the ``groups``: a process was killed before it could write the
+        table, and the group has passed the messages that were copied there, so that its lag would lack them.
         """
-        of_groups = (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
-        made = {name: count for name, count in unlisted.items() if self._table.is_new or name.startswith(of_groups)}
+
+        def is_of_group(name: str) -> bool:
+            if name.startswith(TopicPrefix.RETRY):
+                return group_of_retries(name, groups, self.by_name) in groups
+            return name.startswith(TopicPrefix.DEAD_LETTER) and name.removeprefix(TopicPrefix.DEAD_LETTER) in groups
+
+        made = {name: count for name, count in unlisted.items() if self._table.is_new or is_of_group(name)}
         if lacking := unlisted.keys() - made.keys():
             _log.warning(
                 "topics.json lacks topics that have messages, so no group gets these (%(topics)d): %(names)s; "

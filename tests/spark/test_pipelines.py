@@ -69,7 +69,7 @@ def test_a_group_reads_its_topics_at_every_broker(tmp_path: Path) -> None:
     """Also at a broker where it has no progress yet, by the driver or by a frame; another topic stays its own."""
     spark = shared_session()
     first = store(tmp_path / "a", [("T", n % 2, "") for n in range(10)], '"T@g":{0:5,1:1}')
-    other = store(tmp_path / "b", [*(("T", n % 2, "") for n in range(30)), ("U", 0, "")], "")
+    other = store(tmp_path / "b", [("U", 0, ""), *(("T", n % 2, "") for n in range(30))], "")
     both = [str(first), str(other)]
     expected = {(str(first), "T", 0, 0), (str(first), "T", 1, 4), (str(other), "T", 0, 15), (str(other), "T", 1, 15)}
     waiting = stores.messages(spark, both, MESSAGE_COLUMNS)
