@@ -146,7 +146,7 @@ class RequestTable:
         """Add what clients say and ask of themselves and of their groups."""
         clients, locks, answer, locked = self._context.clients, self._context.locks, self._add, self._locked
         answer(Heartbeat, locked(clients.register_client))
-        answer(ChannelClosed, locked(self._channel_closed))
+        answer(ChannelClosed, locked(clients.channel_closed))
         answer(ConsumerIds, locked(clients.consumer_ids))
         answer(GroupSubscriptions, locked(clients.subscriptions))
         answer(LockQueues, locked(locks.lock_queues))
@@ -154,11 +154,6 @@ class RequestTable:
         answer(DescribeClients, locked(lambda request: clients.connected()))
         answer(DescribeConnections, locked(lambda request: clients.connections(request.group)))
         answer(DescribeInstance, self._describe_instance)
-
-    def _channel_closed(self, request: ChannelClosed) -> None:
-        if request.has_ended:
-            self._context.locks.release(request.client_id)
-        self._context.clients.channel_closed(request)
 
     def _describe_instance(self, request: DescribeInstance) -> InstanceState | None:
         with self._context.runner.lock:
