@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from typing import NamedTuple
 
@@ -38,6 +38,24 @@ class Extra(NamedTuple):
     """The packages that it installs and the modules import."""
     purpose: str
     extra: str
+
+
+def names_of(
+    module: str, names: dict[str, object], importing: AbstractContextManager[object]
+) -> Callable[[str], object]:
+    """Return ``__getattr__`` of a module with these ``names``, which adds those of another one, imported at the first.
+
+    After its first use a name is an attribute of the module. The import runs within ``importing``.
+    """
+
+    def get_attribute(name: str) -> object:
+        if name.startswith("__"):  # an import statement asks for `__path__`
+            raise AttributeError(f"module {names['__name__']!r} has no attribute {name!r}")
+        with importing:
+            value = names[name] = getattr(import_module(module), name)
+        return value
+
+    return get_attribute
 
 
 def lazy_exports(
