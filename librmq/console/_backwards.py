@@ -10,7 +10,6 @@ from typing import Any, Final
 from librmq.diagnosis import GivenUpMessage, View
 from librmq.diagnosis.deadletters import given_up
 from librmq.message import StoredMessage, dead_letter_topic
-from librmq.store.format.documents import letter_identity
 
 QUEUES: Final = 25
 """Queues that are read; of more those with the newest messages."""
@@ -38,13 +37,8 @@ def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[Stored
     """Return the newest dead letters of a group, the last one first."""
     times = view.resent_times
     runs = {queue: ids for queue, ids in view.queues(dead_letter_topic(group)).items() if ids}
-    return [
-        (
-            message,
-            given_up(group, message)._replace(resent_at_ms=times.get(letter_identity(message)) if times else None),
-        )
-        for _, message in islice(backwards(view, freshest(view, runs)), limit)
-    ]
+    newest = islice(backwards(view, freshest(view, runs)), limit)
+    return [(message, given_up(group, message, times)) for _, message in newest]
 
 
 def queue_backwards(view: View[Any], queue: Any, ids: range, limit: int) -> Iterator[StoredMessage]:

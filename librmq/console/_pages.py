@@ -40,6 +40,7 @@ from librmq.console._tables import (
     notices,
     topic_link,
 )
+from librmq.console._waiting import KINDS
 from librmq.diagnosis import (
     Finding,
     HeldProgress,
@@ -80,10 +81,6 @@ _BUTTONS: Final = {
     "given-up-halves": "Look up the transactions in the producer's database, then decide each at Waiting.",
 }
 """What is next where a button of the console does it."""
-_KINDS: Final = {
-    "half": "halves", "given_up": "given-up halves", "delay": "delays", "timer": "timers", "retry": "retries",
-    "pop": "in flight", "schedule": "schedules",
-}  # fmt: skip
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""
 
@@ -172,7 +169,7 @@ class Pages:
         if worst is not None:
             subject, what, evidence, _ = worst.findings[0]
             since = next((f", {_SINCE[name]} {value}" for name, value in evidence if name in _SINCE), "")
-            group = dict(part.partition(" ")[::2] for part in subject.text.split(", ")).get("group", "")
+            group = _names_in(subject.text).get("group", "")
             since = since or (self._oldest(group, query) if lags.get(group) else "")
             amounts = " and ".join(counted(counts[name], name) for name in ("error", "warning") if counts[name])
             text = f"{amounts}. Look first at {subject.text}: {what.partition(';')[0].rstrip('.')}{since}."
@@ -195,13 +192,13 @@ class Pages:
             waiting = [pending for pending, _ in waiting_by_requests(view, query.clock.now_ms(), ROWS)]
             limit = "not asked for: halves, the relay, what POP holds"
         else:
-            log = nullcontext(view) if isinstance(view, StoreView) else self.place.log(asks_owner=True)
-            with log as store_view:
+            with self.place.beside(view, asks_owner=True) as store_view:
+                assert isinstance(store_view, StoreView)
                 if _is_large(store_view.message_count(), len(store_view.ranges)):
                     return Fact("waiting", UNKNOWN, "this store is large: the page Waiting lists them")
                 waiting, limit = list(pending_messages(store_view.store, store_view.tables)), ""
         kinds = Counter(message.kind for message in waiting)
-        parts = [f"{_KINDS[kind]}: {number(amount)}" for kind, amount in sorted(kinds.items())]
+        parts = [f"{KINDS[kind]}: {number(amount)}" for kind, amount in sorted(kinds.items())]
         amount = number(len(waiting))
         if limit:
             amount = f"at least {amount}" if waiting else UNKNOWN
@@ -322,13 +319,12 @@ class Pages:
     ) -> tuple[Sequence[Table], Mapping[HeldProgress, str] | None]:
         """Return what came by minute in the queues of a group and what of it waits; and what holds it, with names.
 
-        The second is None where nobody says what instances do.
+        The second is None if no process reports its instances.
         """
         by_queue = {(row.topic, row.queue_id): row for _, row in rows}
         queues = {name: range(row.min_offset, row.max_offset) for name, row in by_queue.items()}
         behind = {name: row.next_offset for name, row in by_queue.items()}
-        log = nullcontext(view) if isinstance(view, StoreView) or not self.place.has_log else None
-        with log or self.place.log(asks_owner=True) as store_view:
+        with self.place.beside(view, asks_owner=True) as store_view:
             history = history_of(store_view, queues, query.clock, behind).tables
             if not isinstance(store_view, StoreView) or store_view.route is None or query.at_ms is not None:
                 return history, None
@@ -345,9 +341,9 @@ class Pages:
         for finding in findings:
             subject = _subject(finding.subject)
             if finding.kind == "dead-letters" and subject.link:
-                names = dict(part.partition(" ")[::2] for part in finding.subject.split(", "))
                 cause = finding.evidence.get("cause") if finding.evidence.get("causes", 1) == 1 else None
-                subject = subject._replace(link=link("letters", group=names["group"], cause=cause))
+                address = link("letters", group=_names_in(finding.subject)["group"], cause=cause)
+                subject = subject._replace(link=address)
             step = _BUTTONS.get(finding.kind) if self.look.allow_changes else None
             shown.append((finding if step is None else finding._replace(next_step=step), subject, finding.what))
         return notices(shown, ROWS)
@@ -453,9 +449,14 @@ def _is_large(messages: int, queues: int) -> bool:
     return messages > _FEW or queues > _FEW_QUEUES
 
 
+def _names_in(subject: str) -> dict[str, str]:
+    """Return the names in the subject of a finding, such as that of its ``group``."""
+    return dict(part.partition(" ")[::2] for part in subject.split(", "))
+
+
 def _subject(subject: str) -> Cell:
     """Return what a finding is about, with a link to the group that it names, else to the topic."""
-    names = dict(part.partition(" ")[::2] for part in subject.split(", "))
+    names = _names_in(subject)
     for kind, cell in (("group", group_link), ("topic", topic_link)):
         if kind in names:
             return cell(names[kind])._replace(text=subject)

@@ -142,6 +142,15 @@ class Place:
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
             yield StoreView.over(store)
 
+    @contextmanager
+    def beside(self, view: View[Any], *, asks_owner: bool = False) -> Iterator[View[Any]]:
+        """View the log behind a view, as `log` does; the view itself if it has the log, or if no log is here."""
+        if isinstance(view, StoreView) or not self.has_log:
+            yield view
+        else:
+            with self.log(asks_owner=asks_owner) as log:
+                yield log
+
     @property
     def has_much_progress(self) -> bool:
         """Whether the progress of a broker elsewhere is shown as it was last saved, because there is so much of it."""

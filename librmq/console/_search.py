@@ -7,7 +7,6 @@ depth is reached. Times are sought by the order of the queues.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -61,12 +60,12 @@ def topic_page(look: Look, query: Query) -> Page:
         if not queues and topic not in view.listed_topics:
             raise ConfigError(f"there is no topic {topic!r}")
         found = _found(place, view, topic, query)
-        with nullcontext(view) if isinstance(view, StoreView) or not place.has_log else place.log() as log:
+        with place.beside(view) as log:
             kept, history = _kept(log), history_of(log, log.queues(topic), query.clock)
         groups = _groups(place, view, topic, query)
         bounds = _queues_table(view, queues)
     total = sum(map(len, queues.values()))
-    on = link("topic", name=topic, **{name: query.text(name) for name in _FORM}, behind=found.behind)
+    form = {name: query.text(name) for name in _FORM}
     return Page(
         topic,
         [
@@ -84,11 +83,9 @@ def topic_page(look: Look, query: Query) -> Page:
         template="topic.html.j2",
         is_live=not query.text("behind"),
         more={
-            "query": {name: query.text(name) for name in _FORM},
-            "older": on if found.behind else "",
-            "newest": link("topic", name=topic, **{name: query.text(name) for name in _FORM})
-            if query.text("behind")
-            else "",
+            "query": form,
+            "older": link("topic", name=topic, **form, behind=found.behind) if found.behind else "",
+            "newest": link("topic", name=topic, **form) if query.text("behind") else "",
         },
     )
 
@@ -122,13 +119,14 @@ def _groups(place: Place, view: View[Any], topic: str, query: Query) -> list[Tab
     by_group = {row.group: row for row in progress.by_group()}
     if place.route is None:
         shown = [group for group in shown if group in by_group]
+    lags = {group: row.lag for group, row in by_group.items()}
     rows = [
         [
             group_link(group),
-            count(by_group[group].lag if group in by_group else None, "warn"),
-            Cell(moment(by_group[group].oldest_timestamp_ms) if group in by_group and by_group[group].lag else ""),
+            count(lags.get(group), "warn"),
+            Cell(moment(by_group[group].oldest_timestamp_ms) if lags.get(group) else ""),
         ]
-        for group in sorted(shown, key=lambda group: (-by_group[group].lag if group in by_group else 0, group))
+        for group in sorted(shown, key=lambda group: (-lags.get(group, 0), group))
     ]
     note = f"Of {number(len(names))} groups the first {_ROWS} were asked for." if len(names) > _ROWS else ""
     return [Table("Groups", ("group", "lag", "oldest waits since"), rows, note, "No group yet.")]

@@ -19,7 +19,11 @@ from librmq.formatting import UNKNOWN, moment, number, short, size
 from librmq.message import StoredMessage
 
 _WAITING: Final = 1_000
-_KINDS: Final = ("half", "given_up", "delay", "retry", "timer", "pop", "schedule")
+KINDS: Final = {
+    "half": "halves", "given_up": "given-up halves", "delay": "delays", "retry": "retries", "timer": "timers",
+    "pop": "in flight", "schedule": "schedules",
+}  # fmt: skip
+"""The kinds of `PendingMessage`, with the words for several."""
 
 
 def has_key(message: StoredMessage | None, text: str) -> bool:
@@ -82,8 +86,8 @@ def _letter_record(message: StoredMessage, letter: GivenUpMessage, *, bodies: bo
 def waiting_page(look: Look, query: Query) -> Page:
     """Show what waits for its time or a decision: halves, delays, timers, retries, what POP holds."""
     place, kind, key, topic = look.place, query.text("kind"), query.text("key"), query.text("topic")
-    if kind and kind not in _KINDS:
-        raise ConfigError(f"kind: expected {', '.join(_KINDS)}, found {kind!r:.80}")
+    if kind and kind not in KINDS:
+        raise ConfigError(f"kind: expected {', '.join(KINDS)}, found {kind!r:.80}")
     has_log = place.has_log
     with place.log(query.at_ms, asks_owner=True) if has_log else place.view() as view:
         waiting = (
@@ -124,7 +128,7 @@ def waiting_page(look: Look, query: Query) -> Page:
         ],
         [Table("Waiting messages", columns, rows, note, nothing, records=records)],
         template="waiting.html.j2",
-        more={"query": {"kind": kind, "topic": topic, "key": key}, "kinds": _KINDS},
+        more={"query": {"kind": kind, "topic": topic, "key": key}, "kinds": tuple(KINDS)},
     )
 
 

@@ -133,15 +133,17 @@ def letters_by_queue(
         if topic.startswith(TopicPrefix.DEAD_LETTER) and group in (None, group_name):
             for queue, offsets in view.queues(topic).items():
                 for message in view.messages(queue, offsets):
-                    resent_at_ms = times.get(letter_identity(message)) if times else None
-                    yield queue, message, given_up(group_name, message)._replace(resent_at_ms=resent_at_ms)
+                    yield queue, message, given_up(group_name, message, times)
 
 
-def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
-    """Return a message of a group's dead-letter topic as a dead letter."""
+def given_up(
+    group: str, message: StoredMessage, times: Mapping[LetterIdentity, int] = MappingProxyType({})
+) -> GivenUpMessage:
+    """Return a message of a group's dead-letter topic as a dead letter; ``times`` say when those were sent again."""
     return GivenUpMessage(
         group, origin_of(group, message.topic, message.properties), message.unique_key, message.reconsume_times,
         message.store_timestamp_ms, cause_of(message.properties, message.reconsume_times), message.physical_offset,
+        times.get(letter_identity(message)) if times else None,
     )  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class StoreView(Closing):
     broker: Broker | None
     """The running broker of this process; None for a folder."""
     route: AdministeredRoute | None
-    """Who says which instances run and what they do: the broker, or the owner of a shared folder; None if nobody."""
+    """The broker, or the process that shares the folder, which reports the instances of groups; None without one."""
     owner: str | None
     """The process that has the folder open for writing, None without one; ``this process`` for a broker."""
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from librmq import Broker, ManualRunner
 from tests.cli.stand import Shell
+
+
+@pytest.fixture
+def runner() -> ManualRunner:
+    """Return a runner by hand."""
+    return ManualRunner()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
+    """Open a broker in a new folder."""
+    with Broker.open(tmp_path / "store", runner=runner) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,6 @@ from librmq import Broker, Cluster, ManualRunner, Message, Producer, share
 from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
 from tests.console.pages import OWN, Asked, cells, console, facts, shop
-
-
-@pytest.fixture
-def runner() -> ManualRunner:
-    return ManualRunner()
-
-
-@pytest.fixture
-def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
-    with Broker.open(tmp_path / "shop", runner=runner) as opened:
-        yield opened
 
 
 def test_a_reset_is_shown_then_made(broker: Broker, runner: ManualRunner, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ import html
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,17 +30,6 @@ from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
 from tests.console.pages import Asked, SlowClock, cells, console, facts, refuse, shop
-
-
-@pytest.fixture
-def runner() -> ManualRunner:
-    return ManualRunner()
-
-
-@pytest.fixture
-def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
-    with Broker.open(tmp_path / "store", runner=runner) as opened:
-        yield opened
 
 
 def walked(asked: Asked, address: str, column: str = "body") -> list[str]:

@@ -53,18 +53,6 @@ from tests.cli.stand import Shell
 from tests.console.pages import MARKUP, Asked, SlowClock, console, facts, shop
 from tests.wire.test_connect import until
 
-
-@pytest.fixture
-def runner() -> ManualRunner:
-    return ManualRunner()
-
-
-@pytest.fixture
-def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
-    with Broker.open(tmp_path / "store", runner=runner) as opened:
-        yield opened
-
-
 ADDRESSES = ("/", "/topics", "/topic?name=orders", "/groups", "/group?name=mail", "/letters?group=mail")
 
 

@@ -25,12 +25,6 @@ from tests.console.pages import Asked, console
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a share needs Unix sockets")
 
 
-@pytest.fixture
-def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    monkeypatch.chdir(tmp_path)
-    return Shell(tmp_path, capsys, monkeypatch)
-
-
 class Hanging:
     """A store that two share: in the peer's only consumer both listeners wait, and the other messages for them."""
 
