@@ -163,6 +163,10 @@ WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]]
 }
 
 
+RECEIVED = [pytest.param(way, marks=pytest.mark.slow) for way in ("receive", "receive in order")]
+"""Those that wait after each death until what the process had received is visible again."""
+
+
 def work(path: Path, ledger: Path, way: str, kind: str, is_shared: bool) -> None:
     with opened(path, is_shared=is_shared) as route:
         WAYS[way](route, ledger, DEATHS[kind])
@@ -174,7 +178,13 @@ def check(store: Path, ledger: Path) -> None:
     assert is_done(ledger)
 
 
-@pytest.mark.parametrize(("way", "kind"), list(zip(WAYS, [*DEATHS, *DEATHS, "exit", "kill"], strict=True)))
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        pytest.param(way, kind, marks=[pytest.mark.slow] if way.startswith("receive") else [])
+        for way, kind in zip(WAYS, [*DEATHS, *DEATHS, "exit", "kill"], strict=True)
+    ],
+)
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
@@ -183,7 +193,7 @@ def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, i
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "poll", "receive", "receive in order"])
+@pytest.mark.parametrize("way", ["push", "poll", *RECEIVED])
 def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -192,7 +202,7 @@ def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "orderly", "poll", "receive", "receive in order"])
+@pytest.mark.parametrize("way", ["push", "orderly", "poll", "receive", RECEIVED[1]])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
@@ -205,7 +215,7 @@ def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: P
     assert "(max_process_deaths=1)" in letters(store)[POISON]
 
 
-@pytest.mark.parametrize("way", ["push", "receive", "receive in order"])
+@pytest.mark.parametrize("way", ["push", *RECEIVED])
 def test_who_opens_the_store_between_makes_no_difference(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -216,7 +226,7 @@ def test_who_opens_the_store_between_makes_no_difference(way: str, tmp_path: Pat
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "receive", "receive in order"])
+@pytest.mark.parametrize("way", ["push", *RECEIVED])
 def test_copies_take_positions_and_no_suspects(way: str, tmp_path: Path) -> None:
     store, ledger, again = tmp_path / "store", tmp_path / "ledger", tmp_path / "again"
     fill(store)
@@ -315,7 +325,7 @@ def by_handler() -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("how", [by_default_action, by_handler])
+@pytest.mark.parametrize("how", [by_default_action, pytest.param(by_handler, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [{}, {"orderly": True}])
 def test_three_deployments_in_a_row_make_no_dead_letter(
     how: Callable[[], object], settings: dict[str, Any], tmp_path: Path
