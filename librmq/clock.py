@@ -61,6 +61,8 @@ class ManualClock:
 
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self._now_ms = now_ms
+        self.followers: list[Callable[[int], object]] = []
+        """What is called with each time (ms) to which the clock moves."""
 
     def now_ms(self) -> int:
         return self._now_ms
@@ -81,6 +83,8 @@ class ManualClock:
         if now_ms < self._now_ms:
             raise ValueError(f"time can't go backwards: it is {self._now_ms} ms, asked for {now_ms} ms")
         self._now_ms = now_ms
+        for follow in self.followers:
+            follow(now_ms)
 
     @override
     def __repr__(self) -> str:

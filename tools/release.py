@@ -52,6 +52,7 @@ USES = {
     "export_to_prometheus(Metrics())\nexport_to_opentelemetry(Metrics())",
     "redis": "from librmq.idempotence import RedisDedupStore",
     "remote": "import fsspec\nfrom librmq import columns\nassert fsspec.filesystem('memory') and columns.reader",
+    "datetime": "from librmq.testing import Kit\nwith Kit(datetime_too=True) as rmq:\n    rmq.advance(hours=1)",
     "report": "from librmq import MessageStore\nfrom librmq.console import render_page\n"
     "from librmq.diagnosis import report\nMessageStore.open('s').close()\nassert render_page(report(['s']))",
     "rocksdb": "import rocksdict\nfrom librmq import MessageStore\nMessageStore.open('s').close()",

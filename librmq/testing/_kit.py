@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from traceback import format_exception
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
@@ -16,11 +16,11 @@ from librmq.client import Producer
 from librmq.client.operations import observe_kept
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import LAST_MS, ManualClock, replace_default_clock
+from librmq.clock import LAST_MS, ManualClock, SystemClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, MissingExtraError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import check_site, site_of
@@ -52,6 +52,7 @@ class BrokerKeywords(TypedDict, total=False):
     """The time at which the clock begins, in milliseconds since 1970; not before the last message of ``store``."""
     over_tcp: bool
     over_share: bool
+    datetime_too: bool
 
 
 class KitKeywords(BrokerKeywords, total=False):
@@ -83,6 +84,7 @@ class Kit:
         now_ms: int | None = None,
         over_tcp: bool = False,
         over_share: bool = False,
+        datetime_too: bool = False,
         runner: KitRunner | None = None,
         check: bool = True,
         files: Files | None = None,
@@ -93,8 +95,14 @@ class Kit:
         requests of clients cross a TCP connection as frames of 4.x, with ``over_share`` the socket of a peer of
         `librmq.share`. The clock begins at ``now_ms``, by default behind the last message of ``store``, or at
         the machine's time in whole seconds. With ``check`` False the store is not verified at the end.
-        ``files``, such as `MemoryFiles`, holds the store in place of the disk.
+        ``files``, such as `MemoryFiles`, holds the store in place of the disk. With ``datetime_too`` the kit's time is
+        what ``datetime.now()`` and ``time.time()`` return in the whole program, until the end of the kit.
+
+        Raises:
+            MissingExtraError: ``datetime_too`` needs the extra ``datetime``.
         """
+        if datetime_too:
+            _time_machine()  # its error comes before anything is made
         start = starting_store(store, topics, groups, store_config)
         begin_ms = begin_of(start, now_ms)
         self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
@@ -143,6 +151,7 @@ class Kit:
         # Last, because nothing would end them after an error above: a kit that does not open is never closed.
         self._end_default_clock = replace_default_clock(self.clock)
         self._end_observing_kept = observe_kept(self.runner.kept)
+        self._end_datetime = _let_datetime_follow(self.clock) if datetime_too else None
 
     @classmethod
     def from_store(
@@ -674,6 +683,8 @@ class Kit:
         self.runner.shutdown()
         self._end_default_clock()
         self._end_observing_kept()
+        if self._end_datetime is not None:
+            self._end_datetime()
 
     def __enter__(self) -> Self:
         return self
@@ -686,6 +697,28 @@ class Kit:
             self.abandon()
         else:
             self.close()
+
+
+def _time_machine() -> ModuleType:
+    try:
+        import time_machine  # only kits that move it need it
+    except ImportError:
+        raise MissingExtraError("Kit(datetime_too=True)", "datetime") from None
+    return time_machine
+
+
+def _let_datetime_follow(clock: ManualClock) -> Callable[[], object]:
+    """Let the time of the whole program follow a clock; return a function that ends this."""
+    travel = _time_machine().travel(clock.now_ms() // 1000, tick=False)
+    machine = travel.start()
+
+    def follow(now_ms: int) -> None:
+        machine.shift(timedelta(milliseconds=now_ms - SystemClock().now_ms()))  # exact, unlike a float of seconds
+
+    follow(clock.now_ms())
+    clock.followers.append(follow)
+    end: Callable[[], object] = travel.stop
+    return end
 
 
 def starting_store(

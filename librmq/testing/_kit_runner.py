@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
 
-from librmq.clock import LAST_MS, ManualClock
+from librmq.clock import LAST_MS, ManualClock, SystemClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
@@ -238,10 +238,14 @@ class KitRunner(ManualRunner):
                     links.append(link)
                 kinds = list(dict.fromkeys(links))
                 loop = ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")
+                differs = abs(SystemClock().now_ms() - self.now_ms()) > 1_000
+                remedy = (
+                    "; a job that plans itself by datetime.now() is due at once, because that is not the kit's time: "
+                    "give the kit datetime_too=True"
+                )
                 raise EndlessLoopError(
                     f"{LONGEST_CHAIN:,} messages in a row, each sent by the listener of the one before "
-                    f"(group → topic that it sends to): {loop}; the next is for {work.label}; a job that plans itself "
-                    "by datetime.now() is due at once, because that is not the kit's time"
+                    f"(group → topic that it sends to): {loop}; the next is for {work.label}{remedy * differs}"
                 )
 
 

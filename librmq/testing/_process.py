@@ -409,11 +409,11 @@ class _Connection(Endpoint):
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(TopicPrefix.RETRY)
         at_ms = first.deliver_at_ms
-        if at_ms is not None and SystemClock().now_ms() <= at_ms <= kit.clock.now_ms():
+        if at_ms is not None and SystemClock().now_ms() < at_ms <= kit.clock.now_ms():
             warnings.warn(
                 f"topic {first.topic}: deliver_at is past for the kit's clock, and is not for the machine's: code that "
-                "asks datetime.now() does not see the kit's time; let it ask a clock that the test passes, or send by "
-                "delay=",
+                "asks datetime.now() does not see the kit's time; give the kit datetime_too=True, let the code ask a "
+                "clock that the test passes, or send by delay=",
                 stacklevel=2,
             )
         is_repeated = False

@@ -6,14 +6,12 @@ import enum
 import logging
 import sys
 import threading
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 import librmq
 from librmq import Broker, ClientStateError, ConfigError, Producer, PullConsumer, PushConsumer, StoreConfig, share
-from librmq.clock import SystemClock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupListener
 from librmq.idempotence import MemoryDedupStore
@@ -223,14 +221,6 @@ def test_a_listener_that_closes_the_share_that_runs_it_gets_the_remedy(tmp_path:
         assert producer.send("orders", "o-2").queue.topic == "orders"
     assert "a listener can't close the share" in errors[0]
     assert "set an event there" in errors[0]
-
-
-def test_time_that_only_the_machine_has_is_a_warning_in_a_kit() -> None:
-    with Kit(check=False, now_ms=SystemClock().now_ms()) as kit:
-        kit.advance(hours=2)
-        soon = datetime.now(UTC) + timedelta(hours=1)  # noqa: TID251 (code under test that knows no other clock)
-        with pytest.warns(UserWarning, match="deliver_at is past for the kit's clock"):
-            kit.producer().send("orders", "o-1", deliver_at=soon)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no Unix domain sockets with credentials")

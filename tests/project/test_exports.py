@@ -103,6 +103,7 @@ NOT_LOADED = (
     "redis",
     "rich",
     "sqlalchemy",
+    "time_machine",
     "zstandard",
 )
 """Packages that extras install; importing librmq does not load them even if they are installed."""

@@ -7,11 +7,12 @@ import gc
 import json
 import selectors
 import sqlite3
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client import CheckedMessage, TransactionProducer
 from librmq.client.producer import Producer
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
 from librmq.dedup import DedupListener
@@ -31,6 +32,7 @@ from librmq.errors import (
     BrokerUnreachableError,
     ConfigError,
     EndlessLoopError,
+    MissingExtraError,
     NotIdleError,
     RunnerError,
     SendTimeoutError,
@@ -139,6 +141,67 @@ def test_an_endless_loop_is_reported_with_its_cause() -> None:
     assert "billing → payments" in text
     assert "shipping → orders" in text
     assert "more" in caught.value.__notes__[-1]  # the history is truncated
+
+
+def machine_time() -> datetime:
+    return datetime.now(UTC)  # noqa: TID251 (code under test that knows no other clock)
+
+
+def plan_each_hour(rmq: Kit, runs: list[datetime]) -> None:
+    """Let a job send itself again, an hour later by the machine's clock."""
+
+    @rmq.consumer("jobs").subscribe("hourly")
+    def job(message: DeliveredMessage) -> None:
+        runs.append(machine_time())
+        rmq.producer().send("hourly", b"x", deliver_at=machine_time() + timedelta(hours=1))
+
+    rmq.producer().send("hourly", b"x")
+
+
+def check_moved_time(rmq: Kit) -> None:
+    rmq.advance(hours=1, ms=1)  # a float of seconds has no such time
+    assert machine_time() == datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=rmq.clock.now_ms())
+    assert SystemClock().now_ms() == rmq.clock.now_ms()
+
+
+def check_hourly_job(rmq: Kit) -> None:
+    begin, runs = machine_time(), list[datetime]()
+    plan_each_hour(rmq, runs)
+    rmq.advance(hours=3)
+    assert runs == [begin + timedelta(hours=hours) for hours in range(4)]
+    check_moved_time(rmq)
+
+
+def test_the_time_of_the_program_follows_the_kit() -> None:
+    before_ms = SystemClock().now_ms()
+    with Kit(now_ms=2_000_000_000_000, datetime_too=True) as rmq:
+        check_hourly_job(rmq)
+    assert before_ms <= SystemClock().now_ms() < 2_000_000_000_000
+    explore(check_moved_time, runs=3, now_ms=2_000_000_000_000, datetime_too=True)
+    assert SystemClock().now_ms() < 2_000_000_000_000
+
+
+@pytest.mark.rmq(datetime_too=True)
+def test_the_marker_lets_the_time_of_the_program_follow(rmq: Kit) -> None:
+    check_moved_time(rmq)
+
+
+def test_a_time_of_the_machine_is_a_warning_and_named_in_the_loop() -> None:
+    def run() -> None:
+        with Kit(now_ms=SystemClock().now_ms()) as rmq:
+            rmq.advance(hours=2)
+            plan_each_hour(rmq, [])
+            rmq.run_until_idle()
+
+    loop = pytest.raises(EndlessLoopError, match=r"jobs → hourly.*not the kit's time: give the kit datetime_too=True")
+    with pytest.warns(UserWarning, match="hourly: deliver_at is past for the kit's clock.*datetime_too=True"), loop:
+        run()
+
+
+def test_the_time_of_the_program_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "time_machine", None)
+    with pytest.raises(MissingExtraError, match=r"librmq\[datetime\]"):
+        Kit(datetime_too=True)
 
 
 @pytest.mark.slow

@@ -344,6 +344,7 @@ _EXTRAS: Final = {
     "rocksdb": ("what RocketMQ 5 keeps in RocksDB", "rocksdict"),
     "celery": ("Celery and kombu on a store", "celery"),
     "cron": ("schedules by cron expressions", "cronsim"),
+    "datetime": ("`Kit(datetime_too=True)` for tests", "time-machine"),
     "remote": ("stores in object storage", "fsspec", "pyarrow"),
     "django": ("Django's tasks on a store", "django"),
 }
