@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, Unpack, cast
 
-from librmq.client.operations import Kind, Operation
+from librmq.client.operations import Kind
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
 from librmq.config import check_arguments
@@ -269,7 +268,7 @@ class TransactionProducer(Producer):
         half = self._prepare(message, None, {})
         half.properties[PropertyName.TRANSACTION_PREPARED] = "true"
         half.properties[PropertyName.PRODUCER_GROUP] = self.group
-        with self._watched("send", partial(self._operation, messages=(half,))) as send:
+        with self._watched("send", half.topic, (half,)) as send:
             return half, send.returns(self.sender.send(half, self._timeout_ms, watchers=self.watchers.get("try", ())))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
@@ -279,29 +278,15 @@ class TransactionProducer(Producer):
         self._send_end(sent.queue.broker_name, request, half, half.topic, sent.offset_id)
 
     def _send_end(
-        self,
-        broker_name: str,
-        request: EndTransaction,
-        half: Message | StoredMessage,
-        topic: str,
-        offset_id: str,
+        self, broker_name: str, request: EndTransaction, half: Message | StoredMessage, topic: str, offset_id: str
     ) -> None:
         """Send the end, unless the transaction is undecided."""
         is_decided = request.state is not TransactionState.UNKNOWN
         if is_decided:
             self._runner.point(f"end transaction {request.state.name}")
-        operation = partial(
-            Operation,
-            client=self.client,
-            group=self.group,
-            topic=topic,
-            messages=(half,),
-            broker_name=broker_name,
-            offset_id=offset_id,
-            is_check=request.from_check,
-        )
+        fields = {"broker_name": broker_name, "offset_id": offset_id, "is_check": request.from_check}
         try:
-            with self._watched(_KINDS[request.state], operation):
+            with self._watched(_KINDS[request.state], topic, (half,), **fields):
                 if is_decided:
                     self._routes.endpoint(broker_name).call(request)
         except ClientError as error:

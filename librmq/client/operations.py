@@ -191,10 +191,22 @@ class Watched:
             _all_watched.add(self)
             _update(self)
 
-    def _watched(self, kind: Kind, operation: Callable[[Kind], Operation]) -> _UnderWay:
+    def _watched(
+        self,
+        kind: Kind,
+        topic: str | None = None,
+        messages: Sequence[Message | StoredMessage] = (),
+        **fields: Any,  # noqa: ANN401 (those of `Operation`)
+    ) -> _UnderWay:
         """Return a block that is the operation of this kind, whose result `returns` notes."""
         watchers = self.watchers.get(kind)
-        return _UnderWay(begin(watchers, operation(kind)) if watchers else ())
+        if not watchers:
+            return _UnderWay(())
+        return _UnderWay(begin(watchers, Operation(kind, self.client, self.group, topic, messages, **fields)))
+
+    def _receiving(self, topic: str | None = None) -> _UnderWay:
+        """Return a block that is a poll or a receive of a consumer."""
+        return self._watched("receive", topic, is_batch=True, model="clustering")
 
     def _note(
         self,

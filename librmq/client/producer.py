@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self, Unpack
 
 from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle, Member, State, client_of
-from librmq.client.operations import Kind, Operation, Watcher
+from librmq.client.operations import Watcher
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
 from librmq.clock import moves_by_itself
@@ -246,7 +246,7 @@ class Producer(Member):
         prepared = self._prepare(message, body, fields, begin_ms)
         if queue is None and selector is None and not self.watchers:
             return self.sender.send(prepared, timeout_ms, begin_ms=begin_ms)
-        with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
+        with self._watched("send", prepared.topic, (prepared,)) as send:
             return send.returns(self._send_prepared(prepared, queue, selector, arg, timeout_ms))
 
     def _send_prepared(
@@ -291,7 +291,7 @@ class Producer(Member):
             raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
-        with self._watched("send", partial(self._operation, messages=batch, is_batch=True)) as send:
+        with self._watched("send", batch[0].topic, batch, is_batch=True) as send:
             bound = None if queue is None else self._routes.named_queue(batch[0].topic, queue)
             sent = self.sender.send(
                 batch[0], self._timeout_ms, batch, queue=bound, watchers=self.watchers.get("try", ())
@@ -317,7 +317,7 @@ class Producer(Member):
         if target is None:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
+            with self._watched("send", prepared.topic, (prepared,)) as send:
                 sent = self.sender.send(
                     prepared, self._timeout_ms, queue=target, is_one_way=True, watchers=self.watchers.get("try", ())
                 )
@@ -350,7 +350,7 @@ class Producer(Member):
         if queue is None and selector is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            with self._watched("send", partial(self._operation, messages=(prepared,))) as send:
+            with self._watched("send", prepared.topic, (prepared,)) as send:
                 sent = self.sender.send_async(
                     prepared, timeout_ms, self.watchers.get("try", ()), may_wait=self._may_wait
                 )
@@ -440,7 +440,7 @@ class Producer(Member):
         self._start_or_refuse()
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         broker_name = getattr(request, "broker_name", None)
-        with self._watched("reply", partial(self._operation, messages=(prepared,))) as send:
+        with self._watched("reply", topic, (prepared,)) as send:
             return send.returns(reply(self.client, self.group, prepared, broker_name, timeout_ms))
 
     def cancel(self, receipt: SentMessage) -> CancelResult:
@@ -474,9 +474,6 @@ class Producer(Member):
         return self.sender.queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
-
-    def _operation(self, kind: Kind, messages: Sequence[Message], is_batch: bool = False) -> Operation:
-        return Operation(kind, self.client, self.group, messages[0].topic, messages, is_batch=is_batch)
 
     def _prepare(
         self, message: Message | str, body: Body | None, fields: SendKeywords, now_ms: int | None = None

@@ -19,7 +19,7 @@ from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from librmq.client import Client, Operation
+from librmq.client import Client
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
@@ -253,12 +253,10 @@ class ListenerCalls:
     ) -> tuple[object, Callable[[object, Exception | None], None]]:
         """Begin the operation and call the listener; return its result, and what is to be called at the end."""
         instance = self.instance
-        operation = partial(
-            Operation,
-            client=instance.client,
-            group=instance.group,
-            topic=messages[0].topic,
-            messages=tuple(messages),
+        call = instance._watched(
+            "process",
+            messages[0].topic,
+            tuple(messages),
             queue=assigned.queue,
             is_batch=listener.as_list,
             listener=listener,
@@ -266,7 +264,6 @@ class ListenerCalls:
             model="clustering" if instance.config.model is MessageModel.CLUSTERING else "broadcasting",
             max_times=instance.max_redeliveries,
         )
-        call = instance._watched("process", operation)
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:

@@ -11,8 +11,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final, Unpack
 
-from librmq.client import Client, Operation
-from librmq.client.operations import Kind
+from librmq.client import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
@@ -314,13 +313,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """
         return self._poll(timeout, one_by_one=False)
 
-    def _operation(self, kind: Kind) -> Operation:
-        return Operation(kind, self.client, self.group, None, is_batch=True, model="clustering")
-
     def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         has_begun = False
         try:
-            with self._watched("receive", self._operation) as receive:  # within, because its end can be interrupted too
+            with self._receiving() as receive:  # within, because its end can be interrupted too
                 self._life.check_running("poll")
                 if self._arrived.is_awaited_here():
                     raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
@@ -365,7 +361,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return await self._poll_async(timeout, one_by_one=False)
 
     async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        with self._watched("receive", self._operation) as receive:
+        with self._receiving() as receive:
             return receive.returns(await self._poll_in_turn_async(timeout, one_by_one))
 
     async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:

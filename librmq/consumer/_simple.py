@@ -13,9 +13,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
-from librmq.client import Client, Operation
+from librmq.client import Client
 from librmq.client.client import LifeCycle, Member, client_of
-from librmq.client.operations import Kind
 from librmq.clock import wait_async
 from librmq.config import to_seconds, wrong_kind
 from librmq.consumer._listeners import (
@@ -347,11 +346,8 @@ class SimpleConsumer(Member):
         """
         if not self.watchers:
             return self._receive(max_messages, invisible, wait)
-        with self._watched("receive", self._operation) as receive:
+        with self._receiving() as receive:
             return receive.returns(self._receive(max_messages, invisible, wait))
-
-    def _operation(self, kind: Kind, topic: str | None = None) -> Operation:
-        return Operation(kind, self.client, self.group, topic, is_batch=True, model="clustering")
 
     def _receive(
         self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
@@ -378,7 +374,7 @@ class SimpleConsumer(Member):
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
-        with self._watched("receive", self._operation) as receive:
+        with self._receiving() as receive:
             return receive.returns(await self._receive_async(max_messages, invisible, wait))
 
     async def _receive_async(
@@ -424,7 +420,7 @@ class SimpleConsumer(Member):
             ClientStateError: The consumer is not running, or has no subscription of the topic.
             NoRouteError: There is no such topic.
         """
-        with self._watched("receive", partial(self._operation, topic=topic)) as receive:
+        with self._receiving(topic) as receive:
             return receive.returns(self._receive_or_notify(topic, max_messages, notify, invisible, acknowledge))
 
     def _receive_or_notify(
@@ -698,16 +694,8 @@ class SimpleConsumer(Member):
         first = messages[0]
         if not self.watchers:
             return self.client.route.endpoint(first.broker_name).call(request)
-        operation = partial(
-            Operation,
-            client=self.client,
-            group=self.group,
-            topic=first.topic,
-            messages=messages,
-            broker_name=first.broker_name,
-            is_batch=len(messages) > 1,
-        )
-        with self._watched(kind, operation) as outcome:
+        fields = {"broker_name": first.broker_name, "is_batch": len(messages) > 1}
+        with self._watched(kind, first.topic, messages, **fields) as outcome:
             return outcome.returns(self.client.route.endpoint(first.broker_name).call(request))
 
     async def ack_async(self, *messages: ReceivedMessage, durable: bool = False) -> None:

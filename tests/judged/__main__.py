@@ -379,7 +379,7 @@ def batch_queues(stand: Stand) -> None:
     """A broker of 5.x keeps a batch that has an id, as that of a Java client, as one record of such a topic."""
     topic = f"{stand.topic}-b"
     for name in stand.route.broker_names():
-        header = CreateTopicHeader(topic, "TBW102", 1, 1, 6, attributes="+queue.type=BatchCQ")
+        header = CreateTopicHeader(topic, 1, 1, 6, attributes="+queue.type=BatchCQ")
         answer = stand.route.broker(name).request(frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header))
         assert answer.code == 0, answer.remark
     messages = [

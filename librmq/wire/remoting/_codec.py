@@ -34,7 +34,7 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import SystemTopic, TopicType
+from librmq.message.topics import TopicType
 from librmq.protocol import (
     DAMAGE_MS,
     Acknowledge,
@@ -121,8 +121,6 @@ from librmq.wire.remoting._headers import (
     REQUESTS,
     SEND_CODES,
     CancelledHeader,
-    CreateTopicHeader,
-    EndTransactionHeader,
     FoundByKeyHeader,
     HandedOutHeader,
     NewReceiptHeader,
@@ -132,7 +130,6 @@ from librmq.wire.remoting._headers import (
     ReceivedHeader,
     ReceiveHeader,
     RequestCode,
-    SendBackHeader,
     SendHeader,
     SentHeader,
     StartedHeader,
@@ -228,19 +225,30 @@ class _Result(NamedTuple):
     read: Callable[[Any, Frame], Any]
 
 
-def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result) -> Form:
+_AS_IS: Final = (lambda value: value,) * 2
+
+
+def _by_fields(
+    kind: type[Any],
+    code: RequestCode,
+    fields: str,
+    result: _Result,
+    **forms: tuple[Callable[[Any], object], Callable[[Any], object]],
+) -> Form:
     """Return the form of requests whose attributes are fields.
 
     ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
+    ``forms`` turn an attribute into the field of this name, and back.
     """
-    pairs = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
+    names = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
+    pairs = [(field, name, *forms.get(field, _AS_IS)) for field, name in names]
     header = REQUESTS[code].header
 
     def write(request: object) -> Frame:
-        return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}))
+        return frame_of(code, header(**{field: to_field(getattr(request, name)) for field, name, to_field, _ in pairs}))
 
     def parse(header: object, body: bytes) -> object:
-        return kind(**{name: getattr(header, field) for field, name in pairs})
+        return kind(**{name: from_field(getattr(header, field)) for field, name, _, from_field in pairs})
 
     return Form(code, write, result.read, parse, result.reply)
 
@@ -453,77 +461,17 @@ _RECEIPT: Final = _Result(lambda request, receipt: Reply(NewReceiptHeader(receip
 # ---- requests whose fields differ from their attributes
 
 
-def _write_end(request: EndTransaction) -> Frame:
-    header = EndTransactionHeader(
-        request.group,
-        request.queue_offset,
-        request.physical_offset,
-        request.state.value,
-        request.from_check,
-        request.message_id,
-        request.message_id,
-    )
-    return frame_of(RequestCode.END_TRANSACTION, header)
+def _state_in(number: int) -> TransactionState:
+    if (state := _STATES.get(number)) is None:
+        raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {number}")
+    return state
 
 
-def _parse_end(header: EndTransactionHeader, body: bytes) -> EndTransaction:
-    state = _STATES.get(header.commit_or_rollback)
-    if state is None:
-        raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
-    return EndTransaction(
-        header.producer_group,
-        state,
-        header.tran_state_table_offset,
-        header.commit_log_offset,
-        header.msg_id,
-        header.from_transaction_check,
-    )
-
-
-def _write_send_back(request: SendBack) -> Frame:
-    header = SendBackHeader(
-        request.physical_offset,
-        request.group,
-        request.delay_level,
-        request.origin_message_id,
-        request.origin_topic,
-        False,
-        request.max_reconsume_times,
-        request.cause or None,
-    )
-    return frame_of(RequestCode.CONSUMER_SEND_MSG_BACK, header)
-
-
-def _parse_send_back(header: SendBackHeader, body: bytes) -> SendBack:
-    return SendBack(
-        header.group,
-        header.offset,
-        header.delay_level,
-        header.max_reconsume_times,
-        header.origin_topic,
-        header.origin_msg_id,
-        header.cause or "",
-    )
-
-
-def _write_topic(request: CreateTopic) -> Frame:
-    header = CreateTopicHeader(
-        request.topic,
-        SystemTopic.AUTO_CREATE,
-        request.read_queues,
-        request.write_queues,
-        request.permission,
-        attributes=None if request.message_type is None else f"{_TYPE_CHANGE}{request.message_type}",
-    )
-    return frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header)
-
-
-def _parse_topic(header: CreateTopicHeader, body: bytes) -> CreateTopic:
-    """Return the request; of the attributes of 5.x only the type of messages counts."""
-    changes = (header.attributes or "").split(",")
+def _type_in(attributes: str | None) -> TopicType | None:
+    """Return the type of messages, which alone counts of the attributes of 5.x; the broker refuses a wrong one."""
+    changes = (attributes or "").split(",")
     named = next((change.removeprefix(_TYPE_CHANGE) for change in changes if change.startswith(_TYPE_CHANGE)), None)
-    kind = cast("TopicType | None", named)  # the broker refuses others
-    return CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm, kind)
+    return cast("TopicType | None", named)
 
 
 def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
@@ -558,13 +506,7 @@ def _parse_group(body: dict[str, Any]) -> SetGroup:
     return SetGroup(name, {**group_row(name), **body})
 
 
-def _write_acknowledge(request: Acknowledge) -> Frame:
-    row = {"group": request.group, "topic": request.topic, "receipts": request.receipts}
-    return frame_of(RequestCode.ACKNOWLEDGE, body=write_body(row))
-
-
-def _parse_acknowledge(header: object, raw: bytes) -> Acknowledge:
-    body = read_request(raw, RequestCode.ACKNOWLEDGE.name)
+def _parse_acknowledge(body: dict[str, Any]) -> Acknowledge:
     receipts = body.get("receipts")
     if not isinstance(receipts, list):
         raise MalformedError(f"receipts: expected a list, found {receipts!r:.80}")
@@ -616,7 +558,13 @@ def _read_time(pair: Any) -> datetime | None:  # noqa: ANN401 (in the place of a
 _C = RequestCode
 OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
     TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
-    CreateTopic: Form(_C.UPDATE_AND_CREATE_TOPIC, _write_topic, _NOTHING.read, _parse_topic, _NOTHING.reply),
+    CreateTopic: _by_fields(
+        CreateTopic,
+        _C.UPDATE_AND_CREATE_TOPIC,
+        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission attributes=message_type",
+        _NOTHING,
+        attributes=(lambda kind: None if kind is None else f"{_TYPE_CHANGE}{kind}", _type_in),
+    ),
     DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
     CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
     DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
@@ -640,7 +588,14 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
 """By class of request: the broker answers these as they are, and one that changes something only on its own machine."""
 FORMS: Final[Mapping[type[Any], Form]] = {
     **OPERATOR_FORMS,
-    EndTransaction: Form(_C.END_TRANSACTION, _write_end, _NOTHING.read, _parse_end, _NOTHING.reply),
+    EndTransaction: _by_fields(
+        EndTransaction,
+        _C.END_TRANSACTION,
+        "producer_group=group tran_state_table_offset=queue_offset commit_log_offset=physical_offset "
+        "commit_or_rollback=state from_transaction_check=from_check transaction_id=message_id msg_id=message_id",
+        _NOTHING,
+        commit_or_rollback=(lambda state: state.value, _state_in),
+    ),
     Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
     ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
     QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
@@ -661,7 +616,14 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ),
     LockQueues: _locks(LockQueues, _C.LOCK_BATCH_MQ, _LOCKED),
     UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
-    SendBack: Form(_C.CONSUMER_SEND_MSG_BACK, _write_send_back, _NOTHING.read, _parse_send_back, _NOTHING.reply),
+    SendBack: _by_fields(
+        SendBack,
+        _C.CONSUMER_SEND_MSG_BACK,
+        "group offset=physical_offset delay_level max_reconsume_times origin_topic origin_msg_id=origin_message_id "
+        "cause",
+        _NOTHING,
+        cause=(lambda cause: cause or None, lambda cause: cause or ""),
+    ),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
     CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
     StartGroup: _by_fields(
@@ -682,7 +644,12 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         "topic group timestamp=timestamp_ms is_force=force queue_id offset=queue_offset",
         _MOVED,
     ),
-    Acknowledge: Form(_C.ACKNOWLEDGE, _write_acknowledge, _read_acknowledged, _parse_acknowledge, _reply_acknowledged),
+    Acknowledge: _by_body(
+        _C.ACKNOWLEDGE,
+        lambda request: {"group": request.group, "topic": request.topic, "receipts": request.receipts},
+        _parse_acknowledge,
+        _Result(_reply_acknowledged, _read_acknowledged),
+    ),
     ChangeInvisible: _by_fields(
         ChangeInvisible,
         _C.CHANGE_INVISIBLE,

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
+from librmq.message.topics import SystemTopic
 from librmq.protocol import DAMAGE_MS, PullStatus, ResponseCode, SendStatus, value
 
 # ---- codes of requests and results
@@ -336,10 +337,10 @@ class OffsetHeader:
 @value
 class CreateTopicHeader:
     topic: str
-    default_topic: str
     read_queue_nums: int
     write_queue_nums: int
     perm: int
+    default_topic: str = SystemTopic.AUTO_CREATE
     topic_filter_type: str = "SINGLE_TAG"
     topic_sys_flag: int = 0
     order: bool = False
