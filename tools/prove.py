@@ -49,10 +49,10 @@ class Collector:
 
 
 def counted_tests(places: list[str]) -> list[str]:
-    """Return the tests below the places that count rounds and need no Spark."""
+    """Return the tests below the places that count rounds."""
     collector = Collector()
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        status = pytest.main(["--collect-only", "-q", "-n", "0", "-m", "slow and not spark", *places], [collector])
+        status = pytest.main(["--collect-only", "-q", "-n", "0", "-m", "slow", *places], [collector])
     if status:
         sys.exit(f"the tests can't be collected:\n{output.getvalue()}")
     return collector.names

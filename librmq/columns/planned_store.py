@@ -12,6 +12,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Any, Final
 
 import numpy as np
@@ -347,6 +348,14 @@ class PlannedStore(Closing):
         ends = (queue.place_of(queue.end - 1) for queue in self.queues.values() if queue.end > queue.begin)
         return max(ends, default=-1)
 
+    def first_place(self, begin: int) -> int:
+        """Return the place of the first message of the wanted queues from ``begin`` of the log on; -1 without one."""
+        of_queue = (
+            queue.place_of(bisect_left(range(queue.end), begin, queue.begin, key=queue.place_of))
+            for queue in self.queues.values()
+        )
+        return min((place for place in of_queue if place >= begin), default=-1)
+
     def _first_kept(self, queue: ConsumeQueue) -> int:
         """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
 
@@ -543,16 +552,17 @@ def open_stores(
 
 
 def refuse_copies(stores: Mapping[str, PlannedStore], checked: Collection[str] = ()) -> None:
-    """Raise `ConfigError` if a store has the last message of another one, and so all of its messages that are left.
+    """Raise `ConfigError` if two stores have the last message of one of them in common, or the first that both kept.
 
-    Stores that were ``checked`` before are only compared with others.
+    So one is a copy of the other, and both can have been written to since. Stores that were ``checked`` before are only
+    compared with others.
     """
-    for path, copy in stores.items():
-        place = copy.last_place
-        digest = copy.fingerprint_at(place) if place >= 0 and len(stores) > 1 else None
-        for other, store in stores.items():
-            is_new = path not in checked or other not in checked
-            if other != path and is_new and digest is not None and store.fingerprint_at(place) == digest:
+    for (path, copy), (other, store) in permutations(stores.items(), 2):
+        if path in checked and other in checked:
+            continue
+        for place in (copy.last_place, copy.first_place(store.log_begin)):
+            digest = copy.fingerprint_at(place) if place >= 0 else None
+            if digest is not None and store.fingerprint_at(place) == digest:
                 raise ConfigError(
                     f"{max(path, other)} has the messages of {min(path, other)}, up to the one at {place} at least, as "
                     "a snapshot or a replica of it: they would be read twice; name only one of them"

@@ -71,12 +71,21 @@ def discard(folder: str) -> None:
     if os.path.islink(folder):
         return
     files = DiskFiles()
-    for entry in files.list(folder):
-        if _STAGED.fullmatch(entry.name):
-            with suppress(OSError):
-                files.delete(os.path.join(folder, entry.name))
-    with suppress(OSError):
-        os.rmdir(folder)
+    for _ in range(3):  # a late task can add its files meanwhile, until the folder is gone
+        for entry in files.list(folder):
+            if _STAGED.fullmatch(entry.name):
+                with suppress(OSError):
+                    files.delete(os.path.join(folder, entry.name))
+        with suppress(OSError):
+            os.rmdir(folder)
+
+
+def missing(path: str) -> ConfigError:
+    """Return the error for a run's folder, or a file in it, that another process of the job has made."""
+    return ConfigError(
+        f"{path}: not here: driver and workers must share this folder (option staging sets another), which is deleted "
+        "when the job ends, and by a later job a day after this one began"
+    )
 
 
 class _Task:
@@ -86,10 +95,7 @@ class _Task:
             self.raw: Final = FileIO(f"{path}.log")
             self._columns: Final = pa.ipc.open_file(pa.OSFile(f"{path}.arrow"))  # not mapped, to free pages
         except FileNotFoundError:
-            raise ConfigError(
-                f"{path}: expected the file that a task wrote: driver and workers must share this folder (option "
-                "staging sets another), and a later job deletes it a day after this one began"
-            ) from None
+            raise missing(path) from None
 
     def __enter__(self) -> _Task:
         return self

@@ -39,7 +39,7 @@ from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
 from librmq.spark._kafka import written_batch, written_schema
 from librmq.spark._options import WriteOptions, local_path
-from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, run_folder
+from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, missing, run_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
@@ -346,6 +346,8 @@ class StagingWriter:
         now_ms = SystemClock().now_ms()
         self._folder = run_folder(options.path, self._job, options.staging, now_ms)
         discard_old(os.path.dirname(self._folder), now_ms)
+        confine(files, self._path, OWN_FOLDER)
+        make_folders(files, self._folder)
         self._encoder = Encoder(
             topic=options.topic,
             queue_id=options.queue_id,
@@ -365,9 +367,8 @@ class StagingWriter:
         # A repeated or doubled task writes other files; the commit uses the files of one.
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
         name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
-        files = DiskFiles()
-        confine(files, self._path, OWN_FOLDER)
-        make_folders(files, self._folder)
+        if not os.path.isdir(self._folder):  # a task that makes it again after the end of its job would leave it behind
+            raise missing(self._folder)
         lanes: dict[QueueName, int] = {}
         rows = 0
         order = self._options.order_by
@@ -403,6 +404,7 @@ class StagingWriter:
             keep_note=keep_note,
             wait_seconds=options.wait_seconds,
         )
+        discard(self._folder)
 
 
 @shows_conditions
@@ -441,7 +443,7 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     @override
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Delete the staged files, on the driver."""
-        for folder in {message.folder for message in messages if isinstance(message, Ready)}:
+        for folder in {self._folder, *(message.folder for message in messages if isinstance(message, Ready))}:
             discard(folder)
 
 

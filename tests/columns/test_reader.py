@@ -292,7 +292,10 @@ def test_several_stores(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"view": "log"}, {"view": "queues"}, {"topic": "A"}, {"mode": "PERMISSIVE"}])
 def test_a_copy_beside_its_store_is_refused(path: Path, tmp_path: Path, settings: Any) -> None:
-    """Whichever is behind, and however they are read; a copy that has no message of its store is another store."""
+    """Whichever is behind, or if both have messages of their own, and however they are read.
+
+    A copy that has no message of its store is another store.
+    """
     earlier, later = tmp_path / "earlier", tmp_path / "later"
     for copy in (earlier, later):
         shutil.copytree(path, copy)
@@ -302,6 +305,10 @@ def test_a_copy_beside_its_store_is_refused(path: Path, tmp_path: Path, settings
     for stores in ([earlier, later], [later, earlier]):
         with pytest.raises(ConfigError, match=r"later has the messages of .*/earlier, up to the one at \d+ at least"):
             reader(stores, **settings)
+    with MessageStore.open(earlier, CONFIG, clock=ManualClock(moment(COUNT + 20))) as store:
+        store.append(Message("A", b"in the copy alone"))
+    with pytest.raises(ConfigError, match=r"later has the messages of .*/earlier, up to the one at \d+ at least"):
+        reader([later, earlier], **settings)
     for file in sorted((later / "commitlog").iterdir())[:-1]:
         file.unlink()
     (later / "librmq" / "closed.json").unlink()

@@ -509,6 +509,8 @@ def test_runs_of_one_job_share_no_file(tmp_path: Path, capsys: pytest.CaptureFix
         runs[number].commit([ready[number]])
     with MessageStore.open(path, read_only=True) as store:
         assert sum(message.topic == "T" for message in store) == 1
+    with pytest.raises(ConfigError, match="driver and workers must share"):  # a late task makes no folder again
+        runs[1].write(iter([]))
     (killed,) = (path / "librmq" / "spark").glob("*.staging")
     for command in ("disk", "verify"):
         assert main([command, str(path)]) == 0

@@ -362,7 +362,7 @@ def dead_letters(messages: DataFrame) -> DataFrame:
 
 
 def replayable(messages: DataFrame) -> DataFrame:
-    """Return dead letters for their own topics, without properties that the broker added.
+    """Return dead letters, those too that were sent again, for their own topics, without properties of the broker.
 
     ``messages`` has topic, body, properties. Body, keys, tag, unique id and the sender's properties are kept, so a
     consumer with a guard recognises duplicates. The result has ``topic, body, properties``.
