@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._transactions import BrokerTransactions
@@ -21,21 +21,16 @@ from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, ha
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
-    ConsumerOffsetsOf,
     CreateTopic,
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
-    DescribeGroups,
     DescribeProgress,
     DescribeQueues,
     DescribeTopics,
     GroupProgress,
-    GroupSettings,
     HoldPlace,
-    MaxOffset,
     MessageModel,
-    MinOffset,
     MoveGroup,
     Place,
     QueryMessages,
@@ -67,17 +62,6 @@ _MOST_UNKNOWN: Final = 1000
 _log = EventLog("librmq.broker")
 
 
-class Handlers(NamedTuple):
-    """The functions that answer requests, by class of request."""
-
-    free: Mapping[type[Any], Callable[[Any], object]]
-    """These read what any thread may read."""
-    locked: Mapping[type[Any], Callable[[Any], object]]
-    """These run under the runner's lock, on an open broker."""
-    durable: Mapping[type[Any], Callable[[Any], object]]
-    """These change tables under the lock; the changes are written before they are answered. A replica refuses them."""
-
-
 class Administration:
     """The tables and messages of one broker. Changes need the runner's lock."""
 
@@ -93,21 +77,6 @@ class Administration:
         self._locks = context.locks
         self._locks._noted_group = self._report_to_late_group
         self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
-        self.handlers = Handlers(
-            {ViewMessage: self.view_message, QueryMessages: self.query_messages},
-            {
-                DescribeTopics: self.describe_topics,
-                DescribeGroups: self.describe_groups,
-                CleanUnusedTopics: self.clean_unused_topics,
-                DeleteExpiredFiles: self.delete_expired_files,
-            },
-            {
-                CreateTopic: self.create_topic,
-                DeleteTopic: self.delete_topic,
-                SetGroup: self.set_group,
-                DeleteGroup: self.delete_group,
-            },
-        )
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
@@ -191,9 +160,6 @@ class Administration:
             for name, config in self._topics.by_name.items()
         }
 
-    def describe_groups(self, request: DescribeGroups) -> dict[str, GroupSettings]:
-        return dict(self._groups.by_name)
-
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
         self._groups.change_group(request.group, request.settings, request.like)
@@ -248,27 +214,6 @@ class Progress:
         self._unknown: set[tuple[str, str]] = set()
         """Groups and topics with progress, one of which did not exist when it came."""
         self._known_counts = (0, 0, 0)
-        self.handlers = Handlers(
-            {
-                QueryOffset: self.query_offset,
-                MaxOffset: self.queue_end,
-                MinOffset: self.queue_begin,
-                QueueOffsetAt: self.queue_offset_at,
-            },
-            {
-                UpdateOffset: self.update,
-                HoldPlace: self.hold_place,
-                TopicGroups: self.groups,
-                DescribeQueues: self.describe_queues,
-                DescribeProgress: self.describe,
-                ConsumerOffsetsOf: self.stored,
-            },
-            {
-                MoveGroup: self.moved,
-                ResetGroup: self.reset,
-                SaveProgress: lambda request: self._offsets.saving.save(),
-            },
-        )
 
     def query_offset(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
@@ -337,14 +282,6 @@ class Progress:
         subscribed = (group.name for group in self._clients.consumers.values() if request.topic in group.subscriptions)
         return tuple(dict.fromkeys((*self._offsets.groups(request.topic), *subscribed)))
 
-    def queue_end(self, request: MaxOffset) -> int:
-        """Return the queue offset after the last message of a queue."""
-        return self._store.queue_range(request.topic, request.queue_id)[1]
-
-    def queue_begin(self, request: MinOffset) -> int:
-        """Return the queue offset of the first message of a queue."""
-        return self._store.queue_range(request.topic, request.queue_id)[0]
-
     def describe_queues(self, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
         return {
             MessageQueue(request.topic, self._broker_name, queue_id): QueueBounds(
@@ -391,10 +328,6 @@ class Progress:
         topics = set(() if connections is None else connections.subscriptions)
         topics.update(self._offsets.topics(group))
         return sorted(topic for topic in topics if topic in self._topics.by_name)
-
-    def stored(self, request: ConsumerOffsetsOf) -> dict[int, int]:
-        """Return a group's stored progress in a topic."""
-        return dict(self._offsets.of_topic(request.group, request.topic))
 
     def moved(self, request: MoveGroup) -> dict[MessageQueue, int]:
         """Move a group in a topic."""
@@ -520,7 +453,7 @@ class Progress:
                     ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
                 )
             if request.timestamp_ms == -1:
-                target = self.queue_end(MaxOffset(name, queue_id))
+                target = self._store.queue_range(name, queue_id)[1]
             else:
                 target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
             queue = MessageQueue(name, self._broker_name, queue_id)
@@ -559,7 +492,7 @@ class StoreReaders:
         self._topics = context.topics.by_name
         self._offsets = context.offsets
         self._clients = context.clients
-        self._metrics = context.metrics
+        self._count = context.count
         self._schedule = schedule
         self._transactions = transactions
         self._timers = timers
@@ -605,9 +538,6 @@ class StoreReaders:
 
     def lost(self, unread: UnreadInFile) -> None:
         """Count messages that were deleted before they were consumed."""
-        if self._metrics is not None:
-            reader = unread.reader
-            if not reader.group:
-                self._metrics.count("never_read_deleted", unread.messages, topic=reader.topic)
-                return
-            self._metrics.count("unread_deleted", unread.messages, topic=reader.topic, group=reader.group)
+        reader = unread.reader
+        name, labels = ("unread_deleted", {"group": reader.group}) if reader.group else ("never_read_deleted", {})
+        self._count(name, unread.messages, topic=reader.topic, **labels)

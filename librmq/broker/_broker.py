@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
-from librmq.broker._administration import Administration, Handlers, Progress, ResetHook, StoreReaders
+from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication
@@ -32,7 +32,7 @@ from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_set
 from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._receive import ReceiveHandler
-from librmq.broker.handlers._requests import RequestTable
+from librmq.broker.handlers._requests import request_table
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
@@ -51,10 +51,8 @@ from librmq.message.topics import SystemTopic
 from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
-    ChangeSchedule,
     ChannelClosed,
     CopiedTables,
-    DescribeSchedules,
     Endpoint,
     QueueData,
     Request,
@@ -263,9 +261,6 @@ class Broker(StoreRoute, Endpoint):
             pulling = PullHandler(context, sending, replication, damaged)
             self._progress = progress = Progress(context)
             self._receives = receives = ReceiveHandler(context, sending, progress, pulling.check_subscription, damaged)
-            requests = RequestTable(context, replication)
-            requests.add_messages(sending, pulling, receives, transactions)
-            requests.add_clients()
 
             @cache
             def schedules() -> Schedules:
@@ -273,17 +268,18 @@ class Broker(StoreRoute, Endpoint):
 
                 return Schedules(context, sending.put)
 
-            requests.add_administration(
+            self._answers = request_table(
+                context,
+                replication,
+                sending,
+                pulling,
+                receives,
+                transactions,
+                deliveries,
                 Administration(context),
                 progress,
-                Handlers(
-                    {},
-                    {DescribeSchedules: lambda request: schedules().describe(request)},
-                    {ChangeSchedule: lambda request: schedules().change(request)},
-                ),
-                deliveries,
+                schedules,
             )
-            self._answers = requests.answers
             if config.replica_of is None:
                 with runner.lock:
                     deliveries.start()

@@ -81,6 +81,8 @@ class BrokerContext:
         self.store = store
         self.was_killed = was_killed
         self.metrics = metrics
+        self.count: Callable[..., object] = nothing if metrics is None else metrics.count
+        """Counts what happens to messages, by the names and labels of `librmq.metrics`; without metrics nothing."""
         self.tables = tables
         self.registrations = registrations
         self.flushing: Step | None = None
@@ -248,7 +250,7 @@ class BrokerLife:
         self.dead = False
         """Whether it accepts no more calls."""
         self.was_killed = False
-        self.release_lock: Callable[[], object] = _nothing
+        self.release_lock: Callable[[], object] = nothing
         """Called in a forked child, in which no thread would release the locks of a write."""
         self.name = name
         self.path = path
@@ -307,7 +309,7 @@ class BrokerLife:
             raise self.refusal(error) from error
 
 
-def _nothing() -> None:
+def nothing(*_: object, **__: object) -> None:
     """Do nothing."""
 
 

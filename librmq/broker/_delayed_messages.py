@@ -67,7 +67,7 @@ class Deliveries:
         self._store = store
         self._topics = context.topics
         self._default_queues = config.default_topic_queues
-        self._metrics = context.metrics
+        self._count = context.count
         self._held = context.held.by_queue
         self._offsets = context.offsets
         self._cancellations = context.cancellations
@@ -180,8 +180,7 @@ class Deliveries:
         properties = message.properties if (topic, queue_id) in self._held else {}
         self._topics.warn_of_missing(topic)
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
-        if self._metrics is not None:
-            self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
+        self._count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
 
     def _wake(self, step: Step) -> None:
         with self._runner.lock:

@@ -43,7 +43,8 @@ class BrokerTransactions:
         self._store = store
         self._clients = context.clients
         self._broker_name = context.name
-        self._metrics = context.metrics
+        self._count = context.count
+        self._counts_ends = context.metrics is not None
         self._topics = context.topics
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
@@ -79,7 +80,7 @@ class BrokerTransactions:
         """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:
             return
-        half = None if self._metrics is None else self._half(request.physical_offset)
+        half = self._half(request.physical_offset) if self._counts_ends else None
         try:
             with self._lock:
                 if request.state is TransactionState.ROLLBACK:
@@ -182,8 +183,7 @@ class BrokerTransactions:
                     _log.info(
                         "producer group %(group)s is asked about its open transactions again", group=question.group
                     )
-                if self._metrics is not None:
-                    self._metrics.count("transaction_checks", topic=question.topic)
+                self._count("transaction_checks", topic=question.topic)
                 return
         self._log_unreachable(question.group, cause)
         with self._lock:
@@ -195,9 +195,7 @@ class BrokerTransactions:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:
-        if self._metrics is not None:
-            topic = half.properties.get(PropertyName.REAL_TOPIC, "")
-            self._metrics.count("transactions", topic=topic, outcome=outcome)
+        self._count("transactions", topic=half.properties.get(PropertyName.REAL_TOPIC, ""), outcome=outcome)
 
 
 def _log_failed_hook(result: object, error: Exception | None) -> None:

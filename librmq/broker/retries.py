@@ -95,7 +95,7 @@ class FailedMessages:
         self._store = context.store
         self._topics = context.topics
         self._groups = context.groups
-        self._metrics = context.metrics
+        self._count = context.count
         self._put = put
         self._flushed = flushed
         self._store_host = parse_host(context.store.config.store_host)
@@ -150,9 +150,7 @@ class FailedMessages:
         # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
         # and then a loss of power would leave neither. RocketMQ does not wait here.
         self._flushed(stored, None)
-        if self._metrics is not None:
-            kind = "dead_letters" if is_dead else "send_backs"
-            self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
+        self._count("dead_letters" if is_dead else "send_backs", topic=properties[_RETRY_TOPIC], group=group.name)
         if is_dead:
             return SentBack(True, max_retries)
         levels = self._store.levels
@@ -184,8 +182,7 @@ class FailedMessages:
                 message.reconsume_times + 1,
                 store_host=message.store_host,
             )
-        if self._metrics is not None:
-            self._metrics.count("dead_letters", topic=properties[_RETRY_TOPIC], group=group_name)
+        self._count("dead_letters", topic=properties[_RETRY_TOPIC], group=group_name)
 
     def _was_sent_back(
         self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from librmq.broker._context import BrokerContext
 from librmq.errors import CorruptionError
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import encode_host
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
-from librmq.metrics import Metrics
 from librmq.protocol import TOOL_PRODUCERS
 from librmq.runtime.locks import RLock
 from librmq.scheduling.waiting import TARGET_TOPIC, sent_to
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 
 _PREPARED: Final = PropertyName.TRANSACTION_PREPARED
 
@@ -65,31 +65,24 @@ class RecentSends:
     two generations, so that dropping old ones costs nothing.
     """
 
-    def __init__(
-        self,
-        store: MessageStore,
-        window_ms: int,
-        now_ms: Callable[[], int],
-        metrics: Metrics | None,
-        is_withdrawn: Callable[[StoredMessage], bool],
-    ) -> None:
+    def __init__(self, context: BrokerContext, window_ms: int, is_withdrawn: Callable[[StoredMessage], bool]) -> None:
         """Read the sends of the last ``window_ms`` from the log.
 
         ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
         after that is a new one.
         """
         self.lock = RLock()
-        self._store = store
+        self._store = context.store
         self._window_ms = window_ms
-        self._now_ms = now_ms
-        self._metrics = metrics
+        self._now_ms = now_ms = context.runner.now_ms
+        self._count = context.count
         self._is_withdrawn = is_withdrawn
         self._begin_ms = now_ms()
         self._recent: dict[int, int] = {}
         self._older: dict[int, int] = {}
         self._read_log(now_ms() - window_ms)
-        if metrics is not None:
-            metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
+        if context.metrics is not None:
+            context.metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
 
     def _read_log(self, begin_ms: int) -> None:
         """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
@@ -126,14 +119,13 @@ class RecentSends:
 
     def count_resend(self, name: Name) -> None:
         """Count a send that is not stored."""
-        if self._metrics is not None:
-            self._metrics.count("resends_dropped", topic=name[0])
+        self._count("resends_dropped", topic=name[0])
 
     def add_send(self, name: Name, physical_offset: int) -> None:
         """Add a send that was stored."""
         now_ms = self._now_ms()
         if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
-            if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
-                self._metrics.count("resend_ids_dropped", len(self._older))
+            if now_ms - self._begin_ms < self._window_ms and self._older:
+                self._count("resend_ids_dropped", len(self._older))
             self._older, self._recent, self._begin_ms = self._recent, {}, now_ms
         self._recent[hash(name)] = physical_offset

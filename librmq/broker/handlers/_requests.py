@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from librmq.broker._administration import Administration, Handlers, Progress
+from librmq.broker._administration import Administration, Progress
 from librmq.broker._clients import Clients
 from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
@@ -24,57 +24,66 @@ from librmq.protocol import (
     CancelMessage,
     CancelReceive,
     ChangeInvisible,
+    ChangeSchedule,
     ChannelClosed,
     CheckSubscription,
     CleanUnusedTopics,
     ConsumerData,
     ConsumerIds,
+    ConsumerOffsetsOf,
     CopyTables,
+    CreateTopic,
     DeleteExpiredFiles,
+    DeleteGroup,
+    DeleteTopic,
     DescribeClients,
     DescribeConnections,
+    DescribeGroups,
     DescribeInstance,
     DescribeLog,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeSchedules,
+    DescribeTopics,
     EndTransaction,
     FollowLog,
     ForwardToDeadLetters,
     GroupsBehind,
     GroupSubscriptions,
     Heartbeat,
+    HoldPlace,
     InstanceState,
     LeaveLog,
     LockQueues,
+    MaxOffset,
+    MinOffset,
     MoveGroup,
     PullMessage,
+    QueryMessages,
+    QueryOffset,
+    QueueOffsetAt,
     Receive,
     Request,
     ResendLetters,
     ResetGroup,
+    SaveProgress,
     SendBack,
     SendBatch,
     SendMessage,
     SendReply,
     SendTogether,
+    SetGroup,
     StartGroup,
     TakeHandOuts,
+    TopicGroups,
     UnlockQueues,
     Unregister,
     UpdateOffset,
+    ViewMessage,
 )
 
-A = TypeVar("A")
-Q = TypeVar("Q", bound=Request[Any])
-
-
-_WRITES: Final = (
-    *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
-    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, StartGroup),
-    *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-    *(CleanUnusedTopics, DeleteExpiredFiles, ResendLetters),
-    *(DescribeLog, FollowLog, LeaveLog, CopyTables),
-)
-"""Requests that a replica refuses."""
-
+if TYPE_CHECKING:
+    from librmq.broker._schedules import Schedules
 
 _Names = tuple[Iterable[str], Iterable[str]]
 
@@ -100,6 +109,172 @@ _NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
     **dict.fromkeys((UpdateOffset, StartGroup, MoveGroup, ResetGroup), _group_and_topic),
 }
 """The groups and topics that a request adds to tables. Others name those in the tables, or check a name themselves."""
+_REPLICATED: Final[tuple[type[Any], ...]] = (CancelMessage, StartGroup)
+
+
+class _Answers(NamedTuple):
+    """What answers requests, by their class."""
+
+    free: dict[type[Any], Callable[[Any], object]]
+    """These need no lock, or take what they need."""
+    locked: dict[type[Any], Callable[[Any], object]]
+    """These run under the runner's lock, on an open broker."""
+    durable: dict[type[Any], Callable[[Any], object]]
+    """These change tables under the lock; the changes are written before they are answered."""
+
+
+def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
+    context: BrokerContext,
+    replication: Replication,
+    sending: SendHandler,
+    pulling: PullHandler,
+    receives: ReceiveHandler,
+    transactions: BrokerTransactions,
+    deliveries: Deliveries,
+    administration: Administration,
+    progress: Progress,
+    schedules: Callable[[], Schedules],
+) -> dict[type[Any], Callable[[Any], Any]]:
+    """Return the function that answers each kind of request to one broker, by its class."""
+    clients, locks, offsets, store = context.clients, context.locks, context.offsets, context.store
+
+    # A replica refuses the requests in these, and in those that are durable.
+    writes = _Answers(
+        {
+            SendMessage: sending.answer,
+            SendTogether: sending.send_together,
+            SendBatch: sending.send_batch,
+            SendReply: sending.send_reply,
+            SendBack: sending.failed.send_back,
+            ResendLetters: sending.failed.resend,
+            EndTransaction: transactions.end_transaction,
+            CancelMessage: deliveries.cancel,
+            DescribeLog: replication.describe,
+            FollowLog: replication.follow_log,
+            LeaveLog: replication.remove_replica,
+        },
+        {
+            LockQueues: locks.lock_queues,
+            UnlockQueues: locks.unlock_queues,
+            Receive: receives.receive,
+            CancelReceive: receives.cancel_receive,
+            Acknowledge: receives.acknowledge,
+            ChangeInvisible: receives.change,
+            ForwardToDeadLetters: receives.forward,
+            CleanUnusedTopics: administration.clean_unused_topics,
+            DeleteExpiredFiles: administration.delete_expired_files,
+            CopyTables: replication.snapshot_tables,
+        },
+        {
+            CreateTopic: administration.create_topic,
+            DeleteTopic: administration.delete_topic,
+            SetGroup: administration.set_group,
+            DeleteGroup: administration.delete_group,
+            MoveGroup: progress.moved,
+            ResetGroup: progress.reset,
+            StartGroup: progress.start,
+            SaveProgress: lambda request: offsets.saving.save(),
+            ChangeSchedule: lambda request: schedules().change(request),
+        },
+    )
+    others = _Answers(
+        {
+            PullMessage: pulling.pull,
+            CheckSubscription: pulling.check_subscription,
+            DescribeInstance: partial(_describe_instance, context),
+            ViewMessage: administration.view_message,
+            QueryMessages: administration.query_messages,
+            QueryOffset: progress.query_offset,
+            MaxOffset: lambda request: store.queue_range(request.topic, request.queue_id)[1],
+            MinOffset: lambda request: store.queue_range(request.topic, request.queue_id)[0],
+            QueueOffsetAt: progress.queue_offset_at,
+        },
+        {
+            TakeHandOuts: pulling.take_hand_outs,
+            Unregister: partial(_unregister, receives, clients),
+            Heartbeat: clients.register_client,
+            ChannelClosed: clients.channel_closed,
+            ConsumerIds: clients.consumer_ids,
+            GroupSubscriptions: clients.subscriptions,
+            DescribeClients: lambda request: clients.connected(),
+            DescribeConnections: lambda request: clients.connections(request.group),
+            GroupsBehind: partial(_groups_behind, context, progress),
+            DescribeTopics: administration.describe_topics,
+            DescribeGroups: lambda request: dict(context.groups.by_name),
+            UpdateOffset: progress.update,
+            HoldPlace: progress.hold_place,
+            TopicGroups: progress.groups,
+            DescribeQueues: progress.describe_queues,
+            DescribeProgress: progress.describe,
+            ConsumerOffsetsOf: lambda request: dict(offsets.of_topic(request.group, request.topic)),
+            DescribeSchedules: lambda request: schedules().describe(request),
+        },
+        {},
+    )
+
+    master, writing = context.config.replica_of, _wrapped(context, writes)
+    for kind in _REPLICATED:
+        writing[kind] = _replicated(writing[kind], replication)
+    table = {**writing, **_wrapped(context, others)}
+    for named, names_of in _NAMED.items():
+        table[named] = _checked(context, names_of, table[named])
+    return table if master is None else table | dict.fromkeys(writing, partial(_refuse, context.name, master))
+
+
+def _refuse(name: str, master: str, request: Request[Any]) -> object:
+    raise refused_by_replica(name, master, type(request))
+
+
+def _wrapped(context: BrokerContext, answers: _Answers) -> dict[type[Any], Callable[[Any], object]]:
+    return {
+        **answers.free,
+        **{kind: _locked(context, handler, writes=False) for kind, handler in answers.locked.items()},
+        **{kind: _locked(context, handler, writes=True) for kind, handler in answers.durable.items()},
+    }
+
+
+def _locked(context: BrokerContext, handler: Callable[[Any], object], *, writes: bool) -> Callable[[Any], object]:
+    lock, check_open = context.runner.lock, context.life.check_open
+
+    def handle(request: Request[Any]) -> object:
+        with lock:
+            check_open()
+            answer = handler(request)
+        if writes:
+            context.writing.write()
+        return answer
+
+    return handle
+
+
+def _replicated(handler: Callable[[Any], object], replication: Replication) -> Callable[[Any], object]:
+    """Wrap a handler: with synchronous replication, the replicas that answer have its changes when it returns."""
+
+    def handle(request: Request[Any]) -> object:
+        answer = handler(request)
+        replication.copy_tables_early()
+        return answer
+
+    return handle
+
+
+def _checked(
+    context: BrokerContext, names_of: Callable[[Any], _Names], handler: Callable[[Any], object]
+) -> Callable[[Any], object]:
+    """Wrap a handler behind the check of the names that a request adds to tables."""
+
+    def handle(request: Request[Any]) -> object:
+        groups, topics = names_of(request)
+        validate_kept_names(
+            (group for group in groups if group not in context.groups.by_name),
+            (topic for topic in topics if topic not in context.topics.by_name),
+        )
+        return handler(request)
+
+    return handle
+
+
+# ---- answers by several parts
 
 
 def _unregister(receives: ReceiveHandler, clients: Clients, request: Unregister) -> None:
@@ -107,138 +282,20 @@ def _unregister(receives: ReceiveHandler, clients: Clients, request: Unregister)
     clients.unregister(request)
 
 
-def _refuse(name: str, master: str, request: Request[Any]) -> None:
-    raise refused_by_replica(name, master, type(request))
+def _describe_instance(context: BrokerContext, request: DescribeInstance) -> InstanceState | None:
+    with context.runner.lock:
+        context.life.check_open()
+        client = context.clients.instance(request.group, request.client_id)
+        with suppress(BrokerUnreachableError):
+            return client.call(DescribeInstance(request.group))
+    try:
+        return client.call(request)  # without the lock, because a client on a connection takes its time
+    except BrokerUnreachableError as error:  # which is no word about a broker
+        raise ClientStateError(str(error)) from error
 
 
-class RequestTable:
-    """The function that answers each kind of request to one broker, by its class."""
-
-    def __init__(self, context: BrokerContext, replication: Replication) -> None:
-        """Return an empty table."""
-        self.answers: dict[type, Callable[[Any], Any]] = {}
-        self._context = context
-        self._replication = replication
-
-    def add_messages(
-        self, sending: SendHandler, pulling: PullHandler, receives: ReceiveHandler, transactions: BrokerTransactions
-    ) -> None:
-        """Add the requests that store, pull and receive messages."""
-        answer, locked = self._add, self._locked
-        answer(SendMessage, sending.answer)
-        answer(SendTogether, sending.send_together)
-        answer(SendBatch, sending.send_batch)
-        answer(SendReply, sending.send_reply)
-        answer(SendBack, sending.failed.send_back)
-        answer(ResendLetters, sending.failed.resend)
-        answer(EndTransaction, transactions.end_transaction)
-        answer(PullMessage, pulling.pull)
-        answer(CheckSubscription, pulling.check_subscription)
-        answer(TakeHandOuts, self._locked(pulling.take_hand_outs))
-        answer(Unregister, locked(partial(_unregister, receives, self._context.clients)))
-        answer(Receive, locked(receives.receive))
-        answer(CancelReceive, locked(receives.cancel_receive))
-        answer(Acknowledge, locked(receives.acknowledge))
-        answer(ChangeInvisible, locked(receives.change))
-        answer(ForwardToDeadLetters, locked(receives.forward))
-
-    def add_clients(self) -> None:
-        """Add what clients say and ask of themselves and of their groups."""
-        clients, locks, answer, locked = self._context.clients, self._context.locks, self._add, self._locked
-        answer(Heartbeat, locked(clients.register_client))
-        answer(ChannelClosed, locked(clients.channel_closed))
-        answer(ConsumerIds, locked(clients.consumer_ids))
-        answer(GroupSubscriptions, locked(clients.subscriptions))
-        answer(LockQueues, locked(locks.lock_queues))
-        answer(UnlockQueues, locked(locks.unlock_queues))
-        answer(DescribeClients, locked(lambda request: clients.connected()))
-        answer(DescribeConnections, locked(lambda request: clients.connections(request.group)))
-        answer(DescribeInstance, self._describe_instance)
-
-    def _describe_instance(self, request: DescribeInstance) -> InstanceState | None:
-        with self._context.runner.lock:
-            self._context.life.check_open()
-            client = self._context.clients.instance(request.group, request.client_id)
-            with suppress(BrokerUnreachableError):
-                return client.call(DescribeInstance(request.group))
-        try:
-            return client.call(request)  # without the lock, because a client on a connection takes its time
-        except BrokerUnreachableError as error:  # which is no word about a broker
-            raise ClientStateError(str(error)) from error
-
-    def add_administration(
-        self, administration: Administration, progress: Progress, schedules: Handlers, deliveries: Deliveries
-    ) -> None:
-        """Add the requests about topics, groups and their progress, and those of replicas."""
-        answer, replication = self._add, self._replication
-        answer(CancelMessage, self._replicated(deliveries.cancel))
-        answer(StartGroup, self._replicated(self._durable(progress.start)))
-        answer(GroupsBehind, self._locked(partial(self._groups_behind, progress)))
-        for free, under_lock, with_writing in (administration.handlers, progress.handlers, schedules):
-            for kind, handler in free.items():
-                answer(kind, handler)
-            for kind, handler in under_lock.items():
-                answer(kind, self._locked(handler))
-            for kind, handler in with_writing.items():
-                answer(kind, self._durable(handler))
-        answer(DescribeLog, replication.describe)
-        answer(FollowLog, replication.follow_log)
-        answer(LeaveLog, replication.remove_replica)
-        answer(CopyTables, self._locked(replication.snapshot_tables))
-        master = self._context.config.replica_of
-        if master is not None:
-            for kind in (*_WRITES, *administration.handlers.durable, *progress.handlers.durable, *schedules.durable):
-                self.answers[kind] = partial(_refuse, self._context.name, master)
-
-    def _groups_behind(self, progress: Progress, request: GroupsBehind) -> tuple[str, ...]:
-        """Return the queues with messages that a running group has not consumed."""
-        behind = progress.behind()
-        if behind:  # It may be behind only by messages that its filter lets through none of.
-            self._context.held.answer_passed()
-        return tuple(behind)
-
-    def _add(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
-        """Add the handler of a kind of request, behind the check of the names that it adds to tables."""
-        names_of = _NAMED.get(kind)
-
-        def handle(request: Q) -> object:
-            assert names_of is not None
-            groups, topics = names_of(request)
-            validate_kept_names(
-                (group for group in groups if group not in self._context.groups.by_name),
-                (topic for topic in topics if topic not in self._context.topics.by_name),
-            )
-            return handler(request)
-
-        self.answers[kind] = handler if names_of is None else handle
-
-    def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Make a handler run under the runner's lock, on an open broker."""
-
-        def handle(request: Q) -> A:
-            with self._context.runner.lock:
-                self._context.life.check_open()
-                return handler(request)
-
-        return handle
-
-    def _durable(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Wrap a handler like `_locked`; its changes of tables are durable when it returns."""
-        handle = self._locked(handler)
-
-        def handle_and_write(request: Q) -> A:
-            answer = handle(request)
-            self._context.writing.write()
-            return answer
-
-        return handle_and_write
-
-    def _replicated(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
-        """Wrap a handler: with synchronous replication, the replicas that answer have its changes when it returns."""
-
-        def handle_and_copy(request: Q) -> A:
-            answer = handler(request)
-            self._replication.copy_tables_early()
-            return answer
-
-        return handle_and_copy
+def _groups_behind(context: BrokerContext, progress: Progress, request: GroupsBehind) -> tuple[str, ...]:
+    behind = progress.behind()
+    if behind:  # It may be behind only by messages that its filter lets through none of.
+        context.held.answer_passed()
+    return tuple(behind)

@@ -94,7 +94,7 @@ class SendHandler:
         self._name = context.name
         self._master = config.replica_of
         self._cluster = context.cluster_name
-        self._metrics = context.metrics
+        self._count = context.count
         self._arrivals = deliveries.arrivals
         self._deliveries = deliveries
         self._missing_levels: set[tuple[str, int]] = set()
@@ -115,10 +115,8 @@ class SendHandler:
             window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
             self.put = self._store_once
             self._recent = RecentSends(
-                store,
+                context,
                 window_ms,
-                self._runner.now_ms,
-                self._metrics,
                 lambda message: (
                     is_rolled_back(message)
                     if message.topic == SystemTopic.HALF
@@ -519,8 +517,7 @@ class SendHandler:
             what = f"another write has taken {took_ms} ms, longer than {limit} allows"
         if self._store.appender.lock.is_free_within(wait_s):
             return
-        if self._metrics is not None:
-            self._metrics.count("busy", topic=topic)
+        self._count("busy", topic=topic)
         raise BrokerBusyError(
             ResponseCode.SYSTEM_BUSY,
             f"the store is busy: {what}: send again later, or raise it",
