@@ -16,7 +16,7 @@ from librmq.clock import moves_by_itself
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import REDELIVERY_MS, Rests, Retries, outcome
 from librmq.consumer._instance import next_from_first
-from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls, SuspectCall
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.config import ConsumerConfig
@@ -533,7 +533,7 @@ class ConcurrentDelivery:
             return False
         assigned.messages._lined_up -= 1
         message.consume_start_timestamp_ms = now_ms
-        self.calls.submit(SuspectCall(self.calls, self._apply_result, assigned, message, turn))
+        self.calls.begin(self._apply_result, assigned, [message], turn)
         if self._expiring.at is None:
             self._watch_timeouts(now_ms)
         return True

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class DeliveryCall(Work):
     """A call of a listener. Its label and subject are computed on demand, because most are never shown."""
 
-    __slots__ = ("apply_result", "assigned", "calls", "group", "listener", "messages")
+    __slots__ = ("apply_result", "assigned", "calls", "group", "listener", "messages", "turn")
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class DeliveryCall(Work):
         listener: Listener,
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
+        turn: Turn | None = None,
     ) -> None:
-        """``apply_result(call, result, error)`` gets the outcome, under the lock."""
+        """``apply_result(call, result, error)`` gets the outcome, under the lock; a suspect has its ``turn``."""
         instance = calls.instance
         self.calls: ListenerCalls = calls
         self.apply_result: Callable[[Any, object, Exception | None], None] = apply_result
@@ -61,6 +62,7 @@ class DeliveryCall(Work):
         self.listener: Listener = listener
         self.assigned: AssignedQueue = assigned
         self.messages: list[DeliveredMessage] = messages
+        self.turn: Turn | None = turn
 
     @override
     def call(self) -> object:
@@ -114,6 +116,8 @@ class DeliveryCall(Work):
             if error is None:
                 calls.warn_of_result(self.listener, result)
         self.apply_result(self, result, error)
+        if self.turn is not None:
+            calls.turns.ended(self.turn)
 
     @property
     @override
@@ -125,28 +129,6 @@ class DeliveryCall(Work):
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
         broker_name = self.assigned.queue.broker_name
         return [(broker_name, message.physical_offset) for message in self.at_listener]
-
-
-class SuspectCall(DeliveryCall):
-    """The call for a suspect, which has its turn."""
-
-    __slots__ = ("turn",)
-
-    def __init__(
-        self,
-        calls: ListenerCalls,
-        apply_result: Callable[[Any, object, Exception | None], None],
-        assigned: AssignedQueue,
-        message: DeliveredMessage,
-        turn: Turn,
-    ) -> None:
-        super().__init__(calls, apply_result, calls.listener_for(assigned, message), assigned, [message])
-        self.turn: Turn = turn
-
-    @override
-    def done(self, result: object, error: Exception | None) -> None:
-        super().done(result, error)
-        self.calls.turns.ended(self.turn)
 
 
 class ListenerCalls:
@@ -185,6 +167,17 @@ class ListenerCalls:
         if listener is None and assigned.is_retry:
             listener = self.listeners.dead_letter_listener(message)
         return listener or _missing_listener(topic)
+
+    def begin(
+        self,
+        apply_result: Callable[[Any, object, Exception | None], None],
+        assigned: AssignedQueue,
+        messages: list[DeliveredMessage],
+        turn: Turn | None = None,
+    ) -> None:
+        """Call the listener of messages as soon as a thread is free."""
+        listener = self.listener_for(assigned, messages[0])
+        self.submit(DeliveryCall(self, apply_result, listener, assigned, messages, turn))
 
     def submit(self, call: DeliveryCall) -> None:
         """Let the runner make a call as soon as a thread is free."""

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, cause_of, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
-from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls, SuspectCall
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
 from librmq.consumer._rebalancing import Rebalancing
 from librmq.consumer._suspects import EndsProcess, Turn, conviction
@@ -131,8 +131,7 @@ class OrderlyDelivery:
                 messages = assigned.messages.take(calls.batch_size(assigned) if assigned.left is None else 1)
                 if messages:
                     assigned.running = True
-                    listener = calls.listener_for(assigned, messages[0])
-                    calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
+                    calls.begin(self._apply_result, assigned, messages)
                 else:
                     assigned.delivering = False
 
@@ -178,7 +177,7 @@ class OrderlyDelivery:
             assigned.delivering = False
             return False
         assigned.running = True
-        self.calls.submit(SuspectCall(self.calls, self._apply_result, assigned, messages[0], turn))
+        self.calls.begin(self._apply_result, assigned, messages, turn)
         return True
 
     def go_on(self, now_ms: int) -> None:

@@ -97,9 +97,23 @@ PLACES = [in_process, temporary, as_peer, as_owner, by_coroutine, to_owner, over
 Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
 NEAR = (temporary, as_owner, to_owner, of_one)
 """Places whose calls run the code of another one: only how they are opened differs."""
-everywhere = pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=[pytest.mark.slow] * (place in NEAR)) for place in PLACES]
-)
+
+
+@pytest.fixture(params=[pytest.param(place, marks=[pytest.mark.slow] * (place in NEAR)) for place in PLACES])
+def place(request: pytest.FixtureRequest) -> Place:
+    return cast(Place, request.param)
+
+
+@pytest.fixture
+def route(place: Place, tmp_path: Path) -> Iterator[AdministeredRoute]:
+    with place(tmp_path / "store") as route:
+        yield route
+
+
+@pytest.fixture
+def producer(route: AdministeredRoute) -> Iterator[librmq.Producer]:
+    with librmq.Producer(route, "shop") as producer:
+        yield producer
 
 
 OWNER: Final = """
@@ -233,153 +247,144 @@ def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_pat
     assert calls - asked.used == {"close", "run_async", "join_async"}  # shown by the block, and by a test below
 
 
-@everywhere
-def test_topics_and_queues(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route:
-        brokers = len(route.broker_names())
-        route.create_topic("orders", 3)
-        topic = route.topics()["orders"]
-        assert (topic.kind, topic.read_queues, topic.write_queues, topic.permission) == (
-            "user",
-            3 * brokers,
-            3 * brokers,
-            6,
-        )
-        assert [bounds.max_offset for bounds in route.queues("orders").values()] == [0] * 3 * brokers
-        assert route.queues("unknown") == {}
-        route.create_topic("in_order", 1, message_type="FIFO")
-        assert route.topics()["in_order"].message_type == "FIFO"
-        route.create_topic("one", 2, broker_name=route.broker_names()[0])
-        assert route.topics()["one"].read_queues == 2
-        route.delete_topic("orders")
-        assert "orders" not in route.topics()
-        assert route.clean_unused_topics() == []
+def test_topics_and_queues(route: AdministeredRoute) -> None:
+    brokers = len(route.broker_names())
+    route.create_topic("orders", 3)
+    topic = route.topics()["orders"]
+    assert (topic.kind, topic.read_queues, topic.write_queues, topic.permission) == (
+        "user",
+        3 * brokers,
+        3 * brokers,
+        6,
+    )
+    assert [bounds.max_offset for bounds in route.queues("orders").values()] == [0] * 3 * brokers
+    assert route.queues("unknown") == {}
+    route.create_topic("in_order", 1, message_type="FIFO")
+    assert route.topics()["in_order"].message_type == "FIFO"
+    route.create_topic("one", 2, broker_name=route.broker_names()[0])
+    assert route.topics()["one"].read_queues == 2
+    route.delete_topic("orders")
+    assert "orders" not in route.topics()
+    assert route.clean_unused_topics() == []
 
 
-@everywhere
-def test_settings_of_groups(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route:
-        route.set_group("billing", retry_max_times=3, consumes=False)
-        route.set_group("billing", is_ordered=True)
-        assert route.groups()["billing"] == 3
-        settings = route.group_settings("billing")
-        assert (settings.retry_max_times, settings.consumes, settings.is_ordered) == (3, False, True)
-        with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
-            route.group_settings("bilings")
-        route.delete_group("billing")
-        assert "billing" not in route.groups()
+def test_settings_of_groups(route: AdministeredRoute) -> None:
+    route.set_group("billing", retry_max_times=3, consumes=False)
+    route.set_group("billing", is_ordered=True)
+    assert route.groups()["billing"] == 3
+    settings = route.group_settings("billing")
+    assert (settings.retry_max_times, settings.consumes, settings.is_ordered) == (3, False, True)
+    with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
+        route.group_settings("bilings")
+    route.delete_group("billing")
+    assert "billing" not in route.groups()
 
 
-@everywhere
-def test_messages_are_found(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 2)
-        sent = [producer.send("orders", b"%d" % number, keys="k1") for number in range(4)]
-        bodies = [message.body for message in route.messages("orders")]
-        assert (sorted(bodies) if place is in_cluster else bodies) == [b"0", b"1", b"2", b"3"]
-        assert {message.body for message in route.find_by_key("orders", "k1")} == {b"0", b"1", b"2", b"3"}
-        for message_id in (sent[2].message_id, sent[2].offset_id):
-            message = route.find_by_id(message_id)
-            assert message is not None
-            assert message.body == b"2"
-        waiting = producer.send("orders", b"later", delay_level=18)
-        message = route.find_by_id(waiting.message_id)
+def test_messages_are_found(place: Place, route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("orders", 2)
+    sent = [producer.send("orders", b"%d" % number, keys="k1") for number in range(4)]
+    bodies = [message.body for message in route.messages("orders")]
+    assert (sorted(bodies) if place is in_cluster else bodies) == [b"0", b"1", b"2", b"3"]
+    assert {message.body for message in route.find_by_key("orders", "k1")} == {b"0", b"1", b"2", b"3"}
+    for message_id in (sent[2].message_id, sent[2].offset_id):
+        message = route.find_by_id(message_id)
         assert message is not None
-        assert message.body == b"later"
-        assert route.find_by_id("0" * 32) is None
-        assert sum(bounds.max_offset - bounds.min_offset for bounds in route.queues("orders").values()) == 4
+        assert message.body == b"2"
+    waiting = producer.send("orders", b"later", delay_level=18)
+    message = route.find_by_id(waiting.message_id)
+    assert message is not None
+    assert message.body == b"later"
+    assert route.find_by_id("0" * 32) is None
+    assert sum(bounds.max_offset - bounds.min_offset for bounds in route.queues("orders").values()) == 4
 
 
-@everywhere
-def test_a_group_consumes_and_is_reset(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 1)
-        begin = datetime(2020, 1, 1, tzinfo=UTC)
-        for number in range(3):
-            producer.send("orders", b"%d" % number)
-        assert sorted(consumed(route, 3)) == [b"0", b"1", b"2"]
-        assert route.lag("billing", "orders") == 0
-        assert "billing" in route.groups_of("orders")
-        end = {queue: bounds.max_offset for queue, bounds in route.queues("orders").items()}
-        assert {queue: row.queue_offset for queue, row in route.progress("billing", "orders").items()} == end
-        zero = dict.fromkeys(end, 0)
-        assert route.reset_group("billing", "orders", "begin") == zero
-        assert route.lag("billing", "orders") == 3
-        assert route.reset_group("billing", "orders", "end") == end
-        assert route.reset_group("billing", "orders", begin) == zero
-        assert set(route.reset_group("billing", "orders", 1).values()) <= {0, 1}
-        before = route.progress("billing", "orders")
-        with pytest.raises(ConfigError, match=r"found 1795802400000; if a time was meant, give it .* 2026-11-27T18:00"):
-            route.reset_group("billing", "orders", 1_795_802_400_000)
-        assert route.progress("billing", "orders") == before
-        with pytest.raises(ConfigError, match="to: expected 'begin'"):
-            route.reset_group("billing", "orders", "soon")  # type: ignore[arg-type]
-        with pytest.raises(BrokerError):
-            route.reset_group("billing", "unknown", "end")
-        with pytest.raises(BrokerError):
-            route.reset_group("unknown", "orders", "end")
+def test_a_group_consumes_and_is_reset(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("orders", 1)
+    begin = datetime(2020, 1, 1, tzinfo=UTC)
+    for number in range(3):
+        producer.send("orders", b"%d" % number)
+    assert sorted(consumed(route, 3)) == [b"0", b"1", b"2"]
+    assert route.lag("billing", "orders") == 0
+    assert "billing" in route.groups_of("orders")
+    end = {queue: bounds.max_offset for queue, bounds in route.queues("orders").items()}
+    assert {queue: row.queue_offset for queue, row in route.progress("billing", "orders").items()} == end
+    zero = dict.fromkeys(end, 0)
+    assert route.reset_group("billing", "orders", "begin") == zero
+    assert route.lag("billing", "orders") == 3
+    assert route.reset_group("billing", "orders", "end") == end
+    assert route.reset_group("billing", "orders", begin) == zero
+    assert set(route.reset_group("billing", "orders", 1).values()) <= {0, 1}
+    before = route.progress("billing", "orders")
+    with pytest.raises(ConfigError, match=r"found 1795802400000; if a time was meant, give it .* 2026-11-27T18:00"):
+        route.reset_group("billing", "orders", 1_795_802_400_000)
+    assert route.progress("billing", "orders") == before
+    with pytest.raises(ConfigError, match="to: expected 'begin'"):
+        route.reset_group("billing", "orders", "soon")  # type: ignore[arg-type]
+    with pytest.raises(BrokerError):
+        route.reset_group("billing", "unknown", "end")
+    with pytest.raises(BrokerError):
+        route.reset_group("unknown", "orders", "end")
 
 
-@everywhere
-def test_join_waits_for_running_groups(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 2)
-        consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST)
-        bodies: list[bytes] = []
-        consumer.subscribe("orders", lambda message: bodies.append(message.body))
-        producer.send("orders", b"1")
-        with consumer:
-            route.join(timeout=8)  # consumers save their first progress after 10 s
-            assert bodies == [b"1"]
-            connections = route.connections("billing")
-            assert connections is not None
-            assert connections.client_ids == (consumer.client.client_id,)
-            assert {"billing"} <= {group for client in route.clients() for group in client.consumer_groups}
-        assert route.connections("billing") is None
-        pulling = librmq.PullConsumer(route, "late", consume_from=librmq.ConsumeFrom.FIRST)
-        pulling.subscribe("orders")
-        with pulling, pytest.raises(GroupBehindError, match="group late: 1 messages"):
-            route.join(timeout=0.1)
+def test_join_waits_for_running_groups(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("orders", 2)
+    consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST)
+    bodies: list[bytes] = []
+    consumer.subscribe("orders", lambda message: bodies.append(message.body))
+    producer.send("orders", b"1")
+    with consumer:
+        route.join(timeout=8)  # consumers save their first progress after 10 s
+        assert bodies == [b"1"]
+        connections = route.connections("billing")
+        assert connections is not None
+        assert (connections.kind, connections.client_ids) == ("push", (consumer.client.client_id,))
+        assert connections.subscriptions["orders"].expression == "*"
+        assert {"billing"} <= {group for client in route.clients() for group in client.consumer_groups}
+    assert route.connections("billing") is None
+    pulling = librmq.PullConsumer(route, "late", consume_from=librmq.ConsumeFrom.FIRST)
+    pulling.subscribe("orders")
+    with pulling, pytest.raises(GroupBehindError, match="group late: 1 messages of orders/"):
+        route.join(timeout=0.1)
 
 
-@everywhere
-def test_dead_letters_are_listed_and_sent_again(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 1)
-        route.set_group("billing", retry_max_times=0)
-        fails = True
-        seen: list[bytes] = []
+def test_dead_letters_are_listed_and_sent_again(
+    place: Place, route: AdministeredRoute, producer: librmq.Producer
+) -> None:
+    route.create_topic("orders", 1)
+    route.set_group("billing", retry_max_times=0)
+    fails = True
+    seen: list[bytes] = []
 
-        def charge(message: librmq.StoredMessage) -> None:
-            if fails:
-                raise ValueError("no such customer")
-            seen.append(message.body)
+    def charge(message: librmq.StoredMessage) -> None:
+        if fails:
+            raise ValueError("no such customer")
+        seen.append(message.body)
 
-        consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST, max_reconsume_times=0)
-        consumer.subscribe("orders", charge)
-        producer.send("orders", b"1")
-        with consumer:
-            route.join(timeout=20)
-            for _ in range(100):
-                if letters := route.dead_letters("billing"):
-                    break
-                route.runner.pass_time(0.05)
-            assert [letter.body for letter in letters] == [b"1"]
-            fails = False
-            assert route.resend_dead_letters("billing", letters) == 1
-            for _ in range(100):
-                if seen:
-                    break
-                route.runner.pass_time(0.05)
-        assert seen == [b"1"]
-        if place is over_tcp:
-            for named in (None, letters):
-                with pytest.raises(ConfigError, match="brokers do not note which dead letters were sent again"):
-                    route.resend_dead_letters("billing", named, only_unsent=True)
-        else:
-            assert route.resend_dead_letters("billing") == 0  # it is noted
-            assert route.resend_dead_letters("billing", letters, only_unsent=True) == 0
-            assert route.resend_dead_letters("billing", letters) == 1
+    consumer = librmq.PushConsumer(route, "billing", consume_from=librmq.ConsumeFrom.FIRST, max_reconsume_times=0)
+    consumer.subscribe("orders", charge)
+    producer.send("orders", b"1")
+    with consumer:
+        route.join(timeout=20)
+        for _ in range(100):
+            if letters := route.dead_letters("billing"):
+                break
+            route.runner.pass_time(0.05)
+        assert [letter.body for letter in letters] == [b"1"]
+        fails = False
+        assert route.resend_dead_letters("billing", letters) == 1
+        for _ in range(100):
+            if seen:
+                break
+            route.runner.pass_time(0.05)
+    assert seen == [b"1"]
+    if place is over_tcp:
+        for named in (None, letters):
+            with pytest.raises(ConfigError, match="brokers do not note which dead letters were sent again"):
+                route.resend_dead_letters("billing", named, only_unsent=True)
+    else:
+        assert route.resend_dead_letters("billing") == 0  # it is noted
+        assert route.resend_dead_letters("billing", letters, only_unsent=True) == 0
+        assert route.resend_dead_letters("billing", letters) == 1
 
 
 def test_letters_that_another_call_sends_now_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,22 +527,20 @@ def test_letters_that_may_have_been_sent_are_counted(
         assert len(said) == 1
 
 
-@everywhere
-def test_a_waiting_message_is_cancelled(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        receipt = producer.send("orders", b"1", delay_level=18)
-        assert route.cancel(receipt).cancelled
-        assert route.cancel(receipt.message_id).cancelled
+def test_a_waiting_message_is_cancelled(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    receipt = producer.send("orders", b"1", delay_level=18)
+    assert route.cancel(receipt).cancelled
+    assert route.cancel(receipt.message_id).cancelled
+    with pytest.raises(TypeError, match="receipt: expected what send returned"):
+        route.cancel(5)  # type: ignore[arg-type]
 
 
-@everywhere
 @pytest.mark.anyio
-async def test_any_call_runs_beside_an_event_loop(place: Place, tmp_path: Path, anyio_backend: str) -> None:
-    with place(tmp_path / "store") as route:
-        await route.run_async(route.create_topic, "orders", 2)
-        assert "orders" in await route.run_async(route.topics)
-        assert await route.run_async(route.dead_letters, "billing") == []
-        await route.join_async(timeout=5)
+async def test_any_call_runs_beside_an_event_loop(route: AdministeredRoute, anyio_backend: str) -> None:
+    await route.run_async(route.create_topic, "orders", 2)
+    assert "orders" in await route.run_async(route.topics)
+    assert await route.run_async(route.dead_letters, "billing") == []
+    await route.join_async(timeout=5)
 
 
 @pytest.fixture
@@ -566,19 +569,16 @@ def test_a_reset_that_was_answered_is_saved(place: Place, tmp_path: Path) -> Non
         assert saved() is None
 
 
-@everywhere
-def test_a_message_that_was_delivered_is_known_to_cancel(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 1)
-        sent = [producer.send("orders", b"%d" % number) for number in range(2)]
-        for result in sent:
-            cancelled = route.cancel(result.message_id)
-            assert not cancelled.cancelled
-            assert "no message of a producer" not in cancelled.why
-        assert "no message of a producer" in route.cancel("0" * 32).why
+def test_a_message_that_was_delivered_is_known_to_cancel(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("orders", 1)
+    sent = [producer.send("orders", b"%d" % number) for number in range(2)]
+    for result in sent:
+        cancelled = route.cancel(result.message_id)
+        assert not cancelled.cancelled
+        assert "no message of a producer" not in cancelled.why
+    assert "no message of a producer" in route.cancel("0" * 32).why
 
 
-@everywhere
 def test_closed_handles_refuse_each_call_at_once(place: Place, tmp_path: Path) -> None:
     with place(tmp_path / "store") as route:
         route.create_topic("orders", 1)
@@ -616,7 +616,6 @@ def test_closed_handles_refuse_each_call_at_once(place: Place, tmp_path: Path) -
             call()
 
 
-@everywhere
 def test_iteration_ends_with_an_error_if_the_handle_is_closed_meanwhile(place: Place, tmp_path: Path) -> None:
     with place(tmp_path / "store") as route:
         route.create_topic("orders", 1)
@@ -625,49 +624,43 @@ def test_iteration_ends_with_an_error_if_the_handle_is_closed_meanwhile(place: P
         next(messages)
 
 
-@everywhere
-def test_what_does_not_exist_is_named_with_what_may_be_meant(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route:
-        route.create_topic("orders", 1)
-        route.set_group("billing")
-        with pytest.raises(BrokerError, match="topic 'orderz' does not exist; did you mean orders"):
-            route.reset_group("billing", "orderz", "end")
-        with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
-            route.reset_group("bilings", "orders", "end")
-        with pytest.raises(BrokerError, match="topic 'orders' has no queue 7"):
-            route.reset_group("billing", "orders", "end", queue_id=7)
-        if place is over_tcp:  # the protocol's deletions succeed, as at a broker of RocketMQ
+def test_what_does_not_exist_is_named_with_what_may_be_meant(place: Place, route: AdministeredRoute) -> None:
+    route.create_topic("orders", 1)
+    route.set_group("billing")
+    with pytest.raises(BrokerError, match="topic 'orderz' does not exist; did you mean orders"):
+        route.reset_group("billing", "orderz", "end")
+    with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
+        route.reset_group("bilings", "orders", "end")
+    with pytest.raises(BrokerError, match="topic 'orders' has no queue 7"):
+        route.reset_group("billing", "orders", "end", queue_id=7)
+    if place is over_tcp:  # the protocol's deletions succeed, as at a broker of RocketMQ
+        route.delete_topic("unknown")
+        route.delete_group("unknown")
+    else:
+        with pytest.raises(BrokerError, match="topic 'unknown' does not exist"):
             route.delete_topic("unknown")
+        with pytest.raises(BrokerError, match="group 'unknown' does not exist"):
             route.delete_group("unknown")
-        else:
-            with pytest.raises(BrokerError, match="topic 'unknown' does not exist"):
-                route.delete_topic("unknown")
-            with pytest.raises(BrokerError, match="group 'unknown' does not exist"):
-                route.delete_group("unknown")
 
 
-@everywhere
-def test_the_last_messages_of_a_key_are_found(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("one", 1, broker_name=route.broker_names()[0])
-        for number in range(66):
-            producer.send("one", b"%d" % number, keys="k")
-        found = [int(message.body) for message in route.find_by_key("one", "k", max_messages=1000)]
-        assert found == list(range(2, 66))
-        assert [int(message.body) for message in route.find_by_key("one", "k", max_messages=2)] == [64, 65]
+def test_the_last_messages_of_a_key_are_found(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("one", 1, broker_name=route.broker_names()[0])
+    for number in range(66):
+        producer.send("one", b"%d" % number, keys="k")
+    found = [int(message.body) for message in route.find_by_key("one", "k", max_messages=1000)]
+    assert found == list(range(2, 66))
+    assert [int(message.body) for message in route.find_by_key("one", "k", max_messages=2)] == [64, 65]
 
 
-@everywhere
-def test_an_id_is_not_looked_for_among_keys(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
-        route.create_topic("orders", 1)
-        first = producer.send("orders", b"first")
-        for _ in range(70):
-            producer.send("orders", b"about it", keys=[first.message_id, "k"])
-        message = route.find_by_id(first.message_id)
-        assert message is not None
-        assert message.body == b"first"
-        assert route.find_by_id("k") is None
+def test_an_id_is_not_looked_for_among_keys(route: AdministeredRoute, producer: librmq.Producer) -> None:
+    route.create_topic("orders", 1)
+    first = producer.send("orders", b"first")
+    for _ in range(70):
+        producer.send("orders", b"about it", keys=[first.message_id, "k"])
+    message = route.find_by_id(first.message_id)
+    assert message is not None
+    assert message.body == b"first"
+    assert route.find_by_id("k") is None
 
 
 def test_an_id_is_found_behind_many_keys_at_a_broker_that_returns_the_last_32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,42 +686,40 @@ def test_an_id_is_found_behind_many_keys_at_a_broker_that_returns_the_last_32(mo
         assert message.body == b"first"
 
 
-@everywhere
-def test_wrong_arguments_are_refused_alike(place: Place, tmp_path: Path) -> None:
-    with place(tmp_path / "store") as route:
-        wrong: list[tuple[Callable[[], object], type[Exception]]] = [
-            (lambda: route.create_topic("a b"), MessageIllegalError),
-            (lambda: route.create_topic("refused", cast(Any, "3")), BrokerError),
-            (lambda: route.create_topic("refused", permission=99), BrokerError),
-            (lambda: route.create_topic("refused", message_type=cast(Any, "fifo")), BrokerError),
-            (lambda: route.delete_topic(cast(Any, 5)), MessageIllegalError),
-            (lambda: route.create_topic("TBW102"), MessageIllegalError),
-            (lambda: route.delete_topic("SCHEDULE_TOPIC_XXXX"), MessageIllegalError),
-            (lambda: route.set_group("a b"), MessageIllegalError),
-            (lambda: route.group_settings(cast(Any, None)), MessageIllegalError),
-            (lambda: route.delete_group(cast(Any, None)), MessageIllegalError),
-            (lambda: route.set_group("refused", priority_factor=200), BrokerError),
-            (lambda: route.set_group("refused", priority_factor=cast(Any, "7")), BrokerError),
-            (lambda: route.set_group("refused", retry_max_times=cast(Any, "3")), BrokerError),
-            (lambda: route.queues(cast(Any, None)), MessageIllegalError),
-            (lambda: route.connections(cast(Any, None)), MessageIllegalError),
-            (lambda: route.groups_of(cast(Any, None)), MessageIllegalError),
-            (lambda: route.consumer_offset(cast(Any, None), "orders"), MessageIllegalError),
-            (lambda: route.consumer_offsets("billing", cast(Any, 5)), MessageIllegalError),
-            (lambda: route.progress(cast(Any, None)), MessageIllegalError),
-            (lambda: route.lag("billing", cast(Any, 5)), MessageIllegalError),
-            (lambda: route.reset_group(cast(Any, None), "orders", "end"), MessageIllegalError),
-            (lambda: route.reset_group("billing", "orders", "end", queue_id=cast(Any, "0")), ConfigError),
-            (lambda: route.messages(cast(Any, None)), MessageIllegalError),
-            (lambda: route.dead_letters(cast(Any, None)), MessageIllegalError),
-            (lambda: route.resend_dead_letters(cast(Any, None)), MessageIllegalError),
-            (lambda: route.find_by_id(cast(Any, None)), ConfigError),
-            (lambda: route.find_by_key("orders", "k", max_messages=cast(Any, "2")), ConfigError),
-        ]
-        for call, error in wrong:
-            with pytest.raises(error, match=r"expected|may only contain|the broker's own"):
-                call()
-        with pytest.raises(BrokerError, match="priority_factor: expected a whole number from 0 to 100, found 200"):
-            route.set_group("refused", priority_factor=200)
-        assert "refused" not in route.topics()
-        assert "refused" not in route.groups()
+def test_wrong_arguments_are_refused_alike(route: AdministeredRoute) -> None:
+    wrong: list[tuple[Callable[[], object], type[Exception]]] = [
+        (lambda: route.create_topic("a b"), MessageIllegalError),
+        (lambda: route.create_topic("refused", cast(Any, "3")), BrokerError),
+        (lambda: route.create_topic("refused", permission=99), BrokerError),
+        (lambda: route.create_topic("refused", message_type=cast(Any, "fifo")), BrokerError),
+        (lambda: route.delete_topic(cast(Any, 5)), MessageIllegalError),
+        (lambda: route.create_topic("TBW102"), MessageIllegalError),
+        (lambda: route.delete_topic("SCHEDULE_TOPIC_XXXX"), MessageIllegalError),
+        (lambda: route.set_group("a b"), MessageIllegalError),
+        (lambda: route.group_settings(cast(Any, None)), MessageIllegalError),
+        (lambda: route.delete_group(cast(Any, None)), MessageIllegalError),
+        (lambda: route.set_group("refused", priority_factor=200), BrokerError),
+        (lambda: route.set_group("refused", priority_factor=cast(Any, "7")), BrokerError),
+        (lambda: route.set_group("refused", retry_max_times=cast(Any, "3")), BrokerError),
+        (lambda: route.queues(cast(Any, None)), MessageIllegalError),
+        (lambda: route.connections(cast(Any, None)), MessageIllegalError),
+        (lambda: route.groups_of(cast(Any, None)), MessageIllegalError),
+        (lambda: route.consumer_offset(cast(Any, None), "orders"), MessageIllegalError),
+        (lambda: route.consumer_offsets("billing", cast(Any, 5)), MessageIllegalError),
+        (lambda: route.progress(cast(Any, None)), MessageIllegalError),
+        (lambda: route.lag("billing", cast(Any, 5)), MessageIllegalError),
+        (lambda: route.reset_group(cast(Any, None), "orders", "end"), MessageIllegalError),
+        (lambda: route.reset_group("billing", "orders", "end", queue_id=cast(Any, "0")), ConfigError),
+        (lambda: route.messages(cast(Any, None)), MessageIllegalError),
+        (lambda: route.dead_letters(cast(Any, None)), MessageIllegalError),
+        (lambda: route.resend_dead_letters(cast(Any, None)), MessageIllegalError),
+        (lambda: route.find_by_id(cast(Any, None)), ConfigError),
+        (lambda: route.find_by_key("orders", "k", max_messages=cast(Any, "2")), ConfigError),
+    ]
+    for call, error in wrong:
+        with pytest.raises(error, match=r"expected|may only contain|the broker's own"):
+            call()
+    with pytest.raises(BrokerError, match="priority_factor: expected a whole number from 0 to 100, found 200"):
+        route.set_group("refused", priority_factor=200)
+    assert "refused" not in route.topics()
+    assert "refused" not in route.groups()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ class Shop:
         """Flip a bit of a record, counted from its byte ``at``."""
         self.flip(f"commitlog/{0:020d}", 8 * (self.record_of(topic, queue_offset).physical_offset + at) + bit)
 
+    def damage(self, queue_offset: int, at: int, bit: int = 0) -> None:
+        """Flip a bit of the record of an order while the broker is down."""
+        self.close()
+        self.flip_record("orders", queue_offset, at, bit)
+        self.open()
+
     def flip_entry(self, topic: str, queue_offset: int, bit: int, queue_id: int = 0) -> None:
         self.flip(f"consumequeue/{topic}/{queue_id}/{0:020d}", 8 * 20 * queue_offset + bit)
 
@@ -79,8 +86,10 @@ class Shop:
 
 
 @pytest.fixture(params=["closed", "killed"])
-def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "store", is_killed=request.param == "killed")
+def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path / "store", is_killed=request.param == "killed")
+    yield shop
+    shop.broker.close()
 
 
 def consumer_of(shop: Shop, seen: list[bytes], **settings: Any) -> PushConsumer:
@@ -93,16 +102,16 @@ def consumer_of(shop: Shop, seen: list[bytes], **settings: Any) -> PushConsumer:
 
 
 @pytest.fixture
-def closed(tmp_path: Path) -> Shop:
-    return Shop(tmp_path / "store", is_killed=False)
+def closed(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path / "store", is_killed=False)
+    yield shop
+    shop.broker.close()
 
 
 @pytest.mark.parametrize("settings", [{}, {"orderly": True}, {"on_damage": timedelta(seconds=5)}], ids=str)
 def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Shop, settings: Any) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, record.BODY_AT + 2)
-    closed.open()
+    closed.damage(4, record.BODY_AT + 2)
     seen: list[bytes] = []
     with consumer_of(closed, seen, **settings):
         waits_ms = 5_000 if "on_damage" in settings else 60_000
@@ -118,14 +127,11 @@ def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Shop,
     assert str(closed.folder / "commitlog") in cause
     assert letter.body == b"co" + bytes([BODIES[4][2] ^ 1]) + BODIES[4][3:]
     assert letter.properties["RETRY_TOPIC"] == "orders"
-    closed.broker.close()
 
 
 def test_a_record_without_a_frame_becomes_an_empty_dead_letter(closed: Shop) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, 5)
-    closed.open()
+    closed.damage(4, 5)
     seen: list[bytes] = []
     with consumer_of(closed, seen):
         closed.runner.advance(70_000)
@@ -133,42 +139,33 @@ def test_a_record_without_a_frame_becomes_an_empty_dead_letter(closed: Shop) -> 
     (letter,) = closed.broker.dead_letters("g")
     assert letter.body == b""
     assert "magic" in (recorded_cause(letter.properties) or "")
-    closed.broker.close()
 
 
 def test_without_a_time_the_queue_waits_for_a_repair(closed: Shop) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, record.BODY_AT)
-    closed.open()
+    closed.damage(4, record.BODY_AT)
     seen: list[bytes] = []
     with consumer_of(closed, seen, on_damage=None):
         closed.runner.advance(3_600_000)
     assert seen == BODIES[:4]
     assert closed.progress() == 4
     assert closed.broker.dead_letters("g") == []
-    closed.broker.close()
 
 
 def test_a_broadcasting_consumer_drops_a_damaged_message(closed: Shop, tmp_path: Path) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, record.BODY_AT)
-    closed.open()
+    closed.damage(4, record.BODY_AT)
     seen: list[bytes] = []
     settings = {"model": MessageModel.BROADCASTING, "consume_from": ConsumeFrom.FIRST}
     with consumer_of(closed, seen, **settings, offsets_folder=str(tmp_path / "offsets")):
         closed.runner.advance(90_000)
     assert seen == BODIES[:4] + BODIES[5:]
     assert closed.broker.dead_letters("g") == []
-    closed.broker.close()
 
 
 def test_a_pull_consumer_raises_and_seek_passes(closed: Shop) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, record.BODY_AT)
-    closed.open()
+    closed.damage(4, record.BODY_AT)
     queue = MessageQueue("orders", closed.broker.name, 0)
     with PullConsumer(closed.broker, "g", pull_batch_size=32) as consumer:
         consumer.assign([queue])
@@ -181,7 +178,6 @@ def test_a_pull_consumer_raises_and_seek_passes(closed: Shop) -> None:
             assert raised.value.offset == closed.broker.store.log.begin + raised.value.offset > 0
         consumer.seek(queue, 5)
         assert [message.body for message in consumer.poll(0)] == BODIES[5:]
-    closed.broker.close()
 
 
 def test_other_queues_have_their_turns_beside_a_damaged_one(closed: Shop) -> None:
@@ -189,9 +185,7 @@ def test_other_queues_have_their_turns_beside_a_damaged_one(closed: Shop) -> Non
     with Producer(closed.broker, "shop") as producer:
         for number in range(2 * COUNT):
             producer.send("orders", b"%d" % number, queue=number % 2)
-    closed.close()
-    closed.flip_record("orders", 0, record.BODY_AT)
-    closed.open()
+    closed.damage(0, record.BODY_AT)
     found, errors = list[bytes](), 0
     with PullConsumer(closed.broker, "g", pull_batch_size=1) as consumer:
         consumer.subscribe("orders")
@@ -202,14 +196,11 @@ def test_other_queues_have_their_turns_beside_a_damaged_one(closed: Shop) -> Non
                 errors += 1
     assert found == [b"%d" % number for number in range(1, 2 * COUNT, 2)]
     assert 0 < errors < 2 * COUNT
-    closed.broker.close()
 
 
 def test_a_simple_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Shop) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 4, record.BODY_AT)
-    closed.open()
+    closed.damage(4, record.BODY_AT)
     closed.broker.set_group("g")
     closed.broker.reset_group("g", "orders", to="begin")
     with SimpleConsumer(closed.broker, "g") as consumer:
@@ -222,14 +213,11 @@ def test_a_simple_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Sho
         assert [message.body for message in consumer.receive(32, wait=0)] == BODIES[5:]
     (letter,) = closed.broker.dead_letters("g")
     assert "body checksum" in (recorded_cause(letter.properties) or "")
-    closed.broker.close()
 
 
 def test_a_simple_consumer_without_a_time_raises(closed: Shop) -> None:
     closed.send()
-    closed.close()
-    closed.flip_record("orders", 0, record.BODY_AT)
-    closed.open()
+    closed.damage(0, record.BODY_AT)
     closed.broker.set_group("g")
     closed.broker.reset_group("g", "orders", to="begin")
     with SimpleConsumer(closed.broker, "g", on_damage=None) as consumer:
@@ -239,7 +227,6 @@ def test_a_simple_consumer_without_a_time_raises(closed: Shop) -> None:
                 consumer.receive(32, wait=0)
             closed.runner.advance(3_600_000)
     assert closed.broker.dead_letters("g") == []
-    closed.broker.close()
 
 
 # ---- what a record says of itself
@@ -249,15 +236,12 @@ def test_a_simple_consumer_without_a_time_raises(closed: Shop) -> None:
 @pytest.mark.parametrize("number", [0, 4, COUNT - 1])
 def test_a_push_consumer_goes_by_the_place_and_not_by_the_word_of_a_record(shop: Shop, number: int, bit: int) -> None:
     shop.send()
-    shop.close()
-    shop.flip_record("orders", number, record.QUEUE_OFFSET_AT + 7 - bit // 8, bit % 8)
-    shop.open()
+    shop.damage(number, record.QUEUE_OFFSET_AT + 7 - bit // 8, bit % 8)
     seen: list[bytes] = []
     with consumer_of(shop, seen):
         shop.runner.advance(20_000)
     assert seen == BODIES
     assert shop.progress() == COUNT
-    shop.broker.close()
 
 
 # ---- queues of a broker's own
@@ -289,7 +273,6 @@ def test_delayed_messages_come_at_their_time(shop: Shop, number: int, bit: int) 
     assert [body for _, body in seen] == BODIES
     for place, (time_ms, _) in enumerate(seen):
         assert abs(time_ms - (opened_ms + 3_600_000 - (COUNT - place) * 60_000)) < 2_000
-    shop.broker.close()
 
 
 def fail(message: object) -> None:
@@ -310,7 +293,6 @@ def test_dead_letters_and_retries_are_found(shop: Shop, bit: int) -> None:
     shop.open()
     assert sorted(letter.body for letter in shop.broker.dead_letters("g")) == BODIES
     assert [message.queue_offset for message in shop.broker.messages(retry_topic("g"))] == list(range(COUNT))
-    shop.broker.close()
 
 
 def test_committed_transactions_are_delivered(shop: Shop) -> None:

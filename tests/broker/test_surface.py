@@ -27,7 +27,6 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     ConfigError,
-    GroupBehindError,
     MessageIllegalError,
     RmqError,
     StoreLockedError,
@@ -190,24 +189,6 @@ def test_an_async_context_closes() -> None:
     assert asyncio.run(use()).dead
 
 
-def test_join_waits_until_groups_have_caught_up(broker: Broker) -> None:
-    seen: list[bytes] = []
-    running(broker, seen)
-    for number in range(10):
-        send(broker, "T", b"%d" % number)
-    broker.join(timeout=60)
-    assert len(seen) == 10
-
-
-def test_join_names_the_queues_that_are_behind(broker: Broker) -> None:
-    send(broker, "T")
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("T")
-    consumer.start()
-    with pytest.raises(GroupBehindError, match="group g: 1 messages of T/0"):
-        broker.join(timeout=timedelta(seconds=2))
-
-
 @pytest.mark.parametrize("joins_between", [True, False])
 def test_join_ignores_messages_that_no_filter_accepts(joins_between: bool) -> None:
     """A held pull, or one that passes over the last message, reports it later than this join waits."""
@@ -350,28 +331,6 @@ def test_a_running_group_is_reset(rmq: Kit, broker: Broker) -> None:
     broker.reset_group("g", "T", to=2)
     rmq.advance(ms=60_000)
     assert seen == [b"0", b"1", b"2", b"3", b"2", b"3"]
-
-
-def test_messages_are_found(broker: Broker) -> None:
-    result = Producer(broker, "p").send("T", b"x", keys="k")
-    (message,) = broker.find_by_key("T", "k")
-    assert broker.find_by_id(result.message_id) == message
-    assert broker.find_by_id(message.offset_id) == message
-    assert broker.find_by_id("0" * 32) is None
-
-
-def test_clients_and_connections(rmq: Kit, broker: Broker) -> None:
-    assert broker.connections("g") is None
-    running(broker, [], instance_name="one")
-    Producer(broker, "p", instance_name="two").start()
-    rmq.advance(ms=5_000)
-    found = broker.clients()
-    assert {(client.producer_groups, client.consumer_groups) for client in found} >= {((), ("g",))}
-    connections = broker.connections("g")
-    assert connections is not None
-    assert connections.kind == "push"
-    assert connections.subscriptions["T"].expression == "*"
-    assert len(connections.client_ids) == 1
 
 
 def test_a_config_is_checked() -> None:

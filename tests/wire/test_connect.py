@@ -13,7 +13,7 @@ import pytest
 
 import librmq
 from librmq.files import MemoryFiles
-from librmq.protocol import PullMessage, SendBack, SendTogether, UpdateOffset
+from librmq.protocol import SendBack, SendTogether
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._bodies import write_body
@@ -201,41 +201,6 @@ def test_two_members_share_the_queues(served: Served) -> None:
     for member in members:
         member.shutdown()
     until(lambda: served.server.clients == 0)
-
-
-def test_administration(served: Served) -> None:
-    admin = served.route
-    admin.create_topic("orders", 2)
-    admin.set_group("billing", retry_max_times=3)
-    with librmq.Producer(served.route, "shop") as producer:
-        sent = producer.send("orders", b"x", keys=["k1"], queue=0)
-    assert [(part.read_queues, part.write_queues) for part in admin.topics()["orders"].brokers] == [(2, 2)]
-    assert admin.groups()["billing"] == 3
-    served.broker.set_group("billing", consumes=False)
-    admin.set_group("billing")
-    assert admin.groups()["billing"] == 3
-    admin.set_group("billing", retry_max_times=4)
-    assert admin.groups()["billing"] == 4
-    with pytest.raises(librmq.BrokerError, match="consumption switched off"):
-        served.broker.call(PullMessage("c", "billing", "orders", 0, 0))
-    assert [bounds.max_offset for bounds in admin.queues("orders").values()] == [1, 0]
-    assert admin.queues("unknown") == {}
-    assert admin.connections("billing") is None
-    for queue_id in (0, 1):
-        served.broker.call(UpdateOffset("billing", "orders", queue_id, 1 - queue_id))
-    assert [one.lag for one in admin.progress("billing", "orders").values()] == [0, 0]
-    assert admin.reset_group("billing", "orders", "begin")[sent.queue] == 0
-    assert admin.progress("billing", "orders")[sent.queue].lag == 1
-    assert "billing" in admin.groups_of("orders")
-    for found in (
-        admin.find_by_id(sent.offset_id),
-        admin.find_by_id(sent.message_id),
-        *admin.find_by_key("orders", "k1"),
-    ):
-        assert found is not None
-        assert found.body == b"x"
-    admin.delete_topic("orders")
-    assert "orders" not in admin.topics()
 
 
 @pytest.mark.parametrize(("number", "version"), [(401, "4.9.4"), (479, "5.3.3")])

@@ -464,16 +464,6 @@ def test_a_peer_sends_no_letter_again_that_a_killed_process_has_not_noted(tmp_pa
         assert peer.resend_dead_letters("billing") == 0
 
 
-def test_waits_are_cancelled_at_owner_and_peer(tmp_path: Path) -> None:
-    with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer:
-        for shared in (owner, peer):
-            receipt = producer.send("orders", b"later", delay=60)
-            assert shared.cancel(receipt).cancelled
-            assert shared.cancel(receipt.message_id).cancelled
-            with pytest.raises(TypeError, match="receipt: expected what send returned"):
-                shared.cancel(5)  # type: ignore[arg-type]
-
-
 def test_receives_at_a_peer(tmp_path: Path) -> None:
     with (
         pair(tmp_path) as (owner, peer),

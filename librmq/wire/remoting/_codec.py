@@ -12,7 +12,7 @@ and the processors of the broker.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
 from typing import Any, Final, NamedTuple, cast
@@ -29,7 +29,7 @@ from librmq.errors import (
     ReceiptError,
     RmqError,
 )
-from librmq.message import MessageQueue, StoredMessage, record
+from librmq.message import StoredMessage, record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
@@ -272,6 +272,20 @@ def _by_body(
 # ---- results
 
 
+def _in_body(name: str, what: str, write: Callable[[Any], object], read: Callable[[Any], Any]) -> _Result:
+    """Return the form of results that a field of the body has; without it, ``read`` gets an empty list."""
+    return _Result(
+        lambda request, result: Reply(body=write_body({name: write(result)})),
+        lambda request, answer: read(read_body(check(answer).body, what).get(name) or []),
+    )
+
+
+def _names_in(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list):
+        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
+    return tuple(map(str, names))
+
+
 def _reply_nothing(request: object, result: object) -> Reply:
     return Reply()
 
@@ -323,25 +337,6 @@ def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
     if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
         raise MalformedError(f"consumerIdList: expected a list of texts, found {ids!r:.80}")
     return tuple(ids)
-
-
-def _reply_groups(request: TopicGroups, groups: Iterable[str]) -> Reply:
-    return Reply(body=write_body({"groupList": list(groups)}))
-
-
-def _read_groups(request: TopicGroups, answer: Frame) -> tuple[str, ...]:
-    names = read_body(check(answer).body, "the groups of a topic").get("groupList") or []
-    if not isinstance(names, list):
-        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
-    return tuple(map(str, names))
-
-
-def _reply_locked(request: LockQueues, queues: frozenset[MessageQueue]) -> Reply:
-    return Reply(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(queues)]}))
-
-
-def _read_locked(request: LockQueues, answer: Frame) -> frozenset[MessageQueue]:
-    return queues_of(read_body(check(answer).body, "locked queues").get("lockOKMQSet") or [])
 
 
 def _reply_viewed(request: ViewMessage, message: StoredMessage | None) -> Reply:
@@ -417,15 +412,6 @@ def _read_messages(request: QueryMessages, answer: Frame) -> tuple[StoredMessage
     return tuple(messages)
 
 
-def _reply_moved(request: ResetGroup, offsets: Mapping[MessageQueue, int]) -> Reply:
-    table = {queue_key(queue): queue_offset for queue, queue_offset in offsets.items()}
-    return Reply(body=write_body({"offsetTable": table}))
-
-
-def _read_moved(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
-    return offsets_of(read_body(check(answer).body, "a reset").get("offsetTable") or {})
-
-
 def _reply_acknowledged(request: Acknowledge, are_valid: tuple[bool, ...]) -> Reply:
     return Reply(body=write_body({"acknowledged": list(are_valid)}))
 
@@ -447,14 +433,21 @@ _OFFSET: Final = _Result(lambda request, queue_offset: Reply(OffsetHeader(queue_
 _PROGRESS: Final = _Result(_reply_progress, _read_progress)
 _HELD_PLACE: Final = _Result(_reply_place, _read_place)
 _IDS: Final = _Result(_reply_ids, _read_ids)
-_GROUPS: Final = _Result(_reply_groups, _read_groups)
+_GROUPS: Final = _in_body("groupList", "the groups of a topic", list, _names_in)
 """Only the names of the groups."""
-_LOCKED: Final = _Result(_reply_locked, _read_locked)
+_LOCKED: Final = _in_body(
+    "lockOKMQSet", "locked queues", lambda queues: [queue_row(queue) for queue in sorted(queues)], queues_of
+)
 _CANCELLED: Final = _Result(_reply_cancelled, _read_cancelled)
 _STARTED: Final = _Result(_reply_started, _read_started)
 _VIEWED: Final = _Result(_reply_viewed, _read_viewed)
 _MESSAGES: Final = _Result(_reply_messages, _read_messages)
-_MOVED: Final = _Result(_reply_moved, _read_moved)
+_MOVED: Final = _in_body(
+    "offsetTable",
+    "a reset",
+    lambda offsets: {queue_key(queue): queue_offset for queue, queue_offset in offsets.items()},
+    offsets_of,
+)
 _RECEIPT: Final = _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
 
 
@@ -534,19 +527,13 @@ def _read_hand_outs(header: HandedOutHeader) -> tuple[int, int]:
     return header.allowed, header.again
 
 
-def _reply_schedules(request: DescribeSchedules, schedules: Iterable[Schedule]) -> Reply:
-    rows = [schedule._replace(next=_written(schedule.next), last=_written(schedule.last)) for schedule in schedules]
-    return Reply(body=write_body({"schedules": rows}))
-
-
 def _written(time: datetime | None) -> Any:  # noqa: ANN401 (in the place of a time)
     return None if time is None else (round(1000 * time.timestamp()), str(time.tzinfo))
 
 
-def _read_schedules(request: DescribeSchedules, answer: Frame) -> tuple[Schedule, ...]:
-    body = read_body(check(answer).body, "schedules")
-    schedules = (Schedule(*row) for row in body["schedules"])
-    return tuple(one._replace(next=_read_time(one.next), last=_read_time(one.last)) for one in schedules)
+def _schedule_in(row: Sequence[Any]) -> Schedule:
+    schedule = Schedule(*row)
+    return schedule._replace(next=_read_time(schedule.next), last=_read_time(schedule.last))
 
 
 def _read_time(pair: Any) -> datetime | None:  # noqa: ANN401 (in the place of a time)
@@ -675,7 +662,12 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _C.DESCRIBE_SCHEDULES,
         lambda request: {},
         lambda body: DescribeSchedules(),
-        _Result(_reply_schedules, _read_schedules),
+        _in_body(
+            "schedules",
+            "schedules",
+            lambda schedules: [one._replace(next=_written(one.next), last=_written(one.last)) for one in schedules],
+            lambda rows: tuple(map(_schedule_in, rows)),
+        ),
     ),
     ForwardToDeadLetters: _by_fields(
         ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING
