@@ -152,15 +152,24 @@ def trusted() -> str:
     head: tuple[str, ...] = ("part", "lines", "what a full run of the tests does to it", "tests")
     survivals, rows = proofs(), []
     for row in facts()["trusted"]:
-        tests = (test.split("::") for test in row["tests"])
-        links = ", ".join(f"[`{name}`](../{path})" for path, name in tests)
         files = ", ".join(f"`{name.removeprefix('librmq/')}`" for name in row["files"])
         part = f"{row['part']}: {files}"
-        cells = [part, f"{lines_of(row['files']):,}", row["full_run"], links]
+        cells = [part, f"{lines_of(row['files']):,}", row["full_run"], links(row["tests"])]
         if survivals:
             cells.insert(3, survived(survivals, row["tests"]))
         rows.append(tuple(cells))
     return table((*head[:3], "survived so far", head[3]) if survivals else head, rows)
+
+
+def promised() -> str:
+    """Return the table of what the page of guarantees promises, with the tests of each sentence."""
+    rows = [(row["promise"], links(row["tests"])) for row in facts()["promised"]]
+    return table(("promise", "tests"), rows)
+
+
+def links(tests: Iterable[str]) -> str:
+    """Return links to tests, for a page of the documentation."""
+    return ", ".join(f"[`{name}`](../{path})" for path, name in (test.split("::") for test in tests))
 
 
 def proofs() -> dict[str, dict[str, Any]]:
@@ -231,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "judges": judges,
     "figures": figures,
     "trusted parts": trusted,
+    "tests of promises": promised,
     "proofs": proof_table,
     "notes on damage": partial(kept_text, "cli/damage_notes.md"),
     "damage by command": partial(kept_text, "cli/damage_by_command.md"),

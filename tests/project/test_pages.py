@@ -172,15 +172,6 @@ DOCUMENT = CHECKOUT / "docs" / "guarantees.md"
 LINKED_TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")
 
 
-def rows() -> list[list[str]]:
-    """Return the rows of all tables as lists of cells, without the title rows."""
-    lines = [line for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [
-        row for number, row in enumerate(cells) if "---" not in row[0] and "---" not in [*cells, [""]][number + 1][0]
-    ]
-
-
 def test_each_test_exists(generated: ModuleType) -> None:
     pages = [generated.fill((DOCS / name).read_text("utf-8")) for name in ("guarantees.md", "faults.md", "judged.md")]
     named = [link for page in pages for link in LINKED_TEST.findall(page)]
@@ -189,10 +180,14 @@ def test_each_test_exists(generated: ModuleType) -> None:
     assert [test for test, file in named if f"def {test}(" not in texts[file]] == []
 
 
-def test_every_row_names_a_test() -> None:
-    assert len(rows()) > 15
-    for row in rows():
-        assert re.search(r"\[`test_\w+`\]", row[-1]), row[0]
+def test_every_promise_has_tests(generated: ModuleType) -> None:
+    """Each sentence that begins in bold letters is in the list, in its order."""
+    page = DOCUMENT.read_text("utf-8")
+    leads = [" ".join(lead.split()) for lead in re.findall(r"^- \*\*(.+?)\*\*", page, re.MULTILINE | re.DOTALL)]
+    listed = importlib.import_module("facts").facts()["promised"]
+    assert len(listed) > 50
+    assert [row["promise"] for row in listed] == [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", lead) for lead in leads]
+    assert [row["promise"] for row in listed if not row["tests"]] == []
 
 
 # ``docs/logging.md`` explains log lines that exist; the site adds all others, and other tables, from the code.
