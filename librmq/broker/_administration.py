@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker._transactions import BrokerTransactions
 from librmq.config import to_timestamp_ms
 from librmq.delay import DelaySchedule
@@ -62,18 +62,12 @@ _MOST_UNKNOWN: Final = 1000
 _log = EventLog("librmq.broker")
 
 
-class Administration:
+class Administration(BrokerPart):
     """The tables and messages of one broker. Changes need the runner's lock."""
 
     def __init__(self, context: BrokerContext) -> None:
-        self._runner = context.runner
+        super().__init__(context)
         self._flushing = context.flushing
-        self._store = context.store
-        self._offsets = context.offsets
-        self._topics = context.topics
-        self._groups = context.groups
-        self._broker_name = context.name
-        self._clients = context.clients
         self._locks = context.locks
         self._locks._noted_group = self._report_to_late_group
         self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
@@ -192,7 +186,7 @@ ResetHook = Callable[[str, str], object]
 """Called with group and topic after the progress was moved."""
 
 
-class Progress:
+class Progress(BrokerPart):
     """Begins and ends of queues, progress of groups in them, and resets of groups. Changes need the runner's lock.
 
     Mirrors ``ConsumerManageProcessor``, and the part of ``AdminBrokerProcessor`` and ``Broker2Client`` about queue
@@ -200,13 +194,7 @@ class Progress:
     """
 
     def __init__(self, context: BrokerContext) -> None:
-        self._store = context.store
-        self._topics = context.topics
-        self._groups = context.groups
-        self._offsets = context.offsets
-        self._clients = context.clients
-        self._broker_name = context.name
-        self._now_ms = context.runner.now_ms
+        super().__init__(context)
         self._await_device = context.await_device
         self.reset_hooks: list[ResetHook] = []
         self._holders: dict[tuple[str, str, int], str] = {}
@@ -403,7 +391,7 @@ class Progress:
                 offsets[queue_id] = end if to_ms == -1 else self._store.first_offset_from(name, queue_id, to_ms)
         if offsets:
             self._reset_to(group, name, offsets, request.client_id)
-        self._offsets.mark_started(group, name, self._now_ms())
+        self._offsets.mark_started(group, name, self._runner.now_ms())
         return StartOutcome.MOVED if offsets else StartOutcome.NO_QUEUES
 
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
@@ -473,7 +461,7 @@ DELAYS = "delay levels"
 TIMERS = "timers"
 
 
-class StoreReaders:
+class StoreReaders(BrokerPart):
     """The readers of one broker's store and their unconsumed messages, for retention. Called without a lock.
 
     Readers are groups and the broker's own parts. A queue in which a group has no progress counts from its beginning,
@@ -488,11 +476,7 @@ class StoreReaders:
         transactions: BrokerTransactions,
         timers: Callable[[], Timers | None],
     ) -> None:
-        self._store = context.store
-        self._topics = context.topics.by_name
-        self._offsets = context.offsets
-        self._clients = context.clients
-        self._count = context.count
+        super().__init__(context)
         self._schedule = schedule
         self._transactions = transactions
         self._timers = timers
@@ -503,7 +487,7 @@ class StoreReaders:
         for topic, queue_id in self._store.queues:
             queues[topic].append(queue_id)
         for topic, queue_ids in queues.items():
-            if topic in self._topics and topic not in (SystemTopic.HALF, SystemTopic.OP):
+            if topic in self._topics.by_name and topic not in (SystemTopic.HALF, SystemTopic.OP):
                 for group, row in self._progress_in(topic).items():
                     for queue_id in queue_ids:
                         yield Unread(group, topic, queue_id, row.get(queue_id, 0))
@@ -519,7 +503,7 @@ class StoreReaders:
         subscribed = {topic for group in list(self._clients.consumers.values()) for topic in group.subscriptions}
         read = subscribed.union(self._offsets.topics())
         for topic, queue_id in self._store.queues:
-            if topic in self._topics and topic not in read and is_user_topic(topic):
+            if topic in self._topics.by_name and topic not in read and is_user_topic(topic):
                 yield Unread("", topic, queue_id, 0)
 
     def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
@@ -527,7 +511,7 @@ class StoreReaders:
         if topic.startswith(TopicPrefix.RETRY):
             # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.
             known = {*self._clients.consumers, *self._offsets.groups(topic)}
-            progress[group_of_retries(topic, known, self._topics)] = {}
+            progress[group_of_retries(topic, known, self._topics.by_name)] = {}
         for group in list(self._clients.consumers.values()):
             is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
             if is_counted and topic in group.subscriptions:

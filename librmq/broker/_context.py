@@ -237,6 +237,22 @@ class BrokerContext:
         return lags
 
 
+class BrokerPart:
+    """A part of one broker, with what most parts use."""
+
+    def __init__(self, context: BrokerContext) -> None:
+        self._runner = context.runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._offsets = context.offsets
+        self._clients = context.clients
+        self._held = context.held
+        self._broker_name = context.name
+        self._count = context.count
+        self._metrics = context.metrics
+
+
 # ---- life
 
 

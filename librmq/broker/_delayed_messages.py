@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.long_polling import Arrivals
 from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
@@ -51,7 +51,7 @@ def _no_timer(store: MessageStore) -> str:
     )
 
 
-class Deliveries:
+class Deliveries(BrokerPart):
     """The delayed messages of one broker.
 
     Called under the runner's lock, except the notifications of `arrivals`, `waiting_form` and `target_of`.
@@ -62,14 +62,9 @@ class Deliveries:
     """
 
     def __init__(self, context: BrokerContext) -> None:
+        super().__init__(context)
         runner, store, config = context.runner, context.store, context.config
-        self._runner = runner
-        self._store = store
-        self._topics = context.topics
         self._default_queues = config.default_topic_queues
-        self._count = context.count
-        self._held = context.held.by_queue
-        self._offsets = context.offsets
         self._cancellations = context.cancellations
         self._notify_watchers = context.writing.notify_watchers
         wake_flush = None if context.flushing is None else context.wake_flush
@@ -91,7 +86,7 @@ class Deliveries:
         if config.replica_of is None:
             self._timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
         if self._timer_config is not None:
-            self._timing = timing = context.step("delivers what is due", self._run_timers)
+            timing = context.step("delivers what is due", self._run_timers)
             self._saves_timers = context.aside("saves its timers", timing)
             self.arrivals.wake_by_topic[SystemTopic.TIMER] = partial(self._wake, timing)
             if self._is_timed() or directory.has_timer(store.path, store.files):
@@ -177,7 +172,7 @@ class Deliveries:
 
     def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
         # The properties are decoded only if a held pull asks for them.
-        properties = message.properties if (topic, queue_id) in self._held else {}
+        properties = message.properties if (topic, queue_id) in self._held.by_queue else {}
         self._topics.warn_of_missing(topic)
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
         self._count("delayed_out", level=str(level_of_queue_id(message.queue_id)))

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import StoredMessage
@@ -28,24 +28,14 @@ DiscardHook = Callable[[StoredMessage, int], object]
 """Called with a half message that a check discarded, and its number of checks."""
 
 
-class BrokerTransactions:
+class BrokerTransactions(BrokerPart):
     """The transactions of one broker. Thread-safe."""
 
-    def __init__(
-        self,
-        context: BrokerContext,
-        arrivals: Arrivals,
-    ) -> None:
+    def __init__(self, context: BrokerContext, arrivals: Arrivals) -> None:
         """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
+        super().__init__(context)
         self.discard_hooks: list[DiscardHook] = []
-        runner, store = context.runner, context.store
-        self._runner = runner
-        self._store = store
-        self._clients = context.clients
-        self._broker_name = context.name
-        self._count = context.count
-        self._counts_ends = context.metrics is not None
-        self._topics = context.topics
+        store = context.store
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
         self._unreachable_groups: set[str] = set()  # they are logged once, until they are reached again
@@ -80,7 +70,7 @@ class BrokerTransactions:
         """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:
             return
-        half = self._half(request.physical_offset) if self._counts_ends else None
+        half = self._half(request.physical_offset) if self._metrics is not None else None
         try:
             with self._lock:
                 if request.state is TransactionState.ROLLBACK:

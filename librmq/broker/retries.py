@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry, process_deaths
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
@@ -74,7 +74,7 @@ _DELIVERY_PROPERTIES: Final = (
 )
 
 
-class FailedMessages:
+class FailedMessages(BrokerPart):
     """The messages on which one broker's consumers failed. Thread-safe."""
 
     def __init__(
@@ -89,17 +89,12 @@ class FailedMessages:
 
         ``send(request)`` and ``send_together(request)`` send dead letters again.
         """
+        super().__init__(context)
         self._send = send
         self._send_together = send_together
-        self._runner = context.runner
-        self._store = context.store
-        self._topics = context.topics
-        self._groups = context.groups
-        self._count = context.count
         self._put = put
         self._flushed = flushed
         self._store_host = parse_host(context.store.config.store_host)
-        self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
         self._resending: set[LetterIdentity] = set()
         self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.handlers._in_flight import QueueKey
 from librmq.broker.retries import FailedMessages
 from librmq.errors import CorruptionError, RecordError
@@ -18,16 +18,14 @@ NEVER: Final = -1
 """In place of a time: the group waits until a person repairs the store, or moves its progress."""
 
 
-class DamagedMessages:
+class DamagedMessages(BrokerPart):
     """The damaged messages at which groups of one broker wait. Called under the runner's lock.
 
     The times are in memory: after a restart the wait begins again.
     """
 
     def __init__(self, context: BrokerContext, failed: FailedMessages) -> None:
-        self._runner = context.runner
-        self._store = context.store
-        self._clients = context.clients
+        super().__init__(context)
         self._failed = failed
         self._since: dict[QueueKey, tuple[int, int]] = {}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker._replication import Replication
 from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._send import SendHandler
@@ -45,25 +45,17 @@ _log = EventLog("librmq.broker")
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
 
 
-class PullHandler:
+class PullHandler(BrokerPart):
     """The reading side of one broker. Thread-safe."""
 
     def __init__(
         self, context: BrokerContext, sending: SendHandler, replication: Replication, damaged: DamagedMessages
     ) -> None:
-        self._runner = context.runner
-        self._store = context.store
-        self._topics = context.topics
-        self._groups = context.groups
-        self._offsets = context.offsets
-        self._clients = context.clients
+        super().__init__(context)
         self._registrations = context.registrations
-        self._held = context.held
         self._sending = sending
         self._replication = replication
         self._is_replica = context.config.replica_of is not None
-        self._broker_name = context.name
-        self._metrics = context.metrics
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
         self._damaged = damaged
         self._allowances: dict[str, tuple[Allowance, dict[str, tuple[int, int]]]] = {}

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.broker._administration import Progress
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker._topics import Topic, not_readable
 from librmq.broker.handlers._damage import NEVER, DamagedMessages
 from librmq.broker.handlers._in_flight import (
@@ -71,7 +71,7 @@ _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
 
 
-class ReceiveHandler:
+class ReceiveHandler(BrokerPart):
     """The receives of one broker, and its messages in flight. Called under the runner's lock."""
 
     def __init__(
@@ -83,22 +83,13 @@ class ReceiveHandler:
         damaged: DamagedMessages,
     ) -> None:
         """``check_subscription(request)`` refuses a filter that the broker does not serve."""
-        runner = context.runner
-        self._runner = runner
-        self._store = context.store
-        self._topics = context.topics
-        self._groups = context.groups
-        self._clients = context.clients
-        self._offsets = context.offsets
-        self._metrics = context.metrics
-        self._broker_name = context.name
+        super().__init__(context)
         self._sending = sending
         self._progress = progress
         self._check_subscription = check_subscription
         self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
-        self._held = context.held
         self._retry_owners = RetryOwners(context.offsets.groups)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned

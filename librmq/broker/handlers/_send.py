@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker._topics import Topic
@@ -68,7 +68,7 @@ HELD_PROPERTIES: Final = frozenset(
 _new_response = tuple.__new__  # in a third of the time
 
 
-class SendHandler:
+class SendHandler(BrokerPart):
     """The writing side of one broker. Thread-safe."""
 
     def __init__(
@@ -84,17 +84,11 @@ class SendHandler:
         ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer;
         ``is_rolled_back(half)`` returns whether its transaction ended without a delivery.
         """
+        super().__init__(context)
         store, config = context.store, context.config
-        self._runner = context.runner
-        self._store = store
-        self._table = context.topics
-        self._topics = context.topics.by_name
-        self._groups = context.groups
-        self._clients = context.clients
-        self._name = context.name
+        self._by_name = context.topics.by_name
         self._master = config.replica_of
         self._cluster = context.cluster_name
-        self._count = context.count
         self._arrivals = deliveries.arrivals
         self._deliveries = deliveries
         self._missing_levels: set[tuple[str, int]] = set()
@@ -194,7 +188,7 @@ class SendHandler:
         A ``request`` says more than other sends: how often the message was consumed, and like which topic to make its.
         """
         name = message.topic
-        topic = self._topics.get(name)
+        topic = self._by_name.get(name)
         if topic is None or not topic.is_ready:
             topic = self._for_send(
                 name, default_queues, SystemTopic.AUTO_CREATE if request is None else request.default_topic
@@ -213,7 +207,7 @@ class SendHandler:
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if topic.is_plain and message._delays is None and HELD_PROPERTIES.isdisjoint(properties):
             if appender.shared is not None and name not in appender.shared.offered:
-                appender.shared.offer(name, topic.queues, lambda: self._topics.get(name) is topic)
+                appender.shared.offer(name, topic.queues, lambda: self._by_name.get(name) is topic)
             if request is not None or is_copy:
                 stored_message = Message.from_parts(name, message.body, message.flag, properties)
                 times = 0 if request is None else request.reconsume_times
@@ -332,7 +326,7 @@ class SendHandler:
     def _store_batch(self, request: SendBatch) -> tuple[int, list[AppendResult]]:
         """Store the messages of a batch; return their queue and their places."""
         first = request.messages[0]
-        topic = self._topics.get(first.topic)
+        topic = self._by_name.get(first.topic)
         if topic is None or not topic.is_ready:
             topic = self._for_send(first.topic, request.default_queues, request.default_topic)
         self._check_room()
@@ -375,13 +369,13 @@ class SendHandler:
         with self._runner.lock:
             client = None if client_id is None else self._clients.endpoint(client_id)
         if client is None:
-            return f"{self._name}: the client {client_id} of the request is not connected here"
+            return f"{self._broker_name}: the client {client_id} of the request is not connected here"
         properties = message.properties | {PropertyName.PUSH_REPLY_TIME: str(self._runner.now_ms())}
         pushed = Message.from_parts(message.topic, message.body, message.flag, properties)
         try:
             client.call(ReplyArrived(replace(send, message=pushed)))
         except RmqError as error:
-            return f"{self._name}: the client {client_id} of the request could not be reached: {error}"
+            return f"{self._broker_name}: the client {client_id} of the request could not be reached: {error}"
         return None
 
     def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
@@ -401,9 +395,9 @@ class SendHandler:
 
     def _for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
         if self._master is not None:  # no topic of a replica is ever ready for sends
-            raise refused_by_replica(self._name, self._master, SendMessage)
+            raise refused_by_replica(self._broker_name, self._master, SendMessage)
         with self._runner.lock:
-            topic = self._table.for_send(name, default_queues, default_topic)
+            topic = self._topics.for_send(name, default_queues, default_topic)
         self._write_tables()  # before its first message
         topic.is_ready = True
         topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == SystemTopic.HOP or is_system_topic(name))
@@ -431,7 +425,7 @@ class SendHandler:
     def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
         """Prepare the target topic of a relayed message and check its queue; return the queue that the relay reads."""
         name, queue_id = self._deliveries.target_of(carried)
-        target = self._topics.get(name)
+        target = self._by_name.get(name)
         if target is None or not target.is_ready:
             target = self._for_send(name, request.default_queues, request.default_topic)
         if not 0 <= queue_id < target.queues:
