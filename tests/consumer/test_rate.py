@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import librmq
-from librmq import Broker, ConfigError, ConsumeFrom, Producer, PushConsumer
+from librmq import Broker, ConfigError, ConsumeFrom, DeliveredMessage, Message, Producer, PushConsumer
 from librmq.runtime.locks import Event, Lock
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
@@ -113,6 +114,29 @@ def test_over_connect_each_instance_counts_for_itself_and_says_so(caplog: pytest
             with consumer:
                 assert done.wait(60)
     assert "rate counts for this instance alone" in caplog.text
+
+
+async def test_concurrency_bounds_coroutines() -> None:
+    """Three at a time meet; a fourth would count beside them, and two would wait for ever."""
+    running: list[int] = []
+    counts: list[int] = []
+    meeting, done = asyncio.Barrier(3), asyncio.Event()
+
+    async def listen(message: DeliveredMessage) -> None:
+        running.append(1)
+        counts.append(len(running))
+        await meeting.wait()
+        running.pop()
+        if len(counts) == 39:
+            done.set()
+
+    with Broker.temporary() as broker, Producer(broker, "shop") as producer:
+        consumer = PushConsumer(broker, "billing", concurrency=3, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", listen)
+        producer.send_batch([Message("orders", b"%d" % number) for number in range(39)])
+        async with consumer:
+            await asyncio.wait_for(done.wait(), 60)
+    assert max(counts) == 3
 
 
 def test_concurrency_is_another_name_of_threads(rmq: Kit) -> None:
