@@ -31,7 +31,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 
 _log = EventLog("librmq.columns")
-PARTITION_BYTES: Final = 64 << 20
+PARTITION_BYTES: Final = 128 << 20
 PARTITION_ENTRIES: Final = 1 << 19
 Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""

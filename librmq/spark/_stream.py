@@ -33,6 +33,7 @@ from librmq.override import override
 from librmq.spark._conditions import shows_conditions
 from librmq.spark._options import StreamLimits
 from librmq.spark._positions import Document, Key, Positions, flat, nested
+from librmq.spark._source import read_part
 from librmq.store.engine.store_parts import QueueName
 
 if TYPE_CHECKING:
@@ -330,12 +331,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @override
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
-        from librmq.columns import Reading
-
         # The offsets hold the stream's start, so times no longer matter.
         options = replace(self._options, selection=replace(self._options.selection, begin_ms=None))
-        batches = Reading(options, self._schema).read(partition.value)
-        return batches if self._renaming is None else self._renaming.batches(batches)
+        return read_part(options, self._schema, self._renaming, partition.value)
 
 
 def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:

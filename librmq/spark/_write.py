@@ -39,6 +39,7 @@ from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
 from librmq.spark._kafka import written_batch, written_schema
 from librmq.spark._options import WriteOptions, local_path
+from librmq.spark._source import freeze_modules
 from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, missing, run_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
@@ -362,6 +363,7 @@ class StagingWriter:
 
         Closing makes them visible to the driver. A commit does not need them on a device.
         """
+        freeze_modules()
         context = TaskContext.get()
         task = 0 if context is None else context.partitionId()
         # A repeated or doubled task writes other files; the commit uses the files of one.

@@ -69,6 +69,29 @@ def read(path: Path | str | list[str], schema: str | None = None, **options: str
     return reader.load(str(path) if isinstance(path, Path) else path)
 
 
+WORKER = """
+import gc, sys
+from pyspark import TaskContext
+from pyspark.sql.datasource import InputPartition
+from librmq.spark._source import RocketMQDataSource
+
+source = RocketMQDataSource({"path": sys.argv[1]})
+reader = source.reader(source.schema())
+(part,) = reader.partitions()
+TaskContext._setTaskContext(TaskContext())
+for _ in range(2):
+    assert sum(batch.num_rows for batch in reader.read(InputPartition(part.value))) == int(sys.argv[2])
+    print(gc.get_freeze_count())
+"""
+
+
+def test_a_worker_keeps_its_modules_out_of_later_collections(folder: Path) -> None:
+    """Spark collects after each task: the first one freezes what it has loaded, and the next ones no more."""
+    done = run_program(WORKER, folder, len(PLAIN))
+    first, second = map(int, done.stdout.split())
+    assert first == second > 10_000, done.stderr
+
+
 def numbers(frame: Any) -> list[int]:
     return sorted(int(bytes(row[0]).split()[1]) for row in frame.select("body").collect())
 
