@@ -288,8 +288,8 @@ def llms() -> str:
         title, _, text = path.read_text("utf-8").partition("\n")
         paragraph = " ".join(text.strip().partition("\n\n")[0].split())
         sentence = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph).partition(". ")[0].rstrip(".:")
-        place = path.relative_to(docs).with_suffix("").as_posix().removesuffix("index")
-        lines.append(f"- [{title.lstrip('# ')}]({place}{'/' * bool(place)}): {sentence}.")
+        place = path.relative_to(docs).with_suffix(".html").as_posix()  # as mkdocs.yml says by use_directory_urls
+        lines.append(f"- [{title.lstrip('# ')}]({place}): {sentence}.")
     return "\n".join(["# librmq", "", "## Pages", "", *lines, ""])
 
 

@@ -237,8 +237,11 @@ def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
 
 def test_programs_find_each_page_with_a_sentence(generated: ModuleType) -> None:
     lines = [line for line in generated.llms().splitlines() if line.startswith("- ")]
-    assert len(lines) == len([*(CHECKOUT / "docs").rglob("*.md")])
-    assert [line for line in lines if not re.fullmatch(r"- \[[^\]]+\]\([\w/-]*\): .{10,}\.", line)] == []
+    pages = [*(CHECKOUT / "docs").rglob("*.md")]
+    links = {match[1] for line in lines if (match := re.fullmatch(r"- \[[^\]]+\]\(([\w/-]+\.html)\): .{10,}\.", line))}
+    assert len(lines) == len(pages)
+    assert links == {page.relative_to(CHECKOUT / "docs").with_suffix(".html").as_posix() for page in pages}
+    assert "use_directory_urls: false" in (CHECKOUT / "mkdocs.yml").read_text("utf-8")  # so these are the site's files
 
 
 def test_tables_are_up_to_date(generated: ModuleType) -> None:
