@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
 
-    from librmq.columns.options import Part
+    from librmq.columns import Part
 
 
 _OPTION: Final = "option."
