@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
@@ -35,19 +36,17 @@ _log = EventLog("librmq.broker")
 _OK: Final = SendStatus.SEND_OK
 
 
+@dataclass(slots=True, eq=False)
 class _Follower:
     """A replica as its master sees it."""
 
-    __slots__ = ("acknowledged", "behind_since_ms", "follow", "notify", "take", "topics_version")
-
-    def __init__(self) -> None:
-        self.acknowledged = 0
-        self.follow: Callable[[], int] | None = None
-        self.take: Callable[[int, bytes], int] | None = None
-        self.notify: Callable[[], None] | None = None
-        self.behind_since_ms: int | None = None
-        """Time since which the replica has lacked bytes of the master; None while it has all."""
-        self.topics_version = 0
+    acknowledged: int = 0
+    follow: Callable[[], int] | None = None
+    take: Callable[[int, bytes], int] | None = None
+    notify: Callable[[], None] | None = None
+    behind_since_ms: int | None = None
+    """Time since which the replica has lacked bytes of the master; None while it has all."""
+    topics_version: int = 0
 
 
 _acknowledged: Final = attrgetter("acknowledged")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
@@ -156,15 +157,13 @@ HandOver = Callable[[AppendResult], bool]
 # ---- held requests
 
 
+@dataclass(slots=True, eq=False)
 class _Hold:
-    __slots__ = ("hand_over", "is_passed", "notify", "rules", "selection")
-
-    def __init__(self, selection: Selection, notify: Notify, hand_over: HandOver | None, rules: int) -> None:
-        self.selection = selection
-        self.notify = notify
-        self.hand_over = hand_over
-        self.rules = rules
-        self.is_passed = False
+    selection: Selection
+    notify: Notify
+    hand_over: HandOver | None
+    rules: int
+    is_passed: bool = False
 
 
 class HeldRequests:

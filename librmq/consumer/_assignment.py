@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from librmq.consumer._listeners import DeliveredMessage
@@ -208,16 +209,14 @@ class ProcessQueue:
         assert 0 <= self._lined_up <= len(self._begun)
 
 
+@dataclass(slots=True, eq=False)
 class LeftWork:
     """What the former holders of a queue have left behind its position."""
 
-    __slots__ = ("finished", "suspects")
-
-    def __init__(self, finished: set[int], suspects: dict[int, Suspect]) -> None:
-        self.finished: set[int] = finished
-        """Queue offsets to pull whose messages they have finished."""
-        self.suspects: dict[int, Suspect] = suspects
-        """The messages to pull at which a process has ended, by queue offset."""
+    finished: set[int]
+    """Queue offsets to pull whose messages they have finished."""
+    suspects: dict[int, Suspect]
+    """The messages to pull at which a process has ended, by queue offset."""
 
     def pulled(self, messages: Sequence[M], begin: int, end: int) -> list[M]:
         """Return the messages of a pull that are not finished; forget what it has passed from ``begin`` to ``end``."""
@@ -228,87 +227,64 @@ class LeftWork:
         return unfinished
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AssignedQueue:
     """One queue from its assignment until it is released. Changed under the runner's lock."""
 
-    __slots__ = (
-        "delivering",
-        "endpoint",
-        "is_chosen",
-        "is_retry",
-        "label",
-        "left",
-        "lock_timestamp_ms",
-        "locked",
-        "lost",
-        "may_be_passed",
-        "messages",
-        "next_offset",
-        "notify",
-        "owned_timestamp_ms",
-        "place",
-        "progress",
-        "pull",
-        "pulled_timestamp_ms",
-        "queue",
-        "release_until_ms",
-        "released",
-        "running",
-        "settled_ms",
-        "since_ms",
-        "stored_progress",
-        "throttled",
-    )
+    queue: MessageQueue
+    next_offset: int
+    """Queue offset of the next pull."""
+    progress: int | None
+    """The queue offset of the next message to consume; None before the first consumed message."""
+    pull: Step
+    is_retry: bool = field(init=False)
+    label: str = field(init=False)
+    messages: ProcessQueue = field(init=False)
+    notify: Callable[[], None] | None = None
+    """Brokers call this when a held pull should be repeated."""
+    pulled_timestamp_ms: int = 0
+    lost: bool = False
+    """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
+    endpoint: Endpoint | None = None
+    """The broker of the last pull."""
+    throttled: bool = False
+    """Whether pulling has stopped because too much is held."""
+    stored_progress: int | None = field(init=False)
+    """The progress that was last read or stored; 0 can also be read where none is stored."""
+    place: Place | None = None
+    """The progress on the page of groups; None where the broker has none for this consumer."""
+    left: LeftWork | None = None
+    """What former holders have left, as long as there is any."""
+    may_be_passed: bool = False
+    """Whether another instance may have stored later progress: the former reader, since this one took the queue,
+    or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
+    is_chosen: bool = False
+    """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
+    stored even if the broker has later progress."""
+    settled_ms: int = 0
+    """By then the former reader has stored its progress, or the next one has taken the queue."""
+    released: bool = False
+    """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
+    locked: bool = False
+    """Whether the broker has locked the queue for this client."""
+    lock_timestamp_ms: int | None = None
+    """Time at which the broker last said so; None if it must be asked before the lock is trusted."""
+    owned_timestamp_ms: int = 0
+    """Orderly: when the broker last confirmed this client's lock."""
+    delivering: bool = False
+    """Orderly: whether a listener has a message of the queue, the queue waits for a listener, or it rests."""
+    running: bool = False
+    """Orderly: whether a listener runs or is about to."""
+    since_ms: int = 0
+    """Orderly: time since which listeners have run without a rest."""
+    release_until_ms: int = 0
+    """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
 
-    def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
-        self.queue: MessageQueue = queue
-        self.is_retry: bool = queue.topic.startswith(TopicPrefix.RETRY)
-        self.label: str = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        self.messages: ProcessQueue = ProcessQueue(queue)
-        self.next_offset: int = next_offset
-        """Queue offset of the next pull."""
-        self.pull: Step = pull
-        self.notify: Callable[[], None] | None = None
-        """Brokers call this when a held pull should be repeated."""
-        self.pulled_timestamp_ms: int = 0
-        self.lost: bool = False
-        """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
-        self.endpoint: Endpoint | None = None
-        """The broker of the last pull."""
-        self.throttled: bool = False
-        """Whether pulling has stopped because too much is held."""
-        self.progress = progress
-        """The queue offset of the next message to consume; None before the first consumed message."""
-        self.stored_progress = progress or None
-        """The progress that was last read or stored; 0 can also be read where none is stored."""
-        self.place: Place | None = None
-        """The progress on the page of groups; None where the broker has none for this consumer."""
-        self.left: LeftWork | None = None
-        """What former holders have left, as long as there is any."""
-        self.may_be_passed: bool = False
-        """Whether another instance may have stored later progress: the former reader, since this one took the queue,
-        or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
-        self.is_chosen: bool = False
-        """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
-        stored even if the broker has later progress."""
-        self.settled_ms: int = 0
-        """By then the former reader has stored its progress, or the next one has taken the queue."""
-        self.released: bool = False
-        """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
-        self.locked: bool = False
-        """Whether the broker has locked the queue for this client."""
-        self.lock_timestamp_ms: int | None = None
-        """Time at which the broker last said so; None if it must be asked before the lock is trusted."""
-        self.owned_timestamp_ms: int = 0
-        """Orderly: when the broker last confirmed this client's lock."""
-        self.delivering: bool = False
-        """Orderly: whether a listener has a message of the queue, the queue waits for a listener, or it rests."""
-        self.running: bool = False
-        """Orderly: whether a listener runs or is about to."""
-        self.since_ms: int = 0
-        """Orderly: time since which listeners have run without a rest."""
-        self.release_until_ms: int = 0
-        """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
+    def __post_init__(self) -> None:
+        self.is_retry = self.queue.topic.startswith(TopicPrefix.RETRY)
+        self.label = f"{self.queue.topic}/{self.queue.broker_name}/{self.queue.queue_id}"
+        self.messages = ProcessQueue(self.queue)
+        self.stored_progress = self.progress or None
 
     def doubt_progress(self, settled_ms: int) -> None:
         """Note that the broker was away: it can have lost progress, and another instance can have taken the queue.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -51,18 +52,16 @@ def check_weight(topic: str, weight: object, orderly: bool) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Pulled:
     """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
-    __slots__ = ("assigned", "count", "messages", "weight")
-
-    def __init__(self, assigned: AssignedQueue, count: int, messages: list[DeliveredMessage] | None = None) -> None:
-        self.assigned = assigned
-        self.count = count
-        self.messages = messages
-        """A batch that was taken from its queue and is lined up, in place of messages that wait in the queue."""
-        self.weight = 1
-        """Its lane in the backlog."""
+    assigned: AssignedQueue
+    count: int
+    messages: list[DeliveredMessage] | None = None
+    """A batch that was taken from its queue and is lined up, in place of messages that wait in the queue."""
+    weight: int = 1
+    """Its lane in the backlog."""
 
 
 _COST: Final = 1 << 40

@@ -25,6 +25,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, Protocol
 from weakref import WeakSet
 
@@ -84,15 +85,13 @@ class Member(Protocol):
         """Remove the marks of what has begun, because the process ends in order."""
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """A suspect that waits to run, or runs."""
 
-    __slots__ = ("begin", "suspect")
-
-    def __init__(self, suspect: Accused, begin: Callable[[Turn, int], bool]) -> None:
-        """``begin(turn, now_ms)`` begins the message, and returns False if it needs no turn any more."""
-        self.suspect: Accused = suspect
-        self.begin: Callable[[Turn, int], bool] = begin
+    suspect: Accused
+    begin: Callable[[Turn, int], bool]
+    """``begin(turn, now_ms)`` begins the message, and returns False if it needs no turn any more."""
 
 
 class Turns:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from librmq.errors import BrokerError
@@ -82,26 +83,20 @@ def process_deaths(message: StoredMessage) -> tuple[int, int]:
     return java_int(deaths) or 0, java_int(alone) or 0
 
 
+@dataclass(slots=True, eq=False)
 class Flight:
-    __slots__ = (
-        "attempt", "cell", "invisible_ms", "physical_offset", "received_ms", "receiver", "visible_ms"
-    )  # fmt: skip
-
-    def __init__(
-        self, physical_offset: int, received_ms: int, invisible_ms: int, attempt: int, visible_ms: int | None = None
-    ) -> None:
-        self.physical_offset = physical_offset
-        self.received_ms = received_ms
-        """Time of the delivery, which its receipt names like `invisible_ms`."""
-        self.invisible_ms = invisible_ms
-        self.attempt = attempt
-        """1 for the first delivery."""
-        self.visible_ms = received_ms + invisible_ms if visible_ms is None else visible_ms
-        """Time of the next delivery unless it is acknowledged; renewals move it beyond the time in the receipt."""
-        self.cell: int | None = None
-        """Its place on the page of groups."""
-        self.receiver: int = 0
-        """`receiver_of` its client; 0 for one at whose end it is no suspect."""
+    physical_offset: int
+    received_ms: int
+    """Time of the delivery, which its receipt names like `invisible_ms`."""
+    invisible_ms: int
+    attempt: int
+    """1 for the first delivery."""
+    visible_ms: int
+    """Time of the next delivery unless it is acknowledged; renewals move it beyond the time in the receipt."""
+    cell: int | None = None
+    """Its place on the page of groups."""
+    receiver: int = 0
+    """`receiver_of` its client; 0 for one at whose end it is no suspect."""
 
     def has(self, receipt: Receipt) -> bool:
         """Return whether a receipt is the latest one."""

@@ -377,7 +377,8 @@ class ReceiveHandler(BrokerPart):
                 if deaths[0] and (received or request.takes is Takes.NO_SUSPECT):
                     self._suspect_deaths, next_offset = deaths[0], message.queue_offset
                     break
-                flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
+                visible_ms = now_ms + request.invisible_ms
+                flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt, visible_ms)
                 flight.receiver = receiver | ALONE if deaths[0] and request.takes is Takes.ALONE else receiver
                 queue.add_flight(message.queue_offset, flight, is_ordered=group.is_ordered)
                 self._visible.set((key, message.queue_offset), flight.visible_ms)

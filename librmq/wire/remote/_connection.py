@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, cast
 
 from librmq.clock import SystemClock
@@ -133,15 +134,13 @@ class _Waiter:
         return self._turn.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
 
 
+@dataclass(slots=True, eq=False)
 class _Later:
     """Requests that were sent together, and wait for their answers without a thread."""
 
-    __slots__ = ("ended", "keys")
-
-    def __init__(self, ended: EndedTogether[Any], keys: dict[int, Any]) -> None:
-        """``keys`` are by the numbers of the requests."""
-        self.ended = ended
-        self.keys = keys
+    ended: EndedTogether[Any]
+    keys: dict[int, Any]
+    """By the numbers of the requests."""
 
 
 class _Silence:

@@ -15,6 +15,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from librmq.clock import Clock
@@ -69,18 +70,16 @@ _FRESH_S: Final = 5.0
 _MOST_AT_ONCE: Final = 64
 
 
+@dataclass(slots=True, eq=False)
 class _Lookup:
-    __slots__ = ("addresses", "ended", "error", "is_late", "started_s")
-
-    def __init__(self) -> None:
-        self.started_s = 0.0
-        """When the last look-up started."""
-        self.addresses: tuple[str, ...] = ()
-        self.error: OSError | None = None
-        self.ended: threading.Event | None = None
-        """Set when the look-up under way ends; None if there is none."""
-        self.is_late = False
-        """Whether a caller has waited in vain for the look-up under way."""
+    started_s: float = 0.0
+    """When the last look-up started."""
+    addresses: tuple[str, ...] = ()
+    error: OSError | None = None
+    ended: threading.Event | None = None
+    """Set when the look-up under way ends; None if there is none."""
+    is_late: bool = False
+    """Whether a caller has waited in vain for the look-up under way."""
 
 
 class HostNames:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -63,26 +64,24 @@ _TO_DEAD_LETTERS: Final = -1
 _log = EventLog("librmq.wire")
 
 
+@dataclass(slots=True, eq=False)
 class _Notification:
     """A request that a broker holds, and the waits that its answer ends."""
 
-    def __init__(self, sent_ms: int, quick: int) -> None:
-        self.sent_ms = sent_ms
-        self.quick = quick
-        """The ones before it that were answered at once, one after the other."""
-        self.waiting: list[Callable[[], None]] = []
+    sent_ms: int
+    quick: int
+    """The ones before it that were answered at once, one after the other."""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """A record that is several messages, which the broker delivers and acknowledges together."""
 
-    __slots__ = ("open", "receipt")
-
-    def __init__(self, receipt: Receipt, receipts: set[str]) -> None:
-        self.receipt = receipt
-        """Names the record to the broker."""
-        self.open = receipts
-        """The receipts of the messages that were not acknowledged."""
+    receipt: Receipt
+    """Names the record to the broker."""
+    open: set[str]
+    """The receipts of the messages that were not acknowledged."""
 
 
 class PopReceives:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Final, Literal
@@ -78,16 +78,14 @@ _OWN_LANGUAGE: Final = "PYTHON"
 """The language of librmq's clients, which log themselves what a new group skips; other Python clients say ``CPP``."""
 
 
+@dataclass(slots=True, eq=False)
 class _HeldPull:
     """A pull that is answered later. Changes only under the runner's lock."""
 
-    __slots__ = ("call", "is_answered", "is_asking")
-
-    def __init__(self, call: RemotingCall) -> None:
-        self.call = call
-        self.is_answered = False
-        self.is_asking = False
-        """Whether its connection's thread is about to ask again."""
+    call: RemotingCall
+    is_answered: bool = False
+    is_asking: bool = False
+    """Whether its connection's thread is about to ask again."""
 
 
 class ResetsByPull:
