@@ -198,7 +198,7 @@ class Pages:
                     return Fact("waiting", UNKNOWN, "this store is large: the page Waiting lists them")
                 waiting, limit = list(pending_messages(store_view.store, store_view.tables)), ""
         kinds = Counter(message.kind for message in waiting)
-        parts = [f"{KINDS[kind]}: {number(amount)}" for kind, amount in sorted(kinds.items())]
+        parts = [f"{number(amount)} {KINDS[kind][amount != 1]}" for kind, amount in sorted(kinds.items())]
         amount = number(len(waiting))
         if limit:
             amount = f"at least {amount}" if waiting else UNKNOWN

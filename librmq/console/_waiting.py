@@ -20,10 +20,11 @@ from librmq.message import StoredMessage
 
 _WAITING: Final = 1_000
 KINDS: Final = {
-    "half": "halves", "given_up": "given-up halves", "delay": "delays", "retry": "retries", "timer": "timers",
-    "pop": "in flight", "schedule": "schedules",
+    "half": ("half", "halves"), "given_up": ("given-up half", "given-up halves"), "delay": ("delay", "delays"),
+    "retry": ("retry", "retries"), "timer": ("timer", "timers"), "pop": ("in flight", "in flight"),
+    "schedule": ("schedule", "schedules"),
 }  # fmt: skip
-"""The kinds of `PendingMessage`, with the words for several."""
+"""The kinds of `PendingMessage`, with the words for one and for several."""
 
 
 def has_key(message: StoredMessage | None, text: str) -> bool:

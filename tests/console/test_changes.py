@@ -86,7 +86,7 @@ def test_the_next_message_of_a_schedule_waits(broker: Broker, runner: ManualRunn
     broker.set_schedule("hourly", topic="orders", every=3600)
     (row,) = Asked(console(broker)).table("/waiting?kind=schedule", "Waiting messages")
     assert (row["kind"], row["topic"]) == ("schedule", "orders")
-    assert facts(Asked(console(broker)).page("/"))["waiting"] == "1 schedules: 1"
+    assert facts(Asked(console(broker)).page("/"))["waiting"] == "1 1 schedule"
 
 
 def test_the_next_messages_of_a_cluster_are_asked_for(tmp_path: Path, runner: ManualRunner) -> None:
@@ -96,7 +96,7 @@ def test_the_next_messages_of_a_cluster_are_asked_for(tmp_path: Path, runner: Ma
         (row,) = asked.table("/waiting", "Waiting messages")
         assert (row["kind"], row["topic"]) == ("schedule", "orders")
         assert "schedule" not in [name for name, value in facts(asked.page("/waiting")).items() if value == "unknown"]
-        assert facts(asked.page("/"))["waiting"].startswith("at least 1 schedules: 1")
+        assert facts(asked.page("/"))["waiting"].startswith("at least 1 1 schedule")
 
 
 def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:

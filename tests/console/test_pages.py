@@ -396,12 +396,12 @@ def test_the_overview_says_what_flows_and_what_waits(
     runner.advance(4_000)
     shown = facts(asked.page("/"))
     assert (shown["consumed"], shown["waiting"]) == (
-        "2 a second in the last minute, while the overview was open", "3 delays: 2, timers: 1",
+        "2 a second in the last minute, while the overview was open", "3 2 delays, 1 timer",
     )  # fmt: skip
     with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
         remote.runner.clock = runner.clock
         assert facts(Asked(console(remote, folder=broker.store.path)).page("/"))["waiting"] == shown["waiting"]
-        assert facts(Asked(console(remote)).page("/"))["waiting"].startswith("at least 3 delays: 2, timers: 1; ")
+        assert facts(Asked(console(remote)).page("/"))["waiting"].startswith("at least 3 2 delays, 1 timer; ")
     monkeypatch.setattr(pages, "_FEW", 0)
     assert "this store is large: the page Waiting" in facts(asked.page("/"))["waiting"]
     monkeypatch.undo()
