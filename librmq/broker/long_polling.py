@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
-
-from sortedcontainers import SortedList
 
 from librmq.errors import BrokerError, FilterSyntaxError
 from librmq.message.delays import parse_level
@@ -37,13 +36,13 @@ K = TypeVar("K", bound=Hashable)
 class Deadlines(Generic[K]):
     """Keys in order of their deadlines in ms, first set first among equal ones. A key has one. Not thread-safe.
 
-    `set`, `discard` and each key of `pop_due` cost O(log n), and a discarded key leaves nothing behind.
+    `set` and each key of `pop_due` cost O(log n). Up to as many discarded keys as there are others stay behind.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()  # so that keys need no order
         self._entries: dict[K, tuple[int, int, K]] = {}
-        self._in_order: SortedList[tuple[int, int, K]] = SortedList()
+        self._heap: list[tuple[int, int, K]] = []  # discarded ones too, because removing them costs more
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,32 +50,34 @@ class Deadlines(Generic[K]):
     @property
     def first_ms(self) -> int | None:
         """The earliest deadline."""
-        return self._in_order[0][0] if self._in_order else None
+        heap, entries = self._heap, self._entries
+        while heap and entries.get(heap[0][2]) is not heap[0]:
+            heappop(heap)
+        return heap[0][0] if heap else None
 
     def set(self, key: K, at_ms: int) -> None:
         """Give a key a deadline, in place of its former one."""
-        if key in self._entries:
-            self.discard(key)
         entry = self._entries[key] = at_ms, next(self._numbers), key
-        self._in_order.add(entry)
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = sorted(self._entries.values())
 
     def discard(self, key: K) -> None:
         """Remove a key, if it has a deadline."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._in_order.remove(entry)
+        if self._entries.pop(key, None) is not None and not self._entries:
+            self._heap.clear()
 
     def pop_due(self, now_ms: int) -> Iterator[K]:
         """Remove and yield the keys that are due; the caller may change deadlines meanwhile."""
-        while self._in_order and self._in_order[0][0] <= now_ms:
-            _, _, key = self._in_order.pop(0)
+        while (first_ms := self.first_ms) is not None and first_ms <= now_ms:
+            _, _, key = heappop(self._heap)
             del self._entries[key]
             yield key
 
     def pop_all(self) -> Iterator[K]:
         """Remove and yield all keys by time."""
-        while self._in_order:
-            yield from self.pop_due(self._in_order[0][0])
+        while (first_ms := self.first_ms) is not None:
+            yield from self.pop_due(first_ms)
 
 
 class Selection:

@@ -36,6 +36,7 @@ from librmq.runtime.locks import Inherited
 IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
 _NUMBER: Final = "(0|[1-9][0-9]{0,18})"
+_RECEIPT: Final = "%d %d %d %d %s %s %d %d %d"
 _match_receipt: Final = re.compile(
     f"{_NUMBER} {_NUMBER} {_NUMBER} {_NUMBER} ([012]) (.+?) {_NUMBER} {_NUMBER}(?: {_NUMBER})?", re.DOTALL
 ).fullmatch
@@ -272,7 +273,7 @@ class Receipt(NamedTuple):
 
     @override
     def __str__(self) -> str:
-        return " ".join(map(str, self))
+        return _RECEIPT % self
 
     @property
     def is_ordered(self) -> bool:

@@ -185,16 +185,19 @@ class QueueFlights:
 
     def note_flight(self, queue_offset: int, flight: Flight) -> None:
         """Write the numbers of a delivery to the page."""
-        if self._page is not None and self.place is not None:
-            deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
-            flight.cell = self._page.add_flight(
-                self.place.number,
+        place, attempt = self.place, min(flight.attempt, _MOST_ATTEMPTS)
+        if place is not None:
+            if self.deaths:
+                deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
+                attempt |= deaths << 24 | deaths_alone << 31
+            flight.cell = place.page.add_flight(
+                place.number,
                 flight.cell,
                 queue_offset,
                 flight.physical_offset,
                 flight.received_ms,
                 flight.invisible_ms,
-                min(flight.attempt, _MOST_ATTEMPTS) | deaths << 24 | deaths_alone << 31 | flight.receiver,
+                attempt | flight.receiver,
                 flight.visible_ms,
             )
 

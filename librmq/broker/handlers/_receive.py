@@ -16,7 +16,6 @@ Without them, messages in flight are delivered again immediately.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from librmq.broker._administration import Progress
@@ -367,21 +366,20 @@ class ReceiveHandler(BrokerPart):
                 break
             next_offset = result.next_offset
             for message in result.messages:
+                queue_offset = message.queue_offset
                 deaths = queue.deaths_of(message) if has_suspects else (0, 0)
-                attempt = 1 + (
-                    queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
-                )
+                attempt = 1 + (queue.counts.get(queue_offset, 0) if group.is_ordered else message.reconsume_times)
                 if (attempt > max_attempts or deaths[0]) and (cause := _cause(request, group, attempt, *deaths)):
                     self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
                 if deaths[0] and (received or request.takes is Takes.NO_SUSPECT):
-                    self._suspect_deaths, next_offset = deaths[0], message.queue_offset
+                    self._suspect_deaths, next_offset = deaths[0], queue_offset
                     break
                 visible_ms = now_ms + request.invisible_ms
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt, visible_ms)
                 flight.receiver = receiver | ALONE if deaths[0] and request.takes is Takes.ALONE else receiver
-                queue.add_flight(message.queue_offset, flight, is_ordered=group.is_ordered)
-                self._visible.set((key, message.queue_offset), flight.visible_ms)
+                queue.add_flight(queue_offset, flight, is_ordered=group.is_ordered)
+                self._visible.set((key, queue_offset), flight.visible_ms)
                 if not received:  # the others are visible at the same time
                     self._runner.wake(self._step, flight.visible_ms)
                 received.append(self._received(request.topic, key, message, flight, group.is_ordered))
@@ -428,15 +426,16 @@ class ReceiveHandler(BrokerPart):
         self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
     ) -> Received:
         group, stored_topic, queue_id = key
+        queue_offset = message.queue_offset
         receipt = Receipt(
-            message.queue_offset,
+            queue_offset,
             flight.received_ms,
             flight.invisible_ms,
             IN_ORDER if is_ordered else 0,
             "1" if is_receive_retry(group, stored_topic) else "0",
             self._broker_name,
             queue_id,
-            message.queue_offset,
+            queue_offset,
             flight.physical_offset,
         )
         return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
@@ -528,10 +527,11 @@ class ReceiveHandler(BrokerPart):
             self._held.wake_receives(key[0], key[1])
 
     def _parse(self, text: str) -> Receipt | None:
-        with suppress(MalformedError):
+        try:
             receipt = Receipt.parse(text)
-            return receipt if receipt.broker_name == self._broker_name else None
-        return None
+        except MalformedError:
+            return None
+        return receipt if receipt.broker_name == self._broker_name else None
 
     @staticmethod
     def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:

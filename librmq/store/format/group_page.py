@@ -315,10 +315,10 @@ class Place:
 
     def set(self, position: int) -> None:
         """Set the position, also back; what a holder reaches from before then counts no more. -1 removes it."""
-        words, at = self._words, self._at
-        if position < self.position:
+        words, at, number = self._words, self._at, position + 1
+        if number < words[at + _POSITION] & _NUMBER:
             words[at + _SET_BACK] += 1
-        words[at + _POSITION] = _sealed(position)
+        words[at + _POSITION] = number | number % _PRIME + 1 << 48  # `_sealed`, inlined
 
 
 class Suspect:
@@ -717,9 +717,8 @@ class GroupPage:
         Raises:
             StoreIOError: The disk refuses.
         """
-        free = self._free
         if cell is None:
-            cell = free.pop() if free else self._new_flight()
+            cell = self._free.pop() if self._free else self._new_flight()
         segment, at = cell // _CELLS, cell % _CELLS * _CELL
         data = _FLIGHT.pack(place, *numbers)
         self._segments[segment].buffer[8 * at + 8 : 8 * at + 64] = data
