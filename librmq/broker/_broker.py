@@ -216,7 +216,8 @@ class Broker(StoreRoute, Endpoint):
         Raises the errors of `MessageStore.open`.
         """
         config, runner, life = self._config, self.runner, self._life
-        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
+        is_master = config.replica_of is None
+        tables = BrokerTables.open(os.path.join(path, "config"), files=files, takes_page=not is_master)
         for replaced in tables.replaced():
             _log.warning("%(what)s", what=replaced)
         from librmq.filter import BloomFilter  # loads a grammar that a client does without
@@ -280,7 +281,7 @@ class Broker(StoreRoute, Endpoint):
                 progress,
                 schedules,
             )
-            if config.replica_of is None:
+            if is_master:
                 with runner.lock:
                     deliveries.start()
                     receives.start()

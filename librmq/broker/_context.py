@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker._clients import Clients, QueueLocks
@@ -129,7 +129,7 @@ class BrokerContext:
                     keys=len(unnamed),
                     key=repr(unnamed[0])[:80],
                 )
-            self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+            self.offsets.clamp(cache(lambda topic, queue_id: store.queue_range(topic, queue_id)[1]))
             if config.replica_of is None:
                 self._add_unlisted_topics()
         self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)

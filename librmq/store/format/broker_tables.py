@@ -109,7 +109,7 @@ def progress_export(folder: str) -> str:
 class BrokerTables:
     """The tables, read by `open` and written by `persist`, all or one by one. Not thread-safe."""
 
-    def __init__(self, folder: str, files: Files) -> None:
+    def __init__(self, folder: str, files: Files, *, takes_page: bool = True) -> None:
         self._folder = folder
         self._files = files
         self.unread: str | None = None
@@ -136,7 +136,7 @@ class BrokerTables:
         self.offsets: ConfigTable = self._offsets(stored and stored.offsets)
         """Queue offsets by queue id, by ``topic@group``; empty where `unknown_progress` says why. They are those of the
         `GroupPage` where that is newer."""
-        page = self._page(writable=False)
+        page = self._page(writable=False) if takes_page else None
         if page is not None and take_positions(page.opened, self.offsets.rows):
             self.offsets.is_stored = True
         self.delays: ConfigTable = self._table("delayOffset.json", "offsetTable", _check_offsets)
@@ -146,13 +146,15 @@ class BrokerTables:
         self._schedules: ConfigTable | None = None
 
     @classmethod
-    def open(cls, folder: str, *, files: Files | None = None) -> Self:
+    def open(cls, folder: str, *, files: Files | None = None, takes_page: bool = True) -> Self:
         """Read the tables in ``folder``, which need not exist. Changes nothing.
+
+        Without ``takes_page``, progress is that of the table, for a broker, which takes that of its `kept_page`.
 
         Raises:
             CorruptionError: Neither a file nor its backup is readable.
         """
-        return cls(folder, files or DiskFiles())
+        return cls(folder, files or DiskFiles(), takes_page=takes_page)
 
     def _stored_tables(self) -> StoredTables | None:
         """Read the tables in RocksDB, if the broker keeps them there."""

@@ -103,8 +103,8 @@ def _sealed(number: int, salt: int = 0) -> int:
 
 def _unsealed(word: int, salt: int = 0) -> int | None:
     """Return the number of a word; None if the word is not one of `_sealed`."""
-    number = (word & _NUMBER) - 1
-    return number if word == _sealed(number, salt) else None
+    number = word & _NUMBER
+    return number - 1 if word >> 48 == (number + salt) % _PRIME + 1 else None
 
 
 def _slot(tag: int, queue_offset: int) -> int:
