@@ -228,7 +228,8 @@ class Progress(BrokerPart):
                 f"group {group!r} or topic {topic!r} does not exist, and progress of {_MOST_UNKNOWN:,} such pairs is "
                 "kept already: create them by set_group and create_topic",
             )
-        self._offsets.set_consumer_offset(topic, group, request.queue_id, request.queue_offset)
+        store = self._offsets.advance_consumer_offset if request.only_forward else self._offsets.set_consumer_offset
+        store(topic, group, request.queue_id, request.queue_offset)
         if is_new:
             self._unknown.add((group, topic))
 

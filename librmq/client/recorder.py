@@ -129,11 +129,10 @@ class Recorder:
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:
                 queue = MessageQueue(request.topic, broker_name, request.queue_id)
-                if request.commit_offset > self._committed.get((request.group, *queue), -1):  # a broker takes no other
-                    self.committed(process, request.group, queue, request.commit_offset)
+                self.committed(process, request.group, queue, request.commit_offset, only_forward=True)
         elif isinstance(request, UpdateOffset):
-            queue = MessageQueue(request.topic, broker_name, request.queue_id)
-            self.committed(process, request.group, queue, request.queue_offset)
+            queue, is_forward = MessageQueue(request.topic, broker_name, request.queue_id), bool(request.only_forward)
+            self.committed(process, request.group, queue, request.queue_offset, only_forward=is_forward)
         elif isinstance(request, Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters):
             self._receive(process, broker_name, request, answer)
         return answer
@@ -245,9 +244,12 @@ class Recorder:
             self._sink.cancels(request.message_id, is_sure=True)
         return result
 
-    def committed(self, process: str, group: str, queue: MessageQueue, queue_offset: int) -> None:
-        """Record progress that a broker has saved, where it differs from the last."""
-        if self._committed.get((group, *queue)) == queue_offset:
+    def committed(
+        self, process: str, group: str, queue: MessageQueue, queue_offset: int, *, only_forward: bool = False
+    ) -> None:
+        """Record progress that a broker has saved, where it differs from the last; with ``only_forward`` no earlier."""
+        last = self._committed.get((group, *queue), -1)
+        if queue_offset == last or (only_forward and queue_offset < last):
             return
         self._committed[group, *queue] = queue_offset
         self.add_event("commit", group=group, **_place(queue), queue_offset=queue_offset, at_ms=self.now_ms())

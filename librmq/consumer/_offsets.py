@@ -122,15 +122,19 @@ class BrokerOffsets:
             progress, queue = assigned.progress, assigned.queue
             if progress is None or progress == assigned.stored_progress:
                 continue
+            update, stored = UpdateOffset(self._group, queue.topic, queue.queue_id, progress), None
             try:
-                # Where none was stored, a reader that the broker lost, and does not know, can have stored some since.
-                is_unknown = assigned.may_be_passed or assigned.stored_progress is None
-                stored = self.read(queue) if is_unknown and not assigned.is_chosen else None
-                if not stored or stored < progress:
-                    request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
-                    self._client.route.endpoint(queue.broker_name).call(request)
-                if assigned.place is None or not assigned.place.advance(progress):  # it was set back
-                    assigned.place = self.hold(queue, was_held=True)
+                if _is_on_page(assigned, progress):
+                    # The page can be further before the broker gets this, so that it may move nothing back.
+                    self._client.route.endpoint(queue.broker_name).call(replace(update, only_forward=True))
+                else:
+                    # Where none was stored, a reader that the broker lost, and does not know, can have stored some.
+                    is_unknown = assigned.may_be_passed or assigned.stored_progress is None
+                    stored = self.read(queue) if is_unknown and not assigned.is_chosen else None
+                    if not stored or stored < progress:
+                        self._client.route.endpoint(queue.broker_name).call(update)
+                    if assigned.place is None or not assigned.place.advance(progress):  # it was set back
+                        assigned.place = self.hold(queue, was_held=True)
             except RmqError as error:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False
@@ -259,6 +263,14 @@ class LocalOffsets:
 
 Offsets = BrokerOffsets | LocalOffsets
 """Store of the progress of one instance. Called under the runner's lock."""
+
+
+def _is_on_page(assigned: AssignedQueue, progress: int) -> bool:
+    """Write progress to the page of groups, and return whether it is there; not if it goes back, or was set back."""
+    place = assigned.place
+    with suppress(ValueError):  # the broker has ended
+        return place is not None and not assigned.is_chosen and place.advance(progress) and place.position == progress
+    return False
 
 
 def _key(queue: MessageQueue) -> tuple[str, ...]:

@@ -208,7 +208,7 @@ class Fetcher:
 
     def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
         """Return the progress that a pull stores; `save` stores what was chosen, even if the broker's is later."""
-        if assigned.place is not None and not self._is_remote:  # it is there
+        if assigned.place is not None:  # It is there, perhaps further when a broker gets this pull.
             return None
         stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
         return assigned.progress if stores and assigned.progress else None

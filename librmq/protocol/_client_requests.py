@@ -327,6 +327,8 @@ class UpdateOffset(Request[None]):
     topic: str
     queue_id: int
     queue_offset: int
+    only_forward: bool | None = None
+    """Whether later progress stays: the holder of the queue has written this on the page of groups, and goes on."""
 
 
 @value

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar, cast
 
 import pytest
 
@@ -24,9 +26,13 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import lag
+from librmq.override import override
+from librmq.protocol import Endpoint, PullMessage, Request, Route, RouteWrapper, UpdateOffset
 from tests.programs import Fork
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+
+R = TypeVar("R")
 
 MESSAGES = 100
 
@@ -220,3 +226,71 @@ def test_a_kill_repeats_what_was_in_work_and_nothing_else(is_shared: bool, tmp_p
             broker.join()
     assert len([number for number in again if number % 10]) <= 16 - 10
     assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))
+
+
+class _Late(RouteWrapper):
+    """A route whose broker gets what a client says of its progress only when it has gone on, as behind a slow peer."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self.late: list[UpdateOffset] = []
+        self._endpoints: dict[Endpoint, Endpoint] = {}
+
+    @override
+    def endpoint(self, broker_name: str) -> Endpoint:
+        behind = self._route.endpoint(broker_name)
+        return self._endpoints.setdefault(behind, _LateEndpoint(behind, self.late))
+
+
+class _LateEndpoint(Endpoint):
+    has_page = True
+
+    def __init__(self, behind: Endpoint, late: list[UpdateOffset]) -> None:
+        self.behind, self._late = behind, late
+
+    @override
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, UpdateOffset):
+            self._late.append(request)
+        elif isinstance(request, PullMessage) and request.commit_offset is not None:
+            self._late.append(UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset))
+            return cast("R", self.behind.call(replace(request, commit_offset=None)))
+        return self.behind.call(request)
+
+
+def listen_one_by_one(route: Route) -> None:
+    done = threading.Event()
+    consumer = PushConsumer(route, "g", orderly=True, batch_size=1, pull_batch_size=1, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", lambda message: done.set() if message.body == b"%d" % (MESSAGES - 1) else None)
+    with consumer:
+        assert done.wait(60)
+
+
+def commit_one_by_one(route: Route) -> None:
+    consumer = PullConsumer(route, "g", auto_commit=False, pull_batch_size=1, consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    with consumer:
+        for _ in range(MESSAGES):
+            assert consumer.poll(timeout=60)
+            consumer.commit()
+
+
+def consume_late(path: Path, consume: Callable[[Route], None]) -> None:
+    """Consume, and then let the owner get all that was said of the progress, in the worst order."""
+    with librmq.share(path, wait=60) as shared:
+        route = _Late(shared)
+        consume(route)
+        for request in reversed(route.late):
+            shared.endpoint("broker-a").call(request)
+    print("done", flush=True)
+
+
+@pytest.mark.parametrize("consume", [listen_one_by_one, commit_one_by_one])
+def test_progress_that_comes_late_to_the_owner_moves_nothing_back(
+    consume: Callable[[Route], None], tmp_path: Path
+) -> None:
+    with librmq.share(tmp_path) as owner:
+        send(owner)
+        with Fork(consume_late, tmp_path, consume) as peer:
+            assert peer.stdout.readline() == "done\n"
+            assert owner.lag("g", "t") == 0

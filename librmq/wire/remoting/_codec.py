@@ -593,7 +593,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,
-        "consumer_group=group topic queue_id commit_offset=queue_offset",
+        "consumer_group=group topic queue_id commit_offset=queue_offset only_forward",
         _NOTHING,
     ),
     MaxOffset: _by_fields(MaxOffset, _C.GET_MAX_OFFSET, "topic queue_id", _OFFSET),

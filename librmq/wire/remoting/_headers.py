@@ -325,6 +325,8 @@ class GroupProgressHeader(GroupQueueHeader):
     commit_offset: int
     is_durable: bool | None = None
     """Whether it is on the device before the answer, as a reset is; RocketMQ ignores the field."""
+    only_forward: bool | None = None
+    """librmq's own: whether later progress stays."""
 
 
 @value
