@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, RequestNotSentError
@@ -37,17 +36,19 @@ class _Pause(NamedTuple):
     why: BrokerUnreachableError
 
 
-@dataclass(slots=True, eq=False)
 class _Line:
     """The connection of one client to one address, open or not."""
 
-    # Held while the connection is opened, so that the callers of one address open one connection and not many.
-    lock: Lock = field(default_factory=Lock)
-    opening: Future[Transport] | None = None  # the last one in a thread of its own
-    transport: Transport | None = None
-    opened_at: float = 0.0
-    is_dropped: bool = False
-    pause: _Pause | None = None
+    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "pause", "transport")
+
+    def __init__(self) -> None:
+        # Held while the connection is opened, so that the callers of one address open one connection and not many.
+        self.lock = Lock()
+        self.opening: Future[Transport] | None = None  # the last one in a thread of its own
+        self.transport: Transport | None = None
+        self.opened_at = 0.0
+        self.is_dropped = False
+        self.pause: _Pause | None = None
 
 
 class Connections:
