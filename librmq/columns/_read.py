@@ -254,6 +254,12 @@ class _Task:
         self._bodies = "body" in needed
         of_entries = {"physicalOffset"} if part.walk is not None else {"physicalOffset", "queueId", "queueOffset"}
         self._fields = [field for column, field in FIELDS.items() if column in needed - of_entries]
+        if part.walk is None:
+            self._fields += ["queue_offset", "queue_id"]  # which each entry's record must have
+            topics = [share.topic.encode() for share in part.slices]
+            self._queue_ids = np.array([share.queue_id for share in part.slices], np.int32)
+            self._topic_sizes = np.array(list(map(len, topics)), np.int64)
+            self._topic_ends = np.array([int.from_bytes(topic[-8:], "big") for topic in topics], np.uint64)
         self._fields += ["store_timestamp"] * conditions.has_times + ["body_crc"] * (self._bodies and options.checksums)
         self.malformed = Malformed(options, schema, part, self._store())
 
@@ -349,6 +355,8 @@ class _Task:
                 yield from self.malformed.records(*unreadable)
         sizes = rows.sizes if self._part.walk is None else None
         block = Block(raw, at, sizes, frames=self._frames, fields=self._fields)
+        if self._part.walk is None:
+            self._compare(rows, block)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
             yield from self.malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])
@@ -381,6 +389,20 @@ class _Task:
                 part, content, bodies = self._matching(part, content, bodies)
             if len(part):
                 yield self._batch(part, content, bodies)
+
+    def _compare(self, rows: Rows, block: Block) -> None:
+        """Let no row be sound whose record names another place."""
+        differs = block.field("queue_offset") != rows.queue_offsets
+        differs |= block.field("queue_id") != self._queue_ids[rows.queue]
+        if self._frames:
+            differs |= ~block.has_topics(self._topic_sizes[rows.queue], self._topic_ends[rows.queue])
+        for row in np.flatnonzero(differs & block.sound).tolist():
+            from librmq.store.engine.derivation import claims  # the queues of few stores share records
+
+            share, block.sound[row] = self._part.slices[rows.queue[row]], False
+            with contextlib.suppress(RecordError):
+                named = claims(block.record(row), (share.topic, share.queue_id))
+                block.sound[row] = int(rows.queue_offsets[row]) in named
 
     def _unwrapped(
         self, rows: Rows, raw: npt.NDArray[np.uint8], at: Ints
@@ -499,8 +521,7 @@ class _Task:
             if name == "topic":
                 return strings([share.topic for share in self._part.slices]).take(numbers(rows.queue))
             if name == "queueId":
-                ids = np.array([share.queue_id for share in self._part.slices], np.int32)
-                return numbers(ids[rows.queue])
+                return numbers(self._queue_ids[rows.queue])
             if name == "queueOffset":
                 return numbers(rows.queue_offsets)
             if name == "tagsCode":

@@ -368,7 +368,21 @@ class Block:
         except RecordError as error:
             return error
         assert self._sizes is not None
+        if self._sizes[row] == self._head["size"][row]:
+            return RecordError("expected the record of this queue offset, found one that names another")
         return RecordError(f"expected a record of {self._sizes[row]} bytes, found {self._head['size'][row]}")
+
+    def has_topics(self, sizes: Ints, ends: npt.NDArray[np.uint64]) -> Mask:
+        """Return which records have topics of these sizes, that end in these bytes, at most eight as a number."""
+        at, end = self._topic
+        last = record.gather(self._raw, self._of_sound(end - _WORD), ">u8")
+        same: Mask = (end - at == sizes) & ((last & _MASKS[np.minimum(sizes, _WORD)]) == ends)
+        return same
+
+    def record(self, row: int) -> bytes:
+        """Return the bytes of a sound record."""
+        at = int(self._at[row])
+        return self._raw[at : at + int(self._head["size"][row])].tobytes()
 
     def take(self, rows: Ints) -> Block:
         """Return a block of these rows only."""

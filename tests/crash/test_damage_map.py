@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from librmq.config import ENTRY_SIZE
 from tests.budget import step
 from tests.conftest import SlowBudget
-from tests.crash.damage_map import Look, draw, look, places, silent, store
+from tests.crash.damage_map import Damage, Look, draw, look, places, silent, store
+from tests.stores import Contents
 
 WITHOUT_CHECK = {
     "log: born_host", "log: born_timestamp", "log: flag", "log: prepared_offset", "log: properties",
@@ -30,10 +33,13 @@ def whole(closed: bool, folder: Path) -> Look:
     return seen
 
 
-def check(closed: bool, seed: object, folder: Path) -> None:
+def drawn(closed: bool, seed: object) -> Damage:
+    return draw(store(closed=closed)[0], random.Random(f"damage {seed} {closed}"))
+
+
+def check(closed: bool, damage: Damage, folder: Path) -> None:
     """Damage a store, ask all readers, and compare."""
     found, now_ms = store(closed=closed)
-    damage = draw(found, random.Random(f"damage {seed} {closed}"))
     changed = places(found, damage)
     if not changed:
         return
@@ -51,11 +57,44 @@ def check(closed: bool, seed: object, folder: Path) -> None:
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 def test_damage_is_not_passed_in_silence(closed: bool, tmp_path: Path) -> None:
     for seed in range(0, 50, step()):
-        check(closed, seed, tmp_path)
+        check(closed, drawn(closed, seed), tmp_path)
+
+
+def changed_at(found: Contents, path: str, kind: str, *changes: tuple[int, bytes]) -> Damage:
+    """Return a damage that puts some bytes into a file."""
+    data = bytearray(found[path] or b"")
+    for at, new in changes:
+        data[at : at + len(new)] = new
+    return Damage(path, kind, changes[0][0], bytes(data))
+
+
+def queue_file(topic: str, queue_id: int = 0) -> str:
+    return f"consumequeue/{topic}/{queue_id}/{0:020}"
+
+
+def entries(found: Contents, path: str) -> list[bytes]:
+    data = found[path] or b""
+    return [data[at : at + ENTRY_SIZE] for at in range(0, len(data), ENTRY_SIZE) if any(data[at : at + ENTRY_SIZE])]
+
+
+def swapped(found: Contents) -> Iterator[Damage]:
+    """Let two entries of a queue lead to each other's record."""
+    for path in map(queue_file, ("rmq_sys_wheel_timer", "later")):
+        one, two = (entry[:12] for entry in entries(found, path)[:2])
+        yield changed_at(found, path, "swap", (0, two), (ENTRY_SIZE, one))
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("damages", [swapped])
+def test_known_damages_are_not_passed_in_silence(
+    closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path
+) -> None:
+    for damage in damages(store(closed=closed)[0]):
+        check(closed, damage, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 def test_no_damage_of_the_whole_map_is_passed_in_silence(closed: bool, tmp_path: Path, slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(6_000, "damaged stores as all readers see them"):
-        check(closed, f"of the map {number}", tmp_path)
+        check(closed, drawn(closed, f"of the map {number}"), tmp_path)

@@ -40,7 +40,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import is_batch
 from librmq.store.engine.derivation import has_queue_entry
-from librmq.store.engine.store_times import StoreTimes, noted_order
+from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format.directory import COMMITLOG, has_abort
 from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.salvage import find_record
@@ -255,8 +255,7 @@ def _in_log(
     log.end = sequence.end
     begin = sequence.begin
     if selection.has_times:
-        order = noted_order(arguments.store, DiskFiles(), log)
-        begin = StoreTimes(log, order).first_file(selection.begin_ms)
+        begin = StoreTimes.noted(arguments.store, DiskFiles(), log).first_file(selection.begin_ms)
     offsets = _OffsetOrder()
     for physical_offset, _, raw in _items(arguments, sequence, begin):
         bar.to(physical_offset - sequence.begin)

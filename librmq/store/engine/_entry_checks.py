@@ -27,13 +27,10 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
-from librmq.java.lang import java_int
 from librmq.message import StoredMessage, record
-from librmq.message.batch import is_batch
-from librmq.message.properties import PropertyName
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
-from librmq.store.engine.derivation import Derivation, has_queue_entry, light_queues
+from librmq.store.engine.derivation import Derivation, claims, has_queue_entry
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 
 _log = EventLog("librmq.store")
@@ -122,7 +119,7 @@ class EntryChecks:
             if raw is not None:
                 if is_usual(raw, physical_offset, queue_offset, name):
                     return raw
-                is_same = queue_offset in _claims(raw, name) and StoredMessage(raw).physical_offset == physical_offset
+                is_same = queue_offset in claims(raw, name) and StoredMessage(raw).physical_offset == physical_offset
                 if is_same:
                     return self._sound(raw, physical_offset)
         except RecordError as error:
@@ -196,10 +193,10 @@ class EntryChecks:
             for at, _, raw in self.log.scan(begin, check_body=False):
                 if raw is None or topic not in raw or not has_queue_entry(StoredMessage(raw).sys_flag):
                     continue
-                claims = _claims(raw, name)
-                if queue_offset in claims:
+                claimed = claims(raw, name)
+                if queue_offset in claimed:
                     return _Found(at, raw)
-                if claims and (claims.start > queue_offset or at == place):
+                if claimed and (claimed.start > queue_offset or at == place):
                     return _Found(at)
         except CorruptionError as error:
             return _Found(error.offset, damage=error)
@@ -215,7 +212,7 @@ class EntryChecks:
             place, size, _ = ENTRY.unpack(stored) if stored else (-1, 0, 0)
             with suppress(CorruptionError, RecordError):
                 raw = self.log.read(place, size)
-                if raw is not None and number in _claims(raw, name):
+                if raw is not None and number in claims(raw, name):
                     return _Neighbour(number, place + size)
         return _Neighbour(-1, self.log.begin)
 
@@ -316,29 +313,12 @@ def usual_tail(topic: str, rest: int) -> bytes:
     return bytes((len(text),)) + text + size.to_bytes(2, "big")
 
 
-def _claims(raw: bytes, name: QueueName) -> range:
-    """Return the queue offsets of a queue at which a record says that it is; none for one of other queues.
-
-    Raises:
-        RecordError: The bytes are not a record.
-    """
-    message = StoredMessage.framed(raw)
-    _, _, begin, end, _, _ = message.frame
-    if (message.topic, message.queue_id) == name:
-        number = java_int(message.properties.get(PropertyName.INNER_NUM, "")) if is_batch(message) else 1
-        return range(message.queue_offset, message.queue_offset + max(number or 1, 1))
-    for topic, queue_id, queue_offset in light_queues(raw[begin:end], message.queue_id, message.properties_raw):
-        if (topic, queue_id) == name:
-            return range(queue_offset, queue_offset + 1)
-    return range(0)
-
-
 def _as_entered(raw: bytes, physical_offset: int, name: QueueName, queue_offset: int) -> bytes:
     """Return a record with the place and the queue that its entry says: every consumer goes by its own fields."""
     changed = bytearray(raw)
     _, _, begin, end, _, _ = StoredMessage(raw).frame
     changed[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = physical_offset.to_bytes(8, "big")
-    if queue_offset not in _claims(raw, name):
+    if queue_offset not in claims(raw, name):
         topic, queue_id = name
         changed[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = queue_offset.to_bytes(8, "big")
         changed[record.QUEUE_ID_AT : record.QUEUE_ID_AT + 4] = queue_id.to_bytes(4, "big")

@@ -25,6 +25,7 @@ from librmq.java.lang import (
     hash_append,
     index_key_hashes,
     java_decode,
+    java_int,
     java_long,
     part_hashes,
     string_hash,
@@ -192,6 +193,23 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
             validate_queue(name, light_id)
             if queue_offset is not None:
                 yield name, light_id, queue_offset
+
+
+def claims(raw: bytes, name: tuple[str, int]) -> range:
+    """Return the queue offsets of a queue at which a record says that it is; none for one of other queues.
+
+    Raises:
+        RecordError: The bytes are not a record.
+    """
+    message = StoredMessage.framed(raw)
+    _, _, begin, end, _, _ = message.frame
+    if (message.topic, message.queue_id) == name:
+        number = java_int(message.properties.get(PropertyName.INNER_NUM, "")) if is_batch(message) else 1
+        return range(message.queue_offset, message.queue_offset + max(number or 1, 1))
+    for topic, queue_id, queue_offset in light_queues(raw[begin:end], message.queue_id, message.properties_raw):
+        if (topic, queue_id) == name:
+            return range(queue_offset, queue_offset + 1)
+    return range(0)
 
 
 class DerivedRecord(NamedTuple):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE, ConsumeQueue, Entries, QueueEntry
@@ -216,6 +216,11 @@ Fetch = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], object]
 
 class StoreTimes:
     """The store times of a log's messages, by queue."""
+
+    @classmethod
+    def noted(cls, path: str, files: Files, log: CommitLog) -> Self:
+        """Return those of the store in ``path``, with the order that its last close noted."""
+        return cls(log, noted_order(path, files, log))
 
     def __init__(self, log: CommitLog, order: TimeOrder | None = None, fetch: Fetch | None = None) -> None:
         self.order = order
