@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from librmq.broker import Broker
 from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
-from librmq.diagnosis.pending import open_halves
 from librmq.errors import FilterSyntaxError, RmqError
-from librmq.filter import SQL92, PredicateCounts, SqlFilter, TagFilter
+from librmq.filter import SQL92, TagFilter
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
@@ -24,6 +23,9 @@ from librmq.testing._network import Network
 from librmq.testing._process import KitParts, Process, ProcessStateError
 from librmq.testing.histories._history import Call, DeliveryAttempt, History, show
 from librmq.testing.histories._verdict import Facts
+
+if TYPE_CHECKING:
+    from librmq.filter import PredicateCounts
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -100,6 +102,8 @@ def _why_none_of(
 ) -> str:
     expression = subscriber.subscription.expression
     if subscriber.subscription.expression_type == SQL92:
+        from librmq.filter import SqlFilter  # few tests need what it loads
+
         try:
             sql = SqlFilter(expression)
         except FilterSyntaxError as error:  # only official clients send it; librmq's own refuse it
@@ -282,6 +286,8 @@ class Evidence:
         for broker in brokers:
             if next(iter(broker.messages(SystemTopic.HALF)), None) is None:
                 continue
+            from librmq.diagnosis.pending import open_halves  # few tests need what it loads
+
             halves = [half for _, half in open_halves(broker.store, broker.tables)]
             for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():
                 if topic in self.read_topics:

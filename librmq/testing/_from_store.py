@@ -20,23 +20,24 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from librmq.client.recorder import Event
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
-from librmq.diagnosis import StoreView, pending_messages
-from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles, Files, MemoryFiles, OverlayFiles
 from librmq.message import StoredMessage, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group, kind_of_topic, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE
-from librmq.store import BrokerTables, Extracted
-from librmq.store.extraction import make_store, small_config
+from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import topic_row
 from librmq.testing._network import SMALL_FILES
 from librmq.testing.histories._history import show
+
+if TYPE_CHECKING:
+    from librmq.diagnosis import StoreView
+    from librmq.store import Extracted
 
 FOLDER: Final = os.path.join(os.sep, "rmq")
 """The folder of a kit's store in memory."""
@@ -76,6 +77,8 @@ class StoreStart:
     ) -> Self:
         """Read the store in ``path``; see `Kit.from_store`."""
         check_path("store", path, "the folder of a store")
+        from librmq.diagnosis.view import viewed  # few tests need what it loads
+
         with viewed(path) as view:
             damage = view.store.cut_short
             if damage is not None:
@@ -122,6 +125,8 @@ class StoreStart:
 
     def save(self, path: str) -> Extracted:
         """Make a store to keep, with files as small as the messages allow, in a folder like that of `copy_to`."""
+        from librmq.store.extraction import small_config
+
         return self._make(path, small_config(self.config, self.messages), DiskFiles())
 
     def save_to(self, folder: Path) -> int:
@@ -130,6 +135,8 @@ class StoreStart:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
     def _make(self, path: str, config: StoreConfig, files: Files) -> Extracted:
+        from librmq.store.extraction import make_store
+
         topics = self._tables.topics.rows.keys()
         return make_store(path, self.messages, self._tables, config, topics=topics, files=files)
 
@@ -309,6 +316,8 @@ def _tables(
             and message.properties.get("RETRY_TOPIC") in by_topic
         ]
     if SystemTopic.SCHEDULE in view.topics:
+        from librmq.diagnosis import pending_messages
+
         for pending in (
             *pending_messages(view.store, view.tables, kind="delay"),
             *pending_messages(view.store, view.tables, kind="retry"),
@@ -352,6 +361,8 @@ def _offsets(
 
 def _kit_config(source: StoreConfig, messages: Sequence[StoredMessage]) -> StoreConfig:
     """Return settings whose files have room for the messages, and for as large ones."""
+    from librmq.store.extraction import small_config
+
     config = small_config(replace(SMALL_FILES, message_delay_level=source.message_delay_level), messages)
     file_size = max(SMALL_FILES.commitlog_file_size, config.commitlog_file_size)
     return replace(config, commitlog_file_size=file_size, max_message_size=file_size // 2)

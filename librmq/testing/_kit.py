@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from traceback import format_exception
 from types import ModuleType, TracebackType
-from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client import Producer
@@ -17,7 +17,7 @@ from librmq.client.operations import observe_kept
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, SystemClock, replace_default_clock
-from librmq.cluster import Cluster, ReplicaConfig
+from librmq.cluster import Cluster
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError, MissingExtraError
@@ -30,9 +30,12 @@ from librmq.testing._from_store import FOLDER, GroupNames, StoreStart, machine_m
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
-from librmq.testing._replica import KitReplica
 from librmq.testing.histories._history import DeliveryAttempt, History
 from librmq.testing.histories._verdict import HistoryAnomalyError, check_kinds, history_problem
+
+if TYPE_CHECKING:
+    from librmq.cluster import ReplicaConfig
+    from librmq.testing._replica import KitReplica
 
 _T = TypeVar("_T")
 
@@ -249,6 +252,8 @@ class Kit:
             raise ProcessStateError("rmq.replica(sync=True) reopens the broker: call it before clients are made")
         if sync:
             network.wait_for_replicas(master.name)
+        from librmq.testing._replica import KitReplica  # few tests need what it loads
+
         replica = KitReplica(self, self.runner, self._evidence, master.name, name, config)
         network.add_copy(replica)
         return replica

@@ -11,7 +11,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.cluster import Cluster, Replica, RouteTable
+from librmq.cluster import Cluster, RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, NoRouteError
 from librmq.files import Files
@@ -21,6 +21,7 @@ from librmq.runtime import Runner
 from librmq.store import MessageStore, verify
 
 if TYPE_CHECKING:
+    from librmq.cluster import Replica
     from librmq.wire.frame_links import FrameLinks
 
 MOST_BROKERS: Final = len(ascii_lowercase)

@@ -11,14 +11,13 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.client import Client, Producer, SendResult
 from librmq.client.operations import Watcher
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Recorder
 from librmq.clock import ManualClock, SystemClock
-from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
@@ -48,6 +47,9 @@ from librmq.protocol import (
 from librmq.runtime import Runner, Work
 from librmq.testing._network import LinkEnd, Network
 from librmq.testing.histories._history import History, show
+
+if TYPE_CHECKING:
+    from librmq.cluster import Replica
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -267,6 +269,8 @@ class Process(LinkEnd, Route):
         """Return the route over the brokers and the replicas from which the process reads."""
         replicas = self._kit.network.replicas
         if replicas is not self._replicas:
+            from librmq.cluster import ReplicaRoute  # few tests need what it loads
+
             if isinstance(self._route, ReplicaRoute):
                 self._route.end()
             self._replicas = replicas

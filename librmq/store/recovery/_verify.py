@@ -44,6 +44,7 @@ from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.rocksdb import StoredEntry, queue_entries
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._condition import condition_of, cut_before_records
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._unclean_queues import Scope
@@ -386,15 +387,6 @@ def _timer_damage(
     Raises:
         CorruptionError: A file has another length.
     """
-    # Its arrays need numpy, which most stores have no timers for.
-    from librmq.store.format.timerfiles import (
-        TimerCheckpoint,
-        TimerLog,
-        TimerWheel,
-        timer_entries,
-        unit_damage,
-    )
-
     named = None
     with suppress(CorruptionError):  # which is found for itself
         document = read_document(os.path.join(path, SETTINGS_FILE), files, {"broker": (dict,)})

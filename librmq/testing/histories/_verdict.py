@@ -10,10 +10,8 @@ from librmq.client.recorder import Event, id_of
 from librmq.config import nearest
 from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
-from librmq.diagnosis import pending_messages
-from librmq.diagnosis.pending import given_up_halves
 from librmq.errors import ConfigError, FilterSyntaxError
-from librmq.filter import SQL92, SqlFilter
+from librmq.filter import SQL92
 from librmq.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
@@ -100,6 +98,8 @@ class Facts:
                 if cancelled.at_ms >= sent_ms.get(cancelled.message_id, cancelled.at_ms):
                     self._history.cancels(cancelled.message_id, is_sure=True)
             if (SystemTopic.CHECK_MAX_TIME, 0) in store.queues:
+                from librmq.diagnosis.pending import given_up_halves  # few tests need what it loads
+
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         rules = {name: self._rules(name, described) for name, described in self._groups.items()}
@@ -184,6 +184,8 @@ class Facts:
                 return True
             if names.isdisjoint(_WAITING_TOPICS):
                 continue
+            from librmq.diagnosis import pending_messages  # few tests need what it loads
+
             for message in pending_messages(broker.store, broker.tables):
                 if message.kind == "given_up" or {message.topic, message.target_topic}.isdisjoint(topics):
                     continue
@@ -206,6 +208,8 @@ def _selected(messages: Sequence[StoredMessage], filters: Collection[tuple[str, 
 
 def _test_of(kind: str, expression: str) -> Callable[[StoredMessage], bool]:
     if kind == SQL92:
+        from librmq.filter import SqlFilter  # few tests need what it loads
+
         sql = SqlFilter(expression)
         return lambda message: sql.matches(message.properties)
     if expression in ("", "*"):
