@@ -24,7 +24,8 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, last_line, main
 from benchmarks.peers import TAG, TOPIC, Load, make_load
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY_SIZE, entry_dtype
 from librmq.message.message import Message
 from librmq.message.record import BODY_AT, header_struct
 from librmq.store import GetStatus, MessageStore

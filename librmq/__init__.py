@@ -6,7 +6,7 @@ runners, and `librmq.errors` all errors.
 
 from __future__ import annotations
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 TYPE_CHECKING = False  # the name of `typing`, without importing that for it
 __version__ = "0.1.0"
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from librmq.broker import BrokerConfig as BrokerConfig
     from librmq.client import CheckedMessage as CheckedMessage
     from librmq.client import Producer as Producer
-    from librmq.client import ProducerConfig as ProducerConfig
     from librmq.client import SendResult as SendResult
     from librmq.client import TransactionProducer as TransactionProducer
     from librmq.client import TransactionResult as TransactionResult
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from librmq.consumer import ConsumerConfig as ConsumerConfig
     from librmq.consumer import DeliveredMessage as DeliveredMessage
     from librmq.consumer import PullConsumer as PullConsumer
-    from librmq.consumer import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer import PushConsumer as PushConsumer
     from librmq.consumer import ReceivedMessage as ReceivedMessage
     from librmq.consumer import SimpleConsumer as SimpleConsumer
@@ -91,7 +89,7 @@ else:
             "librmq.client.producer": ("Producer",),
             "librmq.client.queue_selectors": ("select_by_consistent_hash", "select_by_hash"),
             "librmq.client.recorded_route": ("record_history",),
-            "librmq.client.sender": ("ProducerConfig", "SendResult"),
+            "librmq.client.sender": ("SendResult",),
             "librmq.clock": ("ManualClock",),
             "librmq.cluster": ("Cluster", "RouteTable"),
             "librmq.config": ("StoreConfig",),
@@ -99,7 +97,6 @@ else:
                 "ConsumerConfig",
                 "DeliveredMessage",
                 "PullConsumer",
-                "PullConsumerConfig",
                 "PushConsumer",
                 "ReceivedMessage",
                 "SimpleConsumer",

@@ -39,7 +39,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, Union, cast, g
 from librmq.errors import ConfigError
 from librmq.override import override
 
-__all__ = ["Between", "Config", "Seconds", "StoreConfig"]
+__all__ = ["Config", "StoreConfig"]
 
 ENTRY_SIZE: Final = 20  # bytes of an entry of a consume queue
 KIB: Final = 1024

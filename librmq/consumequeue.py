@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from librmq import consumequeue_entries as stored_entries
 from librmq.consumequeue_entries import (
@@ -27,6 +27,7 @@ from librmq.consumequeue_entries import (
     EXT_FILE_SIZE,
     HOLE_SIZE,
     PLACE,
+    ConsumeQueueExt,
     Entries,
     ExtUnit,
     QueueEntry,
@@ -41,20 +42,7 @@ from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 
-if TYPE_CHECKING:
-    from librmq.consumequeue_ext import ConsumeQueueExt
-
-__all__ = [
-    "ENTRY",
-    "ENTRY_SIZE",
-    "FILE_SIZE",
-    "HOLE_SIZE",
-    "ConsumeQueue",
-    "Entries",
-    "ExtUnit",
-    "QueueEntry",
-    "entry_dtype",
-]
+__all__ = ["ConsumeQueue", "ConsumeQueueExt", "ExtUnit", "QueueEntry"]
 
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
 """Length of a file in a 4.9 broker's store, in bytes."""
@@ -102,8 +90,6 @@ class ConsumeQueue(Closing):
         self.max_physic_offset = self._last_place()
         self.ext = None
         if ext is not None:
-            from librmq.consumequeue_ext import ConsumeQueueExt
-
             folder, file_size, disk, pool = ext
             last = self._tags_code(self.max_offset - 1)
             self.ext = ConsumeQueueExt.open(

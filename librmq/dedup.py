@@ -40,7 +40,7 @@ from librmq.metrics import Metrics, outside
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock
 
-__all__ = ["DedupConfig", "DedupCounts", "DedupKeywords", "DedupListener", "GuardedStep", "deduplicated"]
+__all__ = ["DedupCounts", "DedupListener", "GuardedStep", "deduplicated"]
 
 _log = EventLog("librmq.dedup")
 

@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Annotated, Final
 
 from librmq.config import Between, Config, Seconds, check_now
-from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.consumequeue_entries import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, is_ext_address
 from librmq.errors import (
     LASTING,
     CorruptionError,
@@ -43,7 +43,7 @@ from librmq.store import AppendResult, BrokerTables, MessageStore
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.engine.read import records_of
 
-__all__ = ["DelayConfig", "DelaySchedule"]
+__all__ = ["DelaySchedule"]
 
 _log = EventLog("librmq.delay")
 

@@ -61,11 +61,10 @@ import unicodedata
 from os import PathLike, fspath
 from typing import Final, Protocol
 
+from librmq.formatting import printable_lines
 from librmq.override import override
-from librmq.printable import printable_lines
 
 __all__ = [
-    "LASTING",
     "AllocationError",
     "BodyChecksumError",
     "BodyCompressionError",

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast
 
 from librmq.errors import ConfigError
 
-__all__ = ["DeadLetter", "Delivered", "DownstreamDown", "ReconsumeLater", "SuspendQueue"]
+__all__ = ["DeadLetter", "DownstreamDown", "ReconsumeLater", "SuspendQueue"]
 
 
 _LONGEST_REST_S: Final = 86_400

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.errors import ConfigError, MissingExtraError
+from librmq.formatting import printable
 from librmq.override import override
-from librmq.printable import printable
 from librmq.runtime.locks import Lock
 from librmq.runtime.outside import call_outside
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as PrometheusMetric
     from prometheus_client.registry import CollectorRegistry
 
-__all__ = ["METRICS", "Metric", "Metrics", "export_to_opentelemetry", "export_to_prometheus"]
+__all__ = ["Metrics", "export_to_opentelemetry", "export_to_prometheus"]
 
 
 class Metric(NamedTuple):

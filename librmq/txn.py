@@ -39,7 +39,6 @@ from librmq.scheduling.half_messages import (
     OP_TAG,
     QUEUE,
     CheckBack,
-    Checked,
     EndedHalves,
     HalfCheck,
     TransactionConfig,
@@ -49,7 +48,7 @@ from librmq.scheduling.half_messages import (
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
 
-__all__ = ["CheckBack", "Checked", "FinalMessage", "HalfCheck", "TransactionConfig", "Transactions"]
+__all__ = ["CheckBack", "TransactionConfig", "Transactions"]
 
 _log = EventLog("librmq.txn")
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
+from librmq.consumequeue import ConsumeQueue, QueueEntry
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles

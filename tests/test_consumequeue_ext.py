@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address, pack_unit
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import (
+    ENTRY_SIZE,
+    LAST_EXT_ADDRESS,
+    ConsumeQueueExt,
+    ExtUnit,
+    is_ext_address,
+    pack_unit,
+)
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files, is_folder

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, is_ext_address
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files

@@ -24,11 +24,11 @@ from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
 from librmq.message.topics import SystemTopic
-from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
+from librmq.scheduling.half_messages import CHECK_GROUP, Checked, EndedHalves
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.txn import CheckBack, Checked, TransactionConfig, Transactions
+from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died
 from tests.transactions_of_4 import TransactionsOf4

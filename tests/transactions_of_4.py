@@ -7,8 +7,9 @@ from typing import Any
 
 from librmq.message import StoredMessage
 from librmq.message.topics import SystemTopic
+from librmq.scheduling.half_messages import HalfCheck
 from librmq.store import AppendResult
-from librmq.txn import HalfCheck, Transactions
+from librmq.txn import Transactions
 
 
 class TransactionsOf4(Transactions):

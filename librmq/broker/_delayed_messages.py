@@ -18,7 +18,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
-from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling import TimerConfig
 from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, destination_of
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory

@@ -15,7 +15,7 @@ from librmq.delay import DelayConfig
 from librmq.errors import ConfigError
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling import TimerConfig
 from librmq.store.format.directory import infer_config, is_made_by_librmq
 from librmq.store.format.documents import (
     RETENTION,

@@ -40,7 +40,7 @@ from librmq import (
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.errors import InputError, StoreError
-from librmq.printable import printable
+from librmq.formatting import printable
 from librmq.runtime import critical
 from librmq.runtime.event_log import held_back
 from librmq.store import verify

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Sel
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import CorruptionError, InputError, MissingExtraError, RecordError, StoreIOError
-from librmq.printable import UNSAFE, cell, escape, printable
+from librmq.formatting import UNSAFE, cell, escape, printable
 from librmq.runtime.event_log import watched
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.formatting import duration, size
+from librmq.formatting import duration, printable, size
 from librmq.override import override
-from librmq.printable import printable
 
 Row = Mapping[str, Any]
 Column = str | tuple[str, str | Callable[[Row], object]]

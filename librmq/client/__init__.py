@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.client._transactions import CheckedMessage as CheckedMessage
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from librmq.client.allocation import allocate_consistent_hash as allocate_consistent_hash
     from librmq.client.allocation import allocate_machine_room_nearby as allocate_machine_room_nearby
     from librmq.client.client import Client as Client
-    from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.operations import Operation as Operation
     from librmq.client.operations import watch as watch
     from librmq.client.producer import Producer as Producer
@@ -38,7 +37,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.client.client": ("Client", "ProcessClients"),
+            "librmq.client.client": ("Client",),
             "librmq.client.operations": ("Operation", "watch"),
             "librmq.client.producer": ("Producer",),
             "librmq.client.queue_selectors": (

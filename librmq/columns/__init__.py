@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import Extra, lazy_exports
+from librmq.runtime.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.columns._arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns._arrow_dataset import dataset as dataset
-    from librmq.columns._exports import Exported as Exported
     from librmq.columns._exports import export as export
     from librmq.columns._read import Reading as Reading
     from librmq.columns.decoding import CORRUPT as CORRUPT
@@ -33,9 +31,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.columns._arrow_dataset": ("StoreDataset", "dataset"),
+            "librmq.columns._arrow_dataset": ("dataset",),
             "librmq.columns.decoding": ("CORRUPT", "TYPES", "default_columns"),
-            "librmq.columns._exports": ("Exported", "export"),
+            "librmq.columns._exports": ("export",),
             "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),
             "librmq.columns._read": ("Reading",),

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.arrays import integers, numbers, offsets_and_bytes, replaced, strings
 from librmq.columns.decoding import TYPES
-from librmq.printable import UNSAFE, cell, guarded, is_safe_in_cell, printable
+from librmq.formatting import UNSAFE, cell, guarded, is_safe_in_cell, printable
 
 Batches = Iterable[Iterator[pa.RecordBatch]]
 """The batches of each step."""

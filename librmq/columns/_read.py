@@ -24,8 +24,7 @@ from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIELDS, FIXED_COLUMN
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
-from librmq.consumequeue import entry_dtype
-from librmq.consumequeue_entries import LAST_EXT_ADDRESS
+from librmq.consumequeue_entries import LAST_EXT_ADDRESS, entry_dtype
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files import Damage, DiskFiles, File, Files, is_folder
 from librmq.files.rolling import file_name

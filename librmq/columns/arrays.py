@@ -15,10 +15,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.commitlog_frames import MAGICS, SIZE_AND_MAGIC
 from librmq.errors import MissingExtraError, RecordError
 from librmq.java.lang import java_decode
-from librmq.message import record
+from librmq.message import frames, record
 from librmq.runtime.compiled_core import CORE
 
 try:
@@ -193,7 +192,7 @@ def _plain(
     At bytes that are not a record the walk ends, and returns ``end``.
     """
     view, size, places = raw.data, len(raw), []
-    unpack = SIZE_AND_MAGIC.unpack_from
+    unpack = frames.SIZE_AND_MAGIC.unpack_from
     begin, last = place, min(until, size - record.FIXED_SIZE)
     while place < until:
         while place < last:  # fast path: plain records
@@ -212,7 +211,7 @@ def _plain(
             place = end
             break
         length, magic = unpack(view, place)
-        if magic in MAGICS and length >= record.FIXED_SIZE and place + length <= size:
+        if magic in frames.MAGICS and length >= record.FIXED_SIZE and place + length <= size:
             places.append(place)
             place += length
             if place in chain_numbers and place > begin:

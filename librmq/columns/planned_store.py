@@ -29,7 +29,8 @@ from librmq.columns.options import (
 )
 from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
-from librmq.consumequeue import ConsumeQueue, Entries, QueueEntry, entry_dtype
+from librmq.consumequeue import ConsumeQueue, QueueEntry
+from librmq.consumequeue_entries import Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files import Damage, DiskFiles, Files
 from librmq.files.rolling import MappingPool, file_name

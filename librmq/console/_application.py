@@ -35,8 +35,7 @@ from librmq.console._search import find_page, topic_page
 from librmq.console._tables import Moment, Page, Query, at_moment, render, templates
 from librmq.console._waiting import letters_page, waiting_page
 from librmq.errors import BrokerUnreachableError, ConfigError, RmqError
-from librmq.formatting import visible
-from librmq.printable import cell
+from librmq.formatting import cell, visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.consumer._assignment import ProcessQueue as ProcessQueue
-    from librmq.consumer._instance import ConsumerCounts as ConsumerCounts
     from librmq.consumer._listeners import DeliveredMessage as DeliveredMessage
     from librmq.consumer._listeners import OrderlyResult as OrderlyResult
     from librmq.consumer._orderly import BlockedQueue as BlockedQueue
@@ -32,7 +31,6 @@ else:
             "librmq.consumer._assignment": ("ProcessQueue",),
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
             "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
-            "librmq.consumer._instance": ("ConsumerCounts",),
             "librmq.consumer._listeners": ("DeliveredMessage", "OrderlyResult"),
             "librmq.consumer._orderly": ("BlockedQueue",),
             "librmq.consumer._pull": ("PullConsumer",),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from librmq.config import nearest
-from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
+from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE
 from librmq.diagnosis._findings import (
     Finding,
     Thresholds,

@@ -24,7 +24,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from librmq.consumequeue import HOLE_SIZE
+from librmq.consumequeue_entries import HOLE_SIZE
 from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError

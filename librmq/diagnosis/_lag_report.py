@@ -14,8 +14,7 @@ from functools import cache, cached_property, partial
 from itertools import accumulate, chain, compress, count, pairwise, repeat, starmap
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
-from librmq.consumequeue_entries import PLACE
+from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.diagnosis._findings import Finding, Severity, Thresholds, cut_evidence
 from librmq.diagnosis.view import ClusterView, QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError

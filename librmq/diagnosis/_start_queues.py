@@ -22,7 +22,8 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY_SIZE
 from librmq.errors import CorruptionError, RmqError
 from librmq.files import Damage, Files, file_size, is_folder
 from librmq.runtime.event_log import counted

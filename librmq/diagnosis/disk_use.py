@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from librmq.config import StoreConfig, parse_hours
-from librmq.consumequeue import HOLE_SIZE
+from librmq.consumequeue_entries import HOLE_SIZE
 from librmq.diagnosis._lag_report import lag
 from librmq.diagnosis.view import StoreView
 from librmq.formatting import duration, moment, number, percent, size

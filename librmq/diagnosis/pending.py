@@ -22,8 +22,8 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, HOLE_SIZE, is_ext_address
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis._lag_report import QueueLag, lag
 from librmq.diagnosis._pop import PopHolds, pop_holds

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import HOLE_SIZE
+from librmq.consumequeue_entries import HOLE_SIZE
 from librmq.diagnosis._checks import (
     damage_finding,
     is_verified,

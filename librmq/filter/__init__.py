@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.filter._predicates import Policy as Policy
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from librmq.filter.registrations import SQL92 as SQL92
     from librmq.filter.registrations import TAG as TAG
     from librmq.filter.registrations import BloomFilter as BloomFilter
-    from librmq.filter.registrations import BloomPositions as BloomPositions
     from librmq.filter.registrations import Registration as Registration
     from librmq.filter.registrations import Registrations as Registrations
     from librmq.message.properties import tags_code as tags_code
@@ -50,7 +49,6 @@ else:
                 "SQL92",
                 "TAG",
                 "BloomFilter",
-                "BloomPositions",
                 "Registration",
                 "Registrations",
             ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.idempotence._server_stores import RedisDedupStore as RedisDedupStore
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from librmq.idempotence._server_stores import SqlDedupStore as SqlDedupStore
     from librmq.idempotence._sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence._transactional_tables import LocalTransactions as LocalTransactions
-    from librmq.idempotence._transactional_tables import Transactional as Transactional
     from librmq.idempotence._transactional_tables import purge_messages as purge_messages
     from librmq.idempotence._transactional_tables import transactional as transactional
     from librmq.idempotence.outbox import Outbox as Outbox
@@ -48,7 +47,6 @@ else:
             ),
             "librmq.idempotence._transactional_tables": (
                 "LocalTransactions",
-                "Transactional",
                 "purge_messages",
                 "transactional",
             ),

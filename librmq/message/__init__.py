@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.message._stored_message import StoredRecords as StoredRecords
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from librmq.message.delays import DelayLevels as DelayLevels
     from librmq.message.delays import retry_level as retry_level
     from librmq.message.ids import UniqueIds as UniqueIds
-    from librmq.message.ids import decode_unique_id as decode_unique_id
     from librmq.message.message import Message as Message
     from librmq.message.message import MessageQueue as MessageQueue
     from librmq.message.message import StoredMessage as StoredMessage
@@ -32,7 +31,7 @@ else:
                 "DelayLevels",
                 "retry_level",
             ),
-            "librmq.message.ids": ("UniqueIds", "decode_unique_id"),
+            "librmq.message.ids": ("UniqueIds",),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
             "librmq.message._stored_message": ("StoredRecords",),
             "librmq.message.topics": ("dead_letter_topic", "retry_topic"),

@@ -8,6 +8,7 @@ from json import loads as from_json
 from typing import Any, Final, Self, overload
 
 from librmq.errors import MalformedError, RecordError
+from librmq.formatting import shown_body
 from librmq.java.lang import java_decode
 from librmq.message.ids import Host, decode_host
 from librmq.message.properties import PropertyName, decode_properties, find_property, priority_of, split_keys, tags_code
@@ -36,7 +37,6 @@ from librmq.message.record import (
     host_ends,
 )
 from librmq.override import override
-from librmq.printable import shown_body
 from librmq.runtime.compiled_core import CORE, StoredState
 
 _INT: Final = struct.Struct(">i")

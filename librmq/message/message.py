@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 
 from librmq.config import suggest, to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
+from librmq.formatting import shown_body
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message._stored_message import StoredMessage as StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, priority_of, split_keys
 from librmq.override import override
-from librmq.printable import shown_body
 
 
 class MessageQueue(NamedTuple):

@@ -28,7 +28,7 @@ class Core:
     module: Any = None
     """The module ``librmq.runtime._core``."""
     items: Callable[..., Any] | None = None
-    """The items of one file of the log (`librmq.commitlog_frames.items`)."""
+    """The items of one file of the log (`librmq.message.frames.items`)."""
     use_stored_messages: Callable[..., None] | None = None
     """Takes the class of which `pull` makes messages (`librmq.message._stored_message`)."""
     shapes: dict[tuple[str, ...], object] = field(default_factory=dict)

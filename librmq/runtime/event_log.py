@@ -26,8 +26,8 @@ from traceback import TracebackException
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from librmq.errors import RmqError
+from librmq.formatting import printable, printable_lines
 from librmq.override import override
-from librmq.printable import printable, printable_lines
 from librmq.runtime.outside import call_outside
 
 _PREFIX: Final = "rmq_"

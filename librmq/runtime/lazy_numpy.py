@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import names_of
+from librmq.runtime.lazy_exports import names_of
 from librmq.runtime.locks import critical
 
 if TYPE_CHECKING:

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.scheduling.schedules import Schedule as Schedule
+    from librmq.scheduling.timer_config import TimerConfig as TimerConfig
 else:
-    __getattr__, __dir__, __all__ = lazy_exports(__name__, {"librmq.scheduling.schedules": ("Schedule",)})
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {"librmq.scheduling.schedules": ("Schedule",), "librmq.scheduling.timer_config": ("TimerConfig",)},
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import Extra, lazy_exports
+from librmq.runtime.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
     from librmq.spark._functions import allocate as allocate

@@ -29,7 +29,8 @@ from librmq.files.interface import make_folders
 from librmq.spark import stores
 from librmq.spark._options import parse_read_options
 from librmq.spark._positions import Document, Key, Positions, nested
-from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
+from librmq.spark.pipelines import LeftOut, find
+from librmq.spark.pipelines._catalog import Inputs, MessageRead, OfMessages
 from librmq.spark.stores import Settings
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from librmq.clock import SystemClock
 from librmq.columns.arrays import Ints, runs
-from librmq.consumequeue import entry_dtype
+from librmq.consumequeue_entries import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
 from librmq.files import DiskFiles, file_size
 from librmq.files.interface import confine, make_folders

@@ -18,9 +18,8 @@ from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
-from librmq.consumequeue_entries import place_at
-from librmq.consumequeue_ext import ConsumeQueueExt
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, ConsumeQueueExt, entry_dtype, place_at
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool

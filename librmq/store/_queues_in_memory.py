@@ -22,8 +22,8 @@ from typing import Final
 
 from librmq.commitlog import LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import first_from
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, first_from
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files import Files, MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool

@@ -21,7 +21,7 @@ import numpy as np
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path
-from librmq.consumequeue import ENTRY_SIZE, entry_dtype
+from librmq.consumequeue_entries import ENTRY_SIZE, entry_dtype
 from librmq.errors import (
     ConfigError,
     CorruptionError,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.lazy_exports import lazy_exports
+from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.testing._deployments import one_cluster as one_cluster
@@ -22,16 +22,13 @@ if TYPE_CHECKING:
     from librmq.testing._faults import Faults as Faults
     from librmq.testing._kit import Kit as Kit
     from librmq.testing._kit import UnsoundStoreError as UnsoundStoreError
-    from librmq.testing._kit_runner import Elapsed as Elapsed
     from librmq.testing._kit_runner import NotAwaitedError as NotAwaitedError
     from librmq.testing._process import Process as Process
     from librmq.testing._process import ProcessDied as ProcessDied
     from librmq.testing._process import ProcessStateError as ProcessStateError
     from librmq.testing.exploring._exploration import Exploration as Exploration
     from librmq.testing.exploring._exploration import explore as explore
-    from librmq.testing.histories._history import DeliveryAttempt as DeliveryAttempt
     from librmq.testing.histories._history import History as History
-    from librmq.testing.histories._history import HistoryLine as HistoryLine
     from librmq.testing.histories._verdict import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
@@ -45,10 +42,10 @@ else:
             "librmq.testing.exploring._exploration": ("Exploration", "explore"),
             "librmq.testing._faults": ("Faults",),
             "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),
-            "librmq.testing.histories._history": ("DeliveryAttempt", "History", "HistoryLine"),
+            "librmq.testing.histories._history": ("History",),
             "librmq.testing.histories._verdict": ("HistoryAnomalyError",),
             "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
-            "librmq.testing._kit_runner": ("Elapsed", "NotAwaitedError"),
+            "librmq.testing._kit_runner": ("NotAwaitedError",),
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
             "librmq.testing._deployments": ("one_cluster",),
             "librmq.testing._drills": ("Drill", "DrillReport", "run_drill"),

@@ -22,12 +22,12 @@ from librmq.cluster import (
     RouteTable,
     SiteRoute,
     SiteRouter,
-    site_of,
 )
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
 from librmq.files import MemoryFiles
+from librmq.protocol import site_of
 from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.testing._deployments import Deployment, check_deployment

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from librmq.cli._output import JsonLines, LimitReached, Output, complain, json_line, open_output, write_page
 from librmq.errors import InputError, MissingExtraError
-from librmq.printable import cell_text, printable
+from librmq.formatting import cell_text, printable
 from tests.cli.stand import Terminal
 from tests.programs import run_program
 

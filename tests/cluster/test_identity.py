@@ -8,7 +8,8 @@ import pytest
 
 from librmq import Broker, Cluster, ManualRunner, NoRouteError, Producer, PushConsumer, StoreConfig
 from librmq.broker import BrokerConfig
-from librmq.client import Client, ProcessClients
+from librmq.client import Client
+from librmq.client.client import ProcessClients
 from librmq.errors import ConfigError
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import ConsumeFrom, MessageModel

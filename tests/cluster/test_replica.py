@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
-from librmq.cluster import Replica, StoredMaster, promote_replica
+from librmq.cluster import Replica, promote_replica
+from librmq.cluster._replica import StoredMaster
 from librmq.diagnosis import StoreView, pending_messages
 from librmq.errors import (
     BrokerUnreachableError,

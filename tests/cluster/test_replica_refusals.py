@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
-from librmq.cluster import Replica, StoredMaster
+from librmq.cluster import Replica
+from librmq.cluster._replica import StoredMaster
 from librmq.cluster._replica_admission import check_bytes
 from librmq.errors import (
     BrokerError,

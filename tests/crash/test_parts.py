@@ -9,7 +9,8 @@ import pytest
 
 from librmq import Message
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ConsumeQueue, begin_together
+from librmq.consumequeue import ConsumeQueue, begin_together
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import StoreIOError
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool

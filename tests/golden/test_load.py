@@ -15,7 +15,7 @@ import pytest
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY
+from librmq.consumequeue_entries import ENTRY
 from librmq.files._disk import DiskFiles
 from librmq.files.interface import Damage
 from librmq.filter import Registrations

@@ -41,7 +41,7 @@ from tests.mutation.planted import plant_sources, simulate, simulate_shares
 from tests.reference import CHECKOUT
 
 PARTS = {
-    "log": ("commitlog", "commitlog_reader", "commitlog_frames", "files._disk"),
+    "log": ("commitlog", "message.frames", "files._disk"),
     "append": ("store.engine._append", "store.engine._append_fields"),
     "recovery": (
         "store.recovery.open",
@@ -73,10 +73,10 @@ _ENDS = (
 TESTS = {
     "commitlog": (
         *("test_commitlog.py", "store/test_recover.py", "store/test_store.py", "crash/test_full_disk.py"),
+        "store/test_reader.py",
         *("store/test_append_block.py", "cluster/test_replica.py", "cli/test_damage_by_command.py"),
     ),
-    "commitlog_reader": ("test_commitlog.py", "store/test_recover.py", "store/test_reader.py"),
-    "commitlog_frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
+    "message.frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
     "files._disk": (
         *("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
         *("store/test_salvage.py", "store/test_foreign_files.py", "wire/test_share.py"),

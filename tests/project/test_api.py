@@ -28,6 +28,11 @@ def test_the_file_is_up_to_date(api: ModuleType) -> None:
     assert written == promised, advice
 
 
+def test_a_version_promises_few_names(api: ModuleType) -> None:
+    """What is promised can't be replaced any more; a name that no page teaches and no user needs stays librmq's own."""
+    assert sum(map(len, api.promised().values())) <= 450
+
+
 def git(*words: str) -> str:
     """Return what git prints about the checkout; skip where that has no history, as in a wheel or an archive."""
     try:

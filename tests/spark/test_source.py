@@ -693,7 +693,7 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     from librmq.columns._read import Reading
     from librmq.columns.decoding import default_columns
     from librmq.columns.options import DataLossError, Part, Slice
-    from librmq.consumequeue import ENTRY
+    from librmq.consumequeue_entries import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
     from librmq.spark._options import parse_read_options
     from librmq.spark._source import arrow_schema, schema_of

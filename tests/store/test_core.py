@@ -25,8 +25,8 @@ from librmq.columns import reader
 from librmq.columns.arrays import slices
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeue_ext import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY_SIZE, is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files import File
 from librmq.files._memory import MemoryFiles
@@ -55,7 +55,7 @@ def needs_core(test: Any) -> Any:
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
     for module in (
-        "commitlog_frames",
+        "message.frames",
         "store.engine.derivation",
     ):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)

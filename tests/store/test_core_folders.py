@@ -61,7 +61,7 @@ def code(compiled: bool) -> Iterator[None]:
             patch.setattr(Appender, "append_waiting", None)
             for module in ("engine.derivation", "engine.read", "format._keyindex", "format.indexfile"):
                 patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
-            patch.setattr("librmq.commitlog_frames.CORE", compiled_core.PURE)
+            patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
         yield
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import StoreIOError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File

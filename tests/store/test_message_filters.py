@@ -15,7 +15,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue_ext import ExtUnit
+from librmq.consumequeue_entries import ExtUnit
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.files._memory import MemoryFiles
 from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code

@@ -16,7 +16,8 @@ from librmq.cli import main
 from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import HOLE_SIZE
 from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files._disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch

@@ -15,7 +15,8 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY_SIZE
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files._disk import DiskFiles

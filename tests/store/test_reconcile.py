@@ -21,7 +21,8 @@ from librmq import Message
 from librmq.cli import main
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage

@@ -16,7 +16,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles

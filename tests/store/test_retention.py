@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.commitlog_frames import LogItem
 from librmq.config import MIB, StoreConfig
-from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, HOLE_SIZE
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files, file_size
+from librmq.message.frames import LogItem
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus

@@ -11,7 +11,7 @@ from librmq.cli._output import Output
 from librmq.errors import FilterError, InputError
 from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse, refuse_rest
-from librmq.printable import printable
+from librmq.formatting import printable
 
 
 def filter_(arguments: argparse.Namespace, output: Output) -> int:

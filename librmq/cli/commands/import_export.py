@@ -26,11 +26,11 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError, StoreIOError
 from librmq.files import DiskFiles, Files, OverlayFiles
+from librmq.formatting import cell_text, unguarded
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName, checked_encoding, decode_properties, encode_properties
 from librmq.message.topics import is_system_topic, validate_topic
-from librmq.printable import cell_text, unguarded
 from librmq.runtime import critical
 from librmq.runtime.event_log import watched
 from librmq.store import AppendFields, BrokerTables, MessageStore

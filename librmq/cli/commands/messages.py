@@ -30,14 +30,12 @@ from librmq.cli._selection import (
 from librmq.cli._stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.commitlog_frames import LogItem
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
-from librmq.consumequeue_entries import PLACE
+from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message import DelayLevels, StoredMessage
+from librmq.message import DelayLevels, StoredMessage, frames
 from librmq.message.batch import is_batch
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes
@@ -90,7 +88,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     return DAMAGED if damages else 0
 
 
-def _scanned(arguments: argparse.Namespace) -> Iterator[LogItem]:
+def _scanned(arguments: argparse.Namespace) -> Iterator[frames.LogItem]:
     """Yield the records and blanks of the log as it was at an earlier moment."""
     with open_store(arguments) as store:
         yield from store.log.scan()
@@ -110,7 +108,7 @@ def _items(
     sequence: MappedFileQueue,
     begin: int,
     damaged: Callable[[CorruptionError], object] | None = None,
-) -> Iterator[LogItem]:
+) -> Iterator[frames.LogItem]:
     """Yield records and blanks up to the log's end.
 
     With ``damaged``, which gets each damage, they continue behind it, and checksums of bodies are not compared.
@@ -137,7 +135,7 @@ def _items(
             at = find_record(sequence, error.offset + 1, check_body=False)
 
 
-def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[LogItem]:
+def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[frames.LogItem]:
     """Yield records and blanks to the end of the last file, except a blank there, before which the log ends."""
     log = CommitLog(sequence)
     log.end = sequence.end

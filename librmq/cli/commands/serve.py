@@ -61,7 +61,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     """Serve the store until a signal ends it."""
     from librmq.broker import Broker, BrokerConfig
     from librmq.config import StoreConfig
-    from librmq.scheduling.timer_config import TimerConfig
+    from librmq.scheduling import TimerConfig
 
     _check_clock(arguments)
     _allow_files()

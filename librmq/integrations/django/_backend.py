@@ -28,7 +28,8 @@ from django.utils import timezone
 from django.utils.crypto import get_random_string
 from django.utils.module_loading import import_string
 
-from librmq import Message, Outbox, OutboxSender, Producer, ProducerConfig, share
+from librmq import Message, Outbox, OutboxSender, Producer, share
+from librmq.client import ProducerConfig
 from librmq.clock import SystemClock
 from librmq.config import suggest
 from librmq.errors import MessageIllegalError

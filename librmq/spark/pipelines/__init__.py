@@ -16,11 +16,7 @@ from librmq.spark.pipelines._backlog import (
 )
 from librmq.spark.pipelines._catalog import (
     PIPELINES,
-    Inputs,
     LeftOut,
-    MessageRead,
-    OfMessages,
-    OfStores,
     Pipeline,
     find,
     left_out,
@@ -36,11 +32,7 @@ from librmq.spark.pipelines._comparisons import (
 
 __all__ = [
     "PIPELINES",
-    "Inputs",
     "LeftOut",
-    "MessageRead",
-    "OfMessages",
-    "OfStores",
     "Pipeline",
     "backlog",
     "dead_letters",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.files import Buffer
 from librmq.files.interface import is_full

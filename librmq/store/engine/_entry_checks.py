@@ -21,13 +21,12 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, HOLE_SIZE, is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
-from librmq.message import StoredMessage, record
+from librmq.message import StoredMessage, frames, record
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.derivation import Derivation, claims, has_queue_entry

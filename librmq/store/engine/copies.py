@@ -13,7 +13,7 @@ from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from librmq.config import wrong_kind
-from librmq.consumequeue import ENTRY, entry_dtype
+from librmq.consumequeue_entries import ENTRY, entry_dtype
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import Message, StoredMessage

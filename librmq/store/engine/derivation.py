@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, entry_dtype
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, entry_dtype
 from librmq.errors import MessageIllegalError
 from librmq.files import Buffer
 from librmq.java.lang import (

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from librmq.consumequeue import ENTRY, ConsumeQueue, begin_together, files_of
+from librmq.consumequeue import ConsumeQueue, begin_together, files_of
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import StoreIOError
 from librmq.message.properties import decode_properties, split_keys
 from librmq.runtime import critical

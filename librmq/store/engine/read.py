@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.config import wrong_kind
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
-from librmq.consumequeue_entries import LAST_EXT_ADDRESS, ExtUnit, places_and_sizes
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import (
+    ENTRY,
+    ENTRY_SIZE,
+    HOLE_SIZE,
+    LAST_EXT_ADDRESS,
+    ExtUnit,
+    entry_dtype,
+    places_and_sizes,
+)
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue

@@ -44,7 +44,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import identity_of, is_full, read_replaced

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, Self
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, files_of
-from librmq.consumequeue_entries import places_and_sizes
+from librmq.consumequeue import ConsumeQueue, files_of
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, places_and_sizes
 from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file

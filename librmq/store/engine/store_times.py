@@ -25,7 +25,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import HOLE_SIZE, ConsumeQueue, Entries, QueueEntry
+from librmq.consumequeue import ConsumeQueue, QueueEntry
+from librmq.consumequeue_entries import HOLE_SIZE, Entries
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import record

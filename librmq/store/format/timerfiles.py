@@ -37,8 +37,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
-from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import entry_dtype
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import HOLE_SIZE, entry_dtype
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import DiskFiles, File, Files, file_size
 from librmq.files.interface import make_folders

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import is_ext_address
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, is_ext_address
 from librmq.errors import CorruptionError
 from librmq.files import Damage
 from librmq.message import StoredMessage, record

@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files import Damage
 from librmq.java.lang import java_decode

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix

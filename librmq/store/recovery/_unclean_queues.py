@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import PLACE
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY_SIZE, PLACE
 from librmq.files import Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import DelayLevels

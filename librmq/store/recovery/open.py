@@ -20,7 +20,8 @@ from typing import Final, NamedTuple, TypeVar
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, RecordError
 from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import flush_all, make_folders, numbered_files

@@ -24,14 +24,13 @@ from itertools import islice, pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import entry_dtype
+from librmq.consumequeue_entries import entry_dtype
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
 from librmq.files.interface import copy_file, link_file, numbered_files
 from librmq.files.rolling import MappedFileQueue, file_name
-from librmq.message import StoredMessage, record
+from librmq.message import StoredMessage, frames, record
 from librmq.message.properties import PropertyName
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import advance

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
+from librmq.formatting import printable
 from librmq.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.override import override
-from librmq.printable import printable
 from librmq.runtime import Work
 from librmq.store import MessageStore
 
