@@ -193,14 +193,18 @@ class ConsumeQueue(Closing):
             end = queue_offset + count
         return self._raw(queue_offset * ENTRY_SIZE, end * ENTRY_SIZE)
 
-    def first_place(self, queue_offset: int) -> int:
-        """Return the physical offset of the first message with an entry from ``queue_offset`` on; -1 without one."""
+    def first_message(self, queue_offset: int) -> tuple[int, int] | None:
+        """Return queue offset and place of the first message with an entry from ``queue_offset`` on; None without one.
+
+        Raises:
+            CorruptionError: An entry is damaged.
+        """
         while raw := self.read(queue_offset, _READ_TOGETHER):
             for place, size in zip(*places_and_sizes(raw), strict=True):
                 if size != HOLE_SIZE:
-                    return place if size > 0 else -1
-            queue_offset += len(raw) // ENTRY_SIZE
-        return -1
+                    return None if self.entry(queue_offset) is None else (queue_offset, place)
+                queue_offset += 1
+        return None
 
     def blocks(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[int, Entries]]:
         """Yield the entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.

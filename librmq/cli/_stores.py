@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -208,12 +208,12 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
         elif arguments.command.name in ("stats", "topics"):
             for name, state in view.ranges.items():
                 entries |= {(name, state.min_offset), (name, state.max_offset - 1)}
-        places = {
-            view.store.queues[name].first_place(queue_offset)
+        messages = {
+            view.store.queues[name].first_message(queue_offset)
             for name, queue_offset in entries
             if queue_offset < view.ranges[name].max_offset
         }
-        store.fetch_at((place for place in places if place >= 0), _RECORD_BYTES)
+        store.fetch_at((message[1] for message in messages if message is not None), _RECORD_BYTES)
 
 
 # ---- settings
@@ -435,8 +435,13 @@ def check_closed(arguments: argparse.Namespace) -> None:
             report_record(arguments, log.unreadable.offset, log.unreadable.what)
 
 
-def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
-    """Report that a store lacks files of its log, for a command that has read only the log."""
+def check_queues(
+    arguments: argparse.Namespace,
+    files: Files,
+    config: StoreConfig,
+    compare: Callable[[MessageStore], object] = lambda _: None,
+) -> None:
+    """Report that a store lacks files of its log, for a command that has read only the log; ``compare`` gets it."""
     from librmq.store import MessageStore
 
     with (
@@ -448,6 +453,7 @@ def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfi
             if damage is not condition.cut or damage.kind == "ahead":  # the command has met other damage itself
                 report_cut(arguments, damage)
         _note_begin(arguments, condition)
+        compare(store)
 
 
 def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, compress, count, pairwise, repeat, starmap
@@ -536,32 +537,36 @@ def _read_times(
 
 def _times_of(view: StoreView, name: QueueName, offsets: list[int]) -> list[int | None]:
     """Return the store time of the first message at or behind each offset of a queue."""
-    places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, offsets)
-    if places is None:
-        queue = view.store.queues[name]
-        places = [queue.first_place(offset) for offset in offsets]
-    return store_times_at(view.store.log, places)
+    store = view.store
+    entries: list[tuple[int, int] | None] | None = None
+    if not store.queues.is_open(name):
+        entries = _entries_in_unopened(view, name, offsets)
+    if entries is None:
+        entries, queue = [], store.queues[name]
+        for offset in offsets:
+            try:
+                entries.append(queue.first_message(offset))
+            except CorruptionError as error:
+                store.log.leave_out(error)
+                entries.append(None)
+    return store_times_at(store.log, name, entries)
 
 
-def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> list[int] | None:
-    """Return the physical offsets at queue offsets from the queue's file, which is faster than opening the queue.
+def _entries_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> list[tuple[int, int] | None] | None:
+    """Return queue offsets with the places there from the queue's file, which is faster than opening the queue.
 
     None if they are in several files, if the file is odd, or if an entry leads to no message.
     """
     store = view.store
     file_size = store.config.consumequeue_file_size
     begin = starts[0] * ENTRY_SIZE // file_size * file_size
-    if starts[-1] * ENTRY_SIZE >= begin + file_size:
-        return None
-    path = os.path.join(directory.queue_folder(store.path, *name), file_name(begin))
-    try:
-        file = store.files.open(path)
-    except (StoreIOError, CorruptionError):
-        return None
-    if file.size != file_size:
-        return None
-    entries = [PLACE.unpack_from(file.buffer, start * ENTRY_SIZE - begin) for start in starts]
-    return [place for place, _ in entries] if all(0 < size != HOLE_SIZE for _, size in entries) else None
+    with suppress(StoreIOError, CorruptionError):
+        file = store.files.open(os.path.join(directory.queue_folder(store.path, *name), file_name(begin)))
+        if starts[-1] * ENTRY_SIZE < begin + file_size == begin + file.size:
+            entries = [PLACE.unpack_from(file.buffer, start * ENTRY_SIZE - begin) for start in starts]
+            if all(0 < size != HOLE_SIZE for _, size in entries):
+                return [(start, place) for start, (place, _) in zip(starts, entries, strict=True)]
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------- findings

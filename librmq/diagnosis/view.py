@@ -35,6 +35,7 @@ from librmq.override import override
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.engine.store_times import store_times_at
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_of
 from librmq.store.format.documents import LetterIdentity, letter_identity, resent_times
@@ -550,8 +551,8 @@ class StoreView(Closing):
         Raises:
             CorruptionError: A file is damaged.
         """
-        entry = self.store.queues[queue].entry(queue_offset)
-        return None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+        message = self.store.queues[queue].first_message(queue_offset)
+        return store_times_at(self.store.log, queue, [message if message and message[0] == queue_offset else None])[0]
 
     def times_of(self, queue: QueueName, offsets: range) -> tuple[int | None, int | None]:
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""

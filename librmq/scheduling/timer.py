@@ -345,7 +345,7 @@ class Timers:
             self._progress.changes += 1
             return
         properties = {**message.properties, PropertyName.TIMER_ENQUEUE_MS: str(enqueue_ms)}
-        topic, queue_id = message.topic, message.queue_id
+        topic, queue_id = SystemTopic.TIMER, _QUEUE  # where a rolled one waits
         if rolls:
             times = java_int(properties.get(PropertyName.TIMER_ROLL_TIMES, "0"))
             properties[PropertyName.TIMER_ROLL_TIMES] = str((times or 0) + 1)

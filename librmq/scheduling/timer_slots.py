@@ -387,9 +387,16 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
             if damage is not None:
                 raise damage
         yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
+    last_ms = (None if store.log.last_write is None else store.log.store_timestamp_ms(store.log.last_write)) or 0
     for message in store.messages(SystemTopic.TIMER, 0, checkpoint.queue_offset):
-        if PropertyName.TIMER_DELETE_KEY not in message.properties:
-            yield _due_ms(message), message
+        due_ms = _due_ms(message)
+        # A process that was killed can have delivered messages that its last checkpoint does not know.
+        if PropertyName.TIMER_DELETE_KEY not in message.properties and (
+            due_ms > last_ms
+            or message.unique_key is None
+            or not store.find_by_key(message.properties.get(PropertyName.REAL_TOPIC, ""), message.unique_key)
+        ):
+            yield due_ms, message
 
 
 def _waiting_message(store: MessageStore, physical_offset: int, size: int) -> StoredMessage | None:

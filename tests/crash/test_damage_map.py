@@ -84,8 +84,20 @@ def swapped(found: Contents) -> Iterator[Damage]:
         yield changed_at(found, path, "swap", (0, two), (ENTRY_SIZE, one))
 
 
+def elsewhere(found: Contents) -> Iterator[Damage]:
+    """Let the entry of the group's first unread message lead to the log's first record, or to that of another queue."""
+    at, others = 10 * ENTRY_SIZE, entries(found, queue_file("T", 0))
+    yield changed_at(found, queue_file("T", 1), "zeros", (at + 4, bytes(4)))
+    yield changed_at(found, queue_file("T", 1), "swap", (at, others[10][:12]))
+
+
+def forgotten(found: Contents) -> Iterator[Damage]:
+    """Let the timer's checkpoint know no progress, only the time."""
+    yield changed_at(found, "config/timercheck", "zeros", (8, bytes(48)))
+
+
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
-@pytest.mark.parametrize("damages", [swapped])
+@pytest.mark.parametrize("damages", [swapped, elsewhere, forgotten])
 def test_known_damages_are_not_passed_in_silence(
     closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path
 ) -> None:

@@ -221,8 +221,9 @@ def test_the_columns_of_a_file_are_its_rows(more: dict[int, int]) -> None:
 def test_a_place_beyond_the_log_hides_no_store_time_after_it() -> None:
     with opened(MemoryFiles()) as store:
         first, second = (store.append(Message("T", b"x")) for _ in range(2))
-        places = [store.log.end + 5, first.physical_offset, second.physical_offset]
-        assert store_times_at(store.log, places) == [None, first.store_timestamp_ms, second.store_timestamp_ms]
+        entries = [(0, store.log.end + 5), (0, first.physical_offset), (1, second.physical_offset)]
+        times = store_times_at(store.log, ("T", 0), entries)
+        assert times == [None, first.store_timestamp_ms, second.store_timestamp_ms]
 
 
 class CountedRow(dict[int, int]):

@@ -16,9 +16,8 @@ each other record is read.
 from __future__ import annotations
 
 import os
-import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,11 +26,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue, QueueEntry
 from librmq.consumequeue_entries import HOLE_SIZE, Entries
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, RecordError
 from librmq.files import Files
 from librmq.message import record
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import MULTI_DISPATCH
+from librmq.store.engine.derivation import MULTI_DISPATCH, claims
 from librmq.store.format.documents import CLOSED_FILE, read_document
 
 if TYPE_CHECKING:
@@ -46,7 +45,8 @@ _FIRST_BLOCK: Final = 64
 _BLOCK: Final = 1 << 16
 """Most entries to read at once."""
 _MOST_BYTES: Final = 256 << 20
-_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
+_OWN: Final = ("queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length")
+_unpack_own: Final = record.header_struct(*_OWN, unsigned=("body_length",)).unpack_from
 
 
 # ---- the order of times that is known
@@ -111,16 +111,24 @@ def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
 # ---- the times of records
 
 
-def store_times_at(log: CommitLog, physical_offsets: Sequence[int]) -> list[int | None]:
-    """Return the store times of the records at these places in ms; None if no record starts there.
+def store_times_at(
+    log: CommitLog, name: tuple[str, int], entries: Iterable[tuple[int, int] | None]
+) -> list[int | None]:
+    """Return the store times (ms) of a queue's messages, each by queue offset and place; None if it is not there.
 
     Raises:
         CorruptionError: A file of the log has a wrong length.
     """
+    topic, queue_id = name[0].encode(), name[1]
+    field = bytes((len(topic) & 0xFF,)) + topic
     begin, last, size = log.begin, log.end - record.FIXED_SIZE, log.file_size
     times: list[int | None] = []
-    start, buffer = -1, None
-    for place in physical_offsets:
+    start, buffer, looked_at = -1, None, list[int]()
+    for entry in entries:
+        if entry is None:
+            times.append(None)
+            continue
+        queue_offset, place = entry
         at = place % size
         if place - at != start:
             start = place - at
@@ -128,17 +136,21 @@ def store_times_at(log: CommitLog, physical_offsets: Sequence[int]) -> list[int 
             buffer = None if file is None else file.buffer
         if buffer is None or not begin <= place <= last or at + record.FIXED_SIZE > size:
             times.append(None)
-            if place >= log.sequence.end:  # a writer beside this reader has stored nothing there
+            if not begin <= place < log.sequence.end:  # else a writer beside this reader has stored it
                 _leave_out(log, place)
             continue
-        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + record.PHYSICAL_OFFSET_AT)
-        if sys_flag & record.BORN_HOST_V6:
+        own_id, own_offset, own_place, flags, time_ms, body_size = _unpack_own(buffer, at)
+        topic_at = at + record.BODY_AT + body_size
+        own = own_id, own_offset, own_place, buffer[topic_at : topic_at + len(field)], flags & record.HOSTS_V6
+        is_own = own == (queue_id, queue_offset, place, field, 0)
+        if not is_own and (is_own := _is_own(log, buffer[at : at + record.FIXED_SIZE], place, queue_offset, name)):
             time_ms = record.store_timestamp_ms(buffer, at)
-        times.append(time_ms if stated == place else None)
-        if stated != place:
+        times.append(time_ms if is_own else None)
+        looked_at.append(place)
+        if not is_own:
             _leave_out(log, place)
-    if times:
-        log._note_looks(physical_offsets[0], physical_offsets[-1], len(times))
+    if looked_at:
+        log._note_looks(looked_at[0], looked_at[-1], len(looked_at))
     return times
 
 
@@ -181,18 +193,19 @@ def times_at(log: CommitLog, places: NDArray[np.int64], first: int) -> NDArray[n
     return times
 
 
-def _is_own(log: CommitLog, raw: bytes, physical_offset: int, queue_offset: int) -> bool:
-    """Return whether a record is the one of an entry, by its beginning: it can be in other queues too."""
-    stated, flags, _ = _PLACE_AND_TIME(raw, record.PHYSICAL_OFFSET_AT)
-    if stated != physical_offset:
+def _is_own(log: CommitLog, raw: bytes, place: int, queue_offset: int, name: tuple[str, int] | None = None) -> bool:
+    """Return whether a record is the one of an entry, by its beginning: it can be in other queues too.
+
+    Without the ``name`` of the entry's queue, any queue does.
+    """
+    _, own_offset, own_place, flags, _, _ = _unpack_own(raw)
+    if own_place != place:
         return False
-    if (
-        flags & record.INNER_BATCH
-        or int.from_bytes(raw[record.QUEUE_OFFSET_AT : record.PHYSICAL_OFFSET_AT]) == queue_offset
-    ):
+    if name is None and (flags & record.INNER_BATCH or own_offset == queue_offset):
         return True
-    with suppress(CorruptionError):
-        return MULTI_DISPATCH in (log.read(physical_offset) or b"")
+    with suppress(CorruptionError, RecordError):
+        raw = log.read(place) or b""
+        return MULTI_DISPATCH in raw if name is None else queue_offset in claims(raw, name)
     return False
 
 
