@@ -27,6 +27,7 @@ from librmq.console._requested import (
 )
 from librmq.console._samples import Sample, Samples
 from librmq.console._tables import (
+    KINDS,
     Cell,
     Fact,
     Findings,
@@ -40,7 +41,6 @@ from librmq.console._tables import (
     notices,
     topic_link,
 )
-from librmq.console._waiting import KINDS
 from librmq.diagnosis import (
     Finding,
     HeldProgress,

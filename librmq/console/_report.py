@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from librmq.console._plots import CELLS, Scale, area, bar, cells, columns
-from librmq.console._tables import Axis, Cell, Fact, Findings, Notice, Page, Table, count, notices, render
+from librmq.console._tables import KINDS, Axis, Cell, Fact, Findings, Notice, Page, Table, count, notices, render
 from librmq.diagnosis import (
     Comparison,
     DeadLetterCause,
@@ -48,14 +48,6 @@ _DUE: Final = ("overdue", "1 min", "10 min", "1 h", "6 h", "1 d", "7 d", "later"
 _DELAY_AXIS: Final = Axis(("<0", "1 ms", "10", "100", "1 s", "10", "1 min", "10", "1 h", "more"))
 _DUE_AXIS: Final = Axis(("overdue", "1 min", "10", "1 h", "6", "1 d", "7", "later"))
 _VERDICTS: Final = {True: "sound", False: "damaged", None: "not checked"}
-_KINDS: Final = {
-    "half": "half message",
-    "given_up": "half given up",
-    "delay": "delayed",
-    "timer": "timer",
-    "retry": "retry",
-    "pop": "received, in flight",
-}
 Row = TypeVar("Row")
 
 
@@ -437,7 +429,7 @@ def _waiting(report: Report) -> Table:
     def cells_of(row: WaitingMessages) -> dict[str, Cell]:
         what = ", ".join(f"{number(amount)} {end}" for amount, end in zip(row.due, ends, strict=False) if amount)
         return {
-            "kind": _first(_KINDS.get(row.kind, row.kind)),
+            "kind": _first(KINDS[row.kind][row.messages != 1]),
             "topic": Cell(row.topic),
             "group": Cell(row.group or ""),
             "due within": _plot(columns(row.due, f"Due: {what}", frozenset((0,))) if row.due else ""),

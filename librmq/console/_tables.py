@@ -23,6 +23,12 @@ from librmq.message import StoredMessage
 from librmq.message.topics import is_own_group
 
 _LONGEST_EVIDENCE: Final = 300
+KINDS: Final = {
+    "half": ("half", "halves"), "given_up": ("given-up half", "given-up halves"), "delay": ("delay", "delays"),
+    "retry": ("retry", "retries"), "timer": ("timer", "timers"), "pop": ("in flight", "in flight"),
+    "schedule": ("schedule", "schedules"),
+}  # fmt: skip
+"""The kinds of `PendingMessage`, with the words for one and for several."""
 
 
 class Cell(NamedTuple):

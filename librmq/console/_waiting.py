@@ -11,7 +11,7 @@ from librmq.console._backwards import newest_letters
 from librmq.console._messages import name_of, preview, record_of
 from librmq.console._place import Look
 from librmq.console._requested import LETTERS, NOT_WAITING, kinds_not_asked, waiting_by_requests
-from librmq.console._tables import Cell, Fact, Page, Query, Table, count, link, message_link, topic_link
+from librmq.console._tables import KINDS, Cell, Fact, Page, Query, Table, count, link, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, PendingMessage, StoreView, View, pending_messages
 from librmq.diagnosis.view import count_dead_letters
 from librmq.errors import ConfigError
@@ -19,12 +19,6 @@ from librmq.formatting import UNKNOWN, moment, number, short, size
 from librmq.message import StoredMessage
 
 _WAITING: Final = 1_000
-KINDS: Final = {
-    "half": ("half", "halves"), "given_up": ("given-up half", "given-up halves"), "delay": ("delay", "delays"),
-    "retry": ("retry", "retries"), "timer": ("timer", "timers"), "pop": ("in flight", "in flight"),
-    "schedule": ("schedule", "schedules"),
-}  # fmt: skip
-"""The kinds of `PendingMessage`, with the words for one and for several."""
 
 
 def has_key(message: StoredMessage | None, text: str) -> bool:
