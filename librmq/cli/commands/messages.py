@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli._output import DAMAGED, Output, ProgressBar, complain, json_line
+from librmq.cli._output import DAMAGED, LimitReached, Output, ProgressBar, complain, json_line
 from librmq.cli._rows import BodyForm, blank_row, message_line
 from librmq.cli._selection import (
     MessageQuery,
@@ -37,7 +38,8 @@ from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage, frames
 from librmq.message.batch import is_batch
-from librmq.store.engine.derivation import has_queue_entry
+from librmq.store.engine.derivation import claims, has_queue_entry
+from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format.directory import COMMITLOG, has_abort
 from librmq.store.recovery.open import clear_leftovers
@@ -216,20 +218,26 @@ def _print_checked(
 
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
-    """Print the selected records of the log; no queue is opened."""
+    """Print the selected records of the log, and compare them with the queues afterwards."""
     files, config = files_and_config(arguments)
     levels = DelayLevels.parse(config.message_delay_level)
     sequence = _log_files(arguments.store, files, config)
+    named = _NamedOffsets(CommitLog(sequence))
+    compare = partial(named.compare, arguments)
     with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
         try:
-            messages = _in_log(arguments, sequence, selection, bar)
+            messages = _in_log(arguments, selection, bar, named)
             output.lines(message_line(message.raw, levels, form=arguments.body) for message in messages)
         except CorruptionError as error:
             cut = None if error.kind == "size" else cut_at(sequence, error)
             if cut is None:
                 raise
             report_cut(arguments, cut)
-    check_queues(arguments, files, config)
+        except LimitReached:
+            if named.gaps:
+                check_queues(arguments, files, config, compare)
+            raise
+    check_queues(arguments, files, config, compare)
 
 
 def _note_unknown(selection: MessageQuery, output: Output) -> None:
@@ -239,7 +247,7 @@ def _note_unknown(selection: MessageQuery, output: Output) -> None:
 
 
 def _in_log(
-    arguments: argparse.Namespace, sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
+    arguments: argparse.Namespace, selection: MessageQuery, bar: ProgressBar, named: _NamedOffsets
 ) -> Iterator[StoredMessage]:
     """Yield the selected records of the log alone: no queue is opened.
 
@@ -249,12 +257,11 @@ def _in_log(
         CorruptionError: The bytes are neither a record nor the log's end.
     """
     test = selection.test()
-    log = CommitLog(sequence)
+    log, sequence = named.log, named.log.sequence
     log.end = sequence.end
     begin = sequence.begin
     if selection.has_times:
         begin = StoreTimes.noted(arguments.store, DiskFiles(), log).first_file(selection.begin_ms)
-    offsets = _OffsetOrder()
     for physical_offset, _, raw in _items(arguments, sequence, begin):
         bar.to(physical_offset - sequence.begin)
         if raw is not None:
@@ -262,32 +269,56 @@ def _in_log(
             if message.physical_offset != physical_offset:
                 what = f"it says that it is at {message.physical_offset}"
                 report_record(arguments, physical_offset, what)
-            offsets.check(message, physical_offset)
+            named.add(message, physical_offset)
             if test(message):
                 yield message
 
 
-class _OffsetOrder:
-    """Compares what records say of their places with where they are, because no queue is asked; tells it once."""
+class _NamedOffsets:
+    """The queue offsets that the records of a walk name, to compare with the queues, which the walk does not ask."""
 
-    def __init__(self) -> None:
-        self._next: dict[tuple[str, int], int] = {}
-        self._is_told = False
+    def __init__(self, log: CommitLog) -> None:
+        self.log = log
+        """As it is on disk: a view of a killed store has its records corrected."""
+        self._begin, self._end = -1, 0
+        self._runs: dict[QueueName, range] = {}
+        """What seems to be in the log of each queue: from the first record's offset to the last one's."""
+        self.gaps: dict[QueueName, int] = {}
+        """The first offset of each queue that no record has named in its turn."""
 
-    def check(self, message: StoredMessage, physical_offset: int) -> None:
-        """Compare a record with those before it."""
+    def add(self, message: StoredMessage, physical_offset: int) -> None:
+        """Take the next record."""
+        self._begin = physical_offset if self._begin < 0 else self._begin
+        self._end = physical_offset + message.size
         if is_batch(message) or not has_queue_entry(message.sys_flag):
             return
         name, queue_offset = (message.topic, message.queue_id), message.queue_offset
-        expected = self._next.get(name, queue_offset)
-        self._next[name] = queue_offset + 1
-        if queue_offset not in (expected, 0) and not self._is_told:  # a new topic of this name begins at 0
-            self._is_told = True
-            complain(
-                f"note: the record at {physical_offset} says that it is at queue offset {queue_offset} of "
-                f"{name[0]}/{name[1]}, and the one before it in the log says {expected - 1}: librmq verify tells which "
-                "is damaged"
-            )
+        run = self._runs.get(name, range(queue_offset, queue_offset))
+        if run.stop < queue_offset:
+            self.gaps.setdefault(name, run.stop)
+        if run.stop <= queue_offset or not queue_offset:  # a new topic of this name begins at 0
+            self._runs[name] = range(run.start, queue_offset + 1)
+
+    def compare(self, arguments: argparse.Namespace, store: MessageStore) -> None:
+        """Report a record to which a queue leads and that names another place.
+
+        Raises:
+            CorruptionError: An entry or its record is unreadable.
+        """
+        if store.log.end < self._end:
+            report_record(arguments, store.log.end, "the next opening ends the log here")
+        for name, state in store.queues.states().items():
+            run = self._runs.get(name, range(-1))
+            if name not in self.gaps and (run.start, run.stop) == (state.min_offset, state.max_offset):
+                continue
+            queue = store.queues[name]
+            first = offset_at_place(queue, self._begin)
+            for found in map(queue.first_message, {first, self.gaps.get(name, first), run.stop}):
+                if found is not None and self._begin <= found[1] < self._end:
+                    raw = self.log.read(found[1])
+                    if raw is None or found[0] not in claims(raw, name):
+                        what = f"queue offset {found[0]} of {name[0]}/{name[1]} leads there, and it names another"
+                        report_record(arguments, found[1], what)
 
 
 # ---- the last messages
