@@ -403,7 +403,7 @@ cdef inline int64_t big64(const uint8_t *at) noexcept nogil:
 
 
 cdef class Items:
-    """The items of one file of the log, as `librmq.commitlog_frames.items` yields them.
+    """The items of one file of the log, as `librmq.message.frames.items` yields them.
 
     ``start`` is the physical offset of the file's first byte. ``unusual`` returns the item at a place of the file where
     no usual record is, or raises why there is none. ``advance`` is called with the bytes that were read.
