@@ -209,7 +209,7 @@ def read_part(
 def freeze_modules() -> None:
     """Leave what a worker has loaded out of its garbage collections.
 
-    Spark collects after each task, which would take three times as long as a task of the view ``queues``.
+    Spark collects after each task, which would take three times as long as a small read by ``tags``.
     """
     if TaskContext.get() is not None:
         gc.freeze()
