@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import librmq.columns
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from tests.programs import run_program
 
@@ -21,16 +20,6 @@ def path(tmp_path: Path) -> str:
         for number in range(40):
             store.append(Message("AB"[number % 2], b"%d" % number, tags=f"t{number % 4}"), number // 2 % 2)
     return str(tmp_path / "s")
-
-
-def test_public_names() -> None:
-    names = vars(librmq.columns)["__all__"]
-    assert sorted(names) == [
-        "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReadSelection", "ReaderKeywords", "Reading",
-        "RemoteStore", "StoreDataset", "TYPES", "dataset", "default_columns", "export",
-        "plan", "reader", "scan", "traces",
-    ]  # fmt: skip
-    assert all(getattr(librmq.columns, name) is not None for name in names)
 
 
 def test_scan_reads_only_the_requested_rows(path: str) -> None:

@@ -24,12 +24,12 @@ pytest.importorskip("pyspark")
 MESSAGES = 100
 QUEUES = 4
 CASES = [
-    ("executor", "batch"), ("worker", "stream"), ("hanging task", "batch"), ("driver", "incremental"),
-    ("driver", "stream"), ("driver", "batch"), ("executor", "stream"), ("executor", "incremental"), ("worker", "batch"),
-    ("worker", "incremental"), ("hanging task", "stream"),
+    ("executor", "batch"), ("worker", "stream"), ("driver", "incremental"), ("driver", "stream"), ("driver", "batch"),
+    ("executor", "stream"), ("executor", "incremental"), ("worker", "batch"), ("worker", "incremental"),
+    ("hanging task", "batch"), ("hanging task", "stream"),
 ]  # fmt: skip
 """Without a hanging task of an incremental run, which did not end: Spark has started no double of it."""
-SAMPLE = 4
+SAMPLE = 3
 """The rounds of a run without time for more."""
 
 DRIVER = """
