@@ -16,7 +16,7 @@ from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
-from librmq.runtime import Work
+from librmq.runtime import Work, calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 from librmq.runtime.runner import Aside
@@ -72,7 +72,7 @@ class BrokerTransactions(BrokerPart):
             return
         half = self._half(request.physical_offset) if self._metrics is not None else None
         try:
-            with self._lock:
+            with calls_later(), self._lock:
                 if request.state is TransactionState.ROLLBACK:
                     self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
                 else:

@@ -68,6 +68,17 @@ def test_a_half_message_is_seen_once_it_is_committed(broker: Broker) -> None:
     assert bodies(broker) == [b"0"]  # only once
 
 
+def test_a_message_that_is_sent_again_with_its_id_is_warned_of(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        end(broker, prepare(broker), COMMIT)
+    assert bodies(broker) == [b"0"]
+    assert [record.message.partition(",")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "group p: the message of transaction U0 was delivered before"
+    ]
+
+
 def test_a_half_message_that_is_rolled_back_is_never_seen(rmq: Kit, broker: Broker) -> None:
     half = prepare(broker)
     end(broker, half, ROLLBACK)
