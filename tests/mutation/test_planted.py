@@ -12,6 +12,7 @@ import pytest
 
 from tests.budget import many
 from tests.conftest import SlowBudget
+from tests.judged.faults import FAULTS
 from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, SHARES, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
@@ -29,9 +30,8 @@ def test_a_program_keeps_all_promises(name: str) -> None:
     assert anomalies_of(name) == []
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_has_its_place(bug: Bug) -> None:
-    for edit in bug.edits:
+def test_each_planted_bug_has_its_place() -> None:
+    for edit in [edit for bug in BUGS for edit in bug.edits] + [fault.edit for fault in FAULTS]:
         compile(edit.source(), edit.file, "exec")
 
 
