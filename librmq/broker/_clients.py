@@ -279,7 +279,7 @@ class Clients:
         self._notify_members(changed)
 
     def channel_closed(self, request: ChannelClosed) -> None:
-        """Remove a lost client from all its groups. Its locks expire by themselves.
+        """Remove a lost client from all its groups. `QueueLocks` are released first if its process has ended.
 
         If it is alive, its next heartbeat registers it again, as in 4.9. Its pulls continue until then.
         """
@@ -531,6 +531,11 @@ class QueueLocks:
                 if self._noted_group is not None:
                     self._noted_group(queue.topic, group)
         return locked
+
+    def release(self, client_id: str) -> None:
+        """Release all locks of a client whose process has ended."""
+        for key in [key for key, (holder, _) in self._held.items() if holder == client_id]:
+            del self._held[key]
 
     def unlock_queues(self, request: UnlockQueues) -> None:
         """Release the client's locks."""

@@ -119,6 +119,8 @@ class ChannelClosed(Request[None]):
     """Remove a client from all its groups, because its connection has ended."""
 
     client_id: str
+    has_ended: bool = False
+    """Whether its process has ended, so that its queues in order are free; else their locks expire by themselves."""
 
 
 @value

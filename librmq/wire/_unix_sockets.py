@@ -7,6 +7,7 @@ the budgets of addresses are budgets of processes, and the log names who was cut
 from __future__ import annotations
 
 import os
+import select
 import socket
 import stat
 import struct
@@ -79,6 +80,22 @@ def host_of_process(process: int) -> str:
 def process_of_host(host: str) -> int:
     """Return the process that `host_of_process` made an address of."""
     return int.from_bytes(socket.inet_aton(host)) & 0xFFFFFF
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process has ended, or does so within a second, since it closes its sockets first."""
+    if sys.platform != "linux" or process in (0, os.getpid()):
+        return False
+    try:
+        handle = os.pidfd_open(process)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    try:
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        return bool(waiting.poll(1000))
+    finally:
+        os.close(handle)
 
 
 def listen_at(path: str) -> socket.socket:

@@ -193,7 +193,7 @@ def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, i
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "poll", *RECEIVED])
+@pytest.mark.parametrize("way", ["push", "orderly", "poll", *RECEIVED])
 def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -247,6 +247,15 @@ def lag_of(path: Path) -> int:
         return broker.lag("g", "t")
 
 
+def test_queues_in_order_of_a_dead_peer_are_free(tmp_path: Path) -> None:
+    store, ledger = tmp_path / "store", tmp_path / "ledger"
+    fill(store)
+    with librmq.share(store) as route:
+        assert count_deaths(work, store, ledger, "orderly", "kill", True, most=1) == 1
+        listen(route, ledger, lambda: None, orderly=True)  # waits for less than the time of the dead one's locks
+    assert set(lines_of(ledger)) == {b"%d" % number for number in range(MESSAGES)}
+
+
 def convict_and_end(path: Path, ledger: Path) -> None:
     """End this process when the owner has stored the dead letter, before it is known here."""
     with librmq.share(path, wait=60) as route:
@@ -263,7 +272,7 @@ def convict_and_end(path: Path, ledger: Path) -> None:
         listen(route, ledger, DEATHS["kill"])
 
 
-@pytest.mark.parametrize("way", ["push", "poll"])
+@pytest.mark.parametrize("way", ["push", "orderly", "poll"])
 def test_a_kill_in_the_conviction_makes_one_dead_letter(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)

@@ -193,7 +193,7 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             TakeHandOuts: pulling.take_hand_outs,
             Unregister: partial(_unregister, receives, clients),
             Heartbeat: clients.register_client,
-            ChannelClosed: clients.channel_closed,
+            ChannelClosed: partial(_channel_closed, context),
             ConsumerIds: clients.consumer_ids,
             GroupSubscriptions: clients.subscriptions,
             DescribeClients: lambda request: clients.connected(),
@@ -280,6 +280,12 @@ def _checked(
 def _unregister(receives: ReceiveHandler, clients: Clients, request: Unregister) -> None:
     receives.left(request)
     clients.unregister(request)
+
+
+def _channel_closed(context: BrokerContext, request: ChannelClosed) -> None:
+    if request.has_ended:
+        context.locks.release(request.client_id)
+    context.clients.channel_closed(request)
 
 
 def _describe_instance(context: BrokerContext, request: DescribeInstance) -> InstanceState | None:

@@ -447,8 +447,8 @@ class ClientChannels:
             return
         channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
 
-    def closed(self, channel: Channel) -> None:
-        """Remove the clients of a connection that has ended, unless they have another one by now."""
+    def closed(self, channel: Channel, *, has_ended: bool) -> None:
+        """Remove the clients of a connection that has ended, perhaps with its process, unless they have another one."""
         for client_id in list(channel.client_ids):
             with calls_later(), self._lock:
                 client = self.by_id.get(client_id)
@@ -456,7 +456,7 @@ class ClientChannels:
                     continue
                 del self.by_id[client_id]
                 try:
-                    channel.endpoint.call(ChannelClosed(client_id))
+                    channel.endpoint.call(ChannelClosed(client_id, has_ended))
                 except RmqError as error:  # the broker was closed earlier
                     _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
             self._changed(client_id, "", False)

@@ -44,7 +44,7 @@ from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire._unix_sockets import checked_credentials, host_of_process
+from librmq.wire._unix_sockets import checked_credentials, has_ended, host_of_process, process_of_host
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting._bodies import broker_row, route_body, write_body
@@ -680,7 +680,8 @@ class RemotingServer(Closing):
             self._budgets.remove_connection(channel)
             self._pulls.drop_pulls(channel)
             self._receives.drop_receives(channel)
-            self._sessions.closed(channel)
+            can_end = self._is_open and self._is_local and bool(channel.client_ids)
+            self._sessions.closed(channel, has_ended=can_end and has_ended(process_of_host(channel.peer[0])))
             channel.close_socket()
 
     def _count(self, channel: Channel, held: int, *, has_asked: bool) -> None:
