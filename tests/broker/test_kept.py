@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -38,7 +39,7 @@ MESSAGES = 100
 
 
 def opened(path: Path, *, is_shared: bool) -> AdministeredRoute:
-    return librmq.share(path) if is_shared else Broker.open(path)
+    return librmq.share(path) if is_shared else Broker.open(path, BrokerConfig(save_offsets_every_s=3600))
 
 
 def send(route: AdministeredRoute) -> None:
@@ -108,6 +109,32 @@ def test_a_kill_repeats_nothing_that_was_answered(
     with Broker.open(tmp_path) as broker:
         assert broker.consumer_offset("g", "t") == MESSAGES
         assert broker.lag("g", "t") == 0
+
+
+def deliver_later(route: AdministeredRoute, *bodies: bytes) -> None:
+    """Send messages with a delay level, and wait until a group has the last one."""
+    arrived = threading.Event()
+    bodies = bodies or tuple(b"%d" % number for number in range(10))
+    route.create_topic("t", 1)
+    consumer = PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", lambda message: arrived.set() if message.body == bodies[-1] else None)
+    with consumer, Producer(route, "p") as producer:
+        for body in bodies:
+            producer.send("t", body, delay_level=1)
+        assert arrived.wait(60)
+
+
+@pytest.mark.parametrize("work", [*WAYS, deliver_later])
+def test_positions_are_on_the_page_alone_and_deliveries_in_the_log(
+    work: Callable[[AdministeredRoute], None], tmp_path: Path
+) -> None:
+    killed(work, tmp_path)
+    shutil.rmtree(tmp_path / "librmq" / "groups")
+    with Broker.open(tmp_path) as broker:
+        assert broker.consumer_offset("g", "t") != broker.store.queue_range("t", 0)[1]
+        if work is deliver_later:
+            deliver_later(broker, b"last")  # a level's messages are delivered in order
+            assert broker.store.queue_range("t", 0)[1] == 11
 
 
 @pytest.mark.parametrize("work", WAYS)
