@@ -1,4 +1,4 @@
-"""Allocation of queues: strategies, a client's own share, and groups whose instances differ.
+"""Allocation of queues: strategies, and a client's own share.
 
 Each client of a group computes its share independently, from the same queues and clients. The shares fit together only
 if all clients use the same strategy and see the same lists. Strategies are pure functions of these lists and do not
@@ -9,9 +9,9 @@ middle of ``RebalanceImpl.rebalanceByTopic``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from librmq.client.queue_selectors import LARGEST_RING, text_hash
 from librmq.errors import AllocationError, ConfigError
@@ -226,27 +226,3 @@ def own_share(
     """
     in_order = sorted(set(queues), key=MessageQueue.sort_key)
     return list(dict.fromkeys(strategy(client_id, in_order, sorted(clients, key=utf16_order))))
-
-
-# ----------------------------------------------------------------------------------- groups whose instances differ
-
-
-def unowned_queues(
-    subscriptions: Mapping[str, Mapping[str, Any]],
-    queues: Iterable[MessageQueue],
-    strategy: AllocationStrategy = allocate_averagely,
-) -> list[MessageQueue]:
-    """Return the queues, sorted, that no client of a group reads, because they go to clients that lack their topic.
-
-    Topics without subscribers are left out.
-    """
-    by_topic: dict[str, list[MessageQueue]] = {}
-    for queue in queues:
-        by_topic.setdefault(queue.topic, []).append(queue)
-    unowned: list[MessageQueue] = []
-    for topic, all_of_it in by_topic.items():
-        readers = [client for client, topics in subscriptions.items() if topic in topics]
-        if readers:
-            owned = {queue for client in readers for queue in own_share(client, all_of_it, subscriptions, strategy)}
-            unowned += set(all_of_it) - owned
-    return sorted(unowned, key=MessageQueue.sort_key)

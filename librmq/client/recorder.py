@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 from librmq.client.client import Member
 from librmq.client.operations import Operation, Watchers
@@ -95,6 +96,7 @@ class Recorder:
         self._describes_groups = describes_groups
         self._groups: set[str] = set()
         self._named: dict[str, str] = {}  # client ids by stable name
+        self._watched: WeakSet[Any] = WeakSet()
         self._committed: dict[tuple[str, str, str, int], int] = {}
         """The progress that a broker saved last, by group and queue."""
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # deliveries by identity of the message
@@ -121,7 +123,7 @@ class Recorder:
             return cast(R, self._end_transaction(process, request, call))
         if isinstance(request, Heartbeat):
             for member in getattr(request.client, "members", list)():  # only a client that runs here has members
-                if getattr(member, "recorder", self) is None:
+                if hasattr(member, "assigned") and member not in self._watched:  # not noted by a route of the user's
                     self.watch_consumer(process, member)
         if isinstance(request, CancelMessage):
             return cast(R, self._cancel(request, call))
@@ -418,8 +420,8 @@ class Recorder:
         """Record that a process reads a queue from now on, or no longer."""
         self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
-    def watch_consumer(self, process: str, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
-        """Record a consumer in a process; the process of its events is its stable name, if it has one.
+    def watch_consumer(self, process: str, consumer: Any) -> str:  # noqa: ANN401 (any consumer)
+        """Record a consumer in a process; return the process of its events: its stable name, if it has one.
 
         Of clients on several hosts that share a stable name, only the first has it; the others have their ids.
         """
@@ -427,8 +429,9 @@ class Recorder:
         name = client_id.partition("@")[2] if consumer.client.has_stable_name else ""
         if name and self._named.setdefault(name, client_id) != client_id:
             name = client_id
-        consumer.recorder = ConsumerRecorder(self, name or process, consumer)
-        consumer._watch_by(consumer.recorder.watchers)
+        self._watched.add(consumer)
+        consumer._watch_by(ConsumerRecorder(self, name or process, consumer).watchers)
+        return name or process
 
     def joined(self, consumer: Member) -> None:
         """Record a group, once."""

@@ -199,15 +199,6 @@ class ProcessQueue:
         self.size = self._lined_up = 0
         self._largest = -1
 
-    def check_invariants(self) -> None:
-        """Check what holds between two calls; tests do so after each step."""
-        offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
-        assert offsets == sorted(set(offsets))
-        assert not offsets or offsets[-1] <= self._largest
-        assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
-        assert all(key == message.queue_offset for key, message in self._begun.items())
-        assert 0 <= self._lined_up <= len(self._begun)
-
 
 @dataclass(slots=True, eq=False)
 class LeftWork:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.client import Client
 from librmq.client.operations import Watched
@@ -22,9 +22,6 @@ from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, R
 from librmq.runtime import Runner, StateLog, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import next_on_grid
-
-if TYPE_CHECKING:
-    from librmq.client.recorder import ConsumerRecorder
 
 FIRST_SAVE_MS: Final = 10_000
 SAVE_INTERVAL_MS: Final = 5_000
@@ -76,8 +73,6 @@ class Instance(Watched):
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
         self._offsets: Offsets
         self.metrics: Metrics | None = None
-        self.recorder: ConsumerRecorder | None = None
-        """Records queues and deliveries for a history, where the route asks for one."""
         self._log: EventLog = _log.with_fields(consumer=self._label, group=group)
         self._states: StateLog = StateLog(self._log, self._label)
         self._saving = Step(f"{self._label} save progress", self._save_due, client)

@@ -170,6 +170,7 @@ class Process(LinkEnd, Route):
         self._made_clients: list[Client] = []
         self.made: list[Consumer[Any]] = []
         """All consumers in it, including those that its code made itself."""
+        self._names = {self.label}
         self._kit = kit
         self._host = self._first_host = (host, 0)
         self._named = 0
@@ -243,7 +244,7 @@ class Process(LinkEnd, Route):
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
-        self._kit.recorder.watch_consumer(self.label, consumer)
+        self._names.add(self._kit.recorder.watch_consumer(self.label, consumer))
 
     @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
@@ -291,7 +292,7 @@ class Process(LinkEnd, Route):
 
     def names(self) -> set[str]:
         """Return the names that it has in the history: its own, and those of its consumers."""
-        return {self.label, *(consumer.recorder.process for consumer in self.made if consumer.recorder is not None)}
+        return {*self._names}
 
     def _die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""

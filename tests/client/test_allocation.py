@@ -19,7 +19,6 @@ from librmq.client.allocation import (
     allocate_consistent_hash,
     allocate_machine_room_nearby,
     own_share,
-    unowned_queues,
 )
 from librmq.errors import AllocationError, ConfigError
 from librmq.message.message import MessageQueue
@@ -159,24 +158,19 @@ def test_more_virtual_nodes_by_partial() -> None:
 # --- groups whose instances differ
 
 
-def test_half_of_a_topic_of_one_instance_is_unowned() -> None:
+def test_a_topic_of_one_instance_is_named() -> None:
     group = {"c1": {"A": "*"}, "c2": {"A": "*", "B": "*"}}
-    both = queues(2, topic="A") + queues(2, topic="B")
-    assert unowned_queues(group, both) == [MessageQueue("B", "b", 0)]
     (difference,) = group_differences(group)
     assert (difference.topic, difference.without, difference.subscriptions) == ("B", ("c1",), (("*", ("c2",)),))
 
 
-def test_two_instances_with_a_topic_each_leave_half_of_each() -> None:
+def test_two_instances_with_a_topic_each_differ_on_both() -> None:
     group = {"c1": {"A": "*"}, "c2": {"B": "*"}}
-    both = queues(2, topic="A") + queues(2, topic="B")
-    assert unowned_queues(group, both) == [MessageQueue("A", "b", 1), MessageQueue("B", "b", 0)]
     assert [difference.topic for difference in group_differences(group)] == ["A", "B"]
 
 
-def test_differing_tags_leave_no_queue_but_are_reported() -> None:
+def test_differing_tags_are_reported() -> None:
     group = {"c2": {"A": "x"}, "c1": {"A": "y"}, "c3": {"A": "x"}}
-    assert unowned_queues(group, queues(6, topic="A")) == []
     (difference,) = group_differences(group)
     assert difference.subscriptions == (("y", ("c1",)), ("x", ("c2", "c3")))
     assert "instances of group CG differ on A (c1: y; c2, c3: x)." in describe_differences("CG", group)
@@ -187,4 +181,3 @@ def test_an_equal_group_is_left_alone() -> None:
     assert group_differences(group) == []
     assert group_differences({}) == []
     assert not describe_differences("CG", group)
-    assert unowned_queues(group, queues(3, topic="A") + queues(3, topic="other")) == []

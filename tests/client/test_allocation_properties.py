@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.broker.groups import group_differences
 from librmq.client import allocation
 from librmq.message.message import MessageQueue
 
@@ -78,16 +77,3 @@ def test_queues_stay_in_their_room_where_it_has_clients(queues: list[MessageQueu
     for client in clients:
         for queue in allocation.own_share(client, queues, clients, STRATEGIES["nearby"]):
             assert room(queue.broker_name) == room(client) or room(queue.broker_name) not in manned
-
-
-@given(
-    group=st.dictionaries(
-        st.sampled_from([f"c{number}" for number in range(6)]),
-        st.dictionaries(st.sampled_from("ABC"), st.sampled_from(["*", "x"])),
-    )
-)
-def test_queues_lack_an_owner_only_where_instances_differ(group: dict[str, dict[str, str]]) -> None:
-    """A queue has no reader only if the instances of its group differ."""
-    queues = [MessageQueue(topic, "b", number) for topic in "ABC" for number in range(8)]
-    differing = {difference.topic for difference in group_differences(group) if difference.without}
-    assert {queue.topic for queue in allocation.unowned_queues(group, queues)} == differing

@@ -112,7 +112,6 @@ class ProcessQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.real.check_invariants()
         both = sorted([*self.waiting, *self.begun])
         assert len(self.real) == len(both)
         assert (self.real.waiting, self.real.begun) == (len(self.waiting), len(self.begun))
