@@ -166,17 +166,6 @@ def test_groups_that_may_not() -> None:
 # ---- held pulls
 
 
-def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker) -> None:
-    broker.create_topic("T", 2)
-    bell = Bell(rmq.runner)
-    assert pull(broker, "T", notify=bell).status is PullStatus.HELD
-    send(broker, "T", queue_id=1)
-    assert bell.rung_ms == []
-    send(broker, "T")
-    send(broker, "T")
-    assert bell.rung_ms == [rmq.clock.now_ms()]
-
-
 @pytest.mark.parametrize(
     ("subscription", "fields"),
     [
@@ -197,20 +186,6 @@ def test_a_held_pull_is_woken_by_a_matching_message(
     assert bell.rung_ms == []
     send(broker, "T", **fields)
     assert len(bell.rung_ms) == 1
-
-
-def test_a_held_pull_ends_at_the_next_sweep_only_if_others_came(rmq: Kit, broker: Broker) -> None:
-    broker.create_topic("T", 2)
-    passed, quiet = Bell(rmq.runner), Bell(rmq.runner)
-    begin_ms = rmq.clock.now_ms()
-    pull(broker, "T", notify=passed, subscription=Subscription("T", "a"))
-    pull(broker, "T", queue_id=1, notify=quiet, subscription=Subscription("T", "a"))
-    rmq.advance(ms=4_000)
-    send(broker, "T", tags="b")
-    send(broker, "T", tags="b")
-    rmq.advance(ms=3_600_000)
-    assert (passed.rung_ms, quiet.rung_ms) == ([begin_ms + 5_000], [])
-    assert pull(broker, "T", notify=passed, subscription=Subscription("T", "a")).next_offset == 2
 
 
 def test_a_later_pull_replaces_an_earlier_one(rmq: Kit, broker: Broker) -> None:
@@ -438,17 +413,6 @@ def test_progress_is_saved_five_seconds_after_it_changed() -> None:
         assert refusal(again.call, UpdateOffset("g", "T", 1, -1)) == ResponseCode.SYSTEM_ERROR
 
 
-def test_progress_beyond_a_queues_end_is_put_back() -> None:
-    files, runner = MemoryFiles(), ManualRunner()
-    broker = opened(files, runner)
-    send(broker, "T")
-    for queue_id, queue_offset in ((0, 3), (1, 7), (2, 0)):  # as if later messages had not reached the device
-        broker.call(UpdateOffset("g", "T", queue_id, queue_offset))
-    broker.close()
-    with opened(files, runner) as again:
-        assert again.consumer_offsets("g", "T") == {0: 1, 1: 0, 2: 0}
-
-
 def test_progress_that_was_never_stored() -> None:
     with opened(store=StoreConfig.tiny(memory_ratio=0)) as broker:
         assert broker.call(QueryOffset("g", "T", 0)) == 0
@@ -558,21 +522,6 @@ def test_a_damaged_configuration_is_reported(row: dict[str, object]) -> None:
     files.write("/b/config/topics.json", java_json.dumps({"topicConfigTable": {"T": row}}).encode())
     with pytest.raises(CorruptionError, match=r"topics\.json"):
         opened(files)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"auto_create_topic": 1},
-        {"default_topic_queues": 0},
-        {"lock_expiry_s": True},
-        {"save_offsets_every_s": "5"},
-        {"delay": 3},
-    ],
-)
-def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        BrokerConfig(**wrong)
 
 
 def test_a_broker_is_opened_by_open() -> None:

@@ -62,14 +62,6 @@ def found(file: IndexFile, key_hash: int, begin: int = 0, end: int = 2**63 - 1, 
 # ----------------------------------------------------------------------------------------------------- a file
 
 
-def test_a_fresh_file_is_all_zeros_and_counts_from_one() -> None:
-    files = memory()
-    file = one_file(files)
-    assert not any(files.read("/store/one"))
-    assert file.header == IndexHeader(0, 0, 0, 0, 0, 1)
-    assert found(file, 0) == []
-
-
 @pytest.mark.parametrize(
     ("begin", "timestamp", "seconds"),
     [
@@ -314,22 +306,6 @@ def three_files() -> KeyIndex:
     index = open_index(memory())
     index.append_many([(10 * n, BEGIN + 1000 * n, (HASHES[0],)) for n in range(16)])
     return index
-
-
-def test_a_search_ends_at_a_file_that_begins_before(three_files: KeyIndex) -> None:
-    # The clock was set back: the oldest file would match, but the search does not reach it.
-    middle = three_files.files[1]
-    middle.file.buffer[:8] = struct.pack(">q", BEGIN - 10_000)
-    assert three_files.query(TOPIC, KEYS[0], BEGIN) == [150, 140]
-
-
-def test_files_are_deleted_by_place(three_files: KeyIndex) -> None:
-    first, second, third = [file.path for file in three_files.files]
-    assert three_files.delete_before(60) == []
-    assert three_files.delete_before(61) == [first]
-    assert three_files.delete_before(10_000) == [second]
-    assert [file.path for file in three_files.files] == [third]
-    assert three_files.query(TOPIC, KEYS[0]) == [150, 140]
 
 
 def test_files_are_deleted_by_name(three_files: KeyIndex) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +93,6 @@ def ratio(kept: Kept, used: float) -> None:
 # ------------------------------------------------------------------------------------------------------------ age
 
 
-def test_a_file_is_deleted_when_its_last_record_is_72_hours_old() -> None:
-    at = MIDNIGHT + 4 * HOUR
-    kept = Kept(by_files(at, at + 1, at + HOUR))
-    kept.store.flush()
-    assert kept.run(at + 2 * HOUR) == at + 72 * HOUR
-    assert kept.run(at + 72 * HOUR - 1) == at + 72 * HOUR
-    assert kept.log_files == [0, 1, 2]
-    assert kept.run(at + 72 * HOUR) == at + 72 * HOUR + 1
-    assert kept.deleted == [0]
-    assert kept.run(at + 72 * HOUR + 1) is None
-    assert kept.log_files == [2]
-
-
 @pytest.mark.parametrize("idle", [0, 1, 5 * DAY])
 def test_the_last_record_counts_not_the_first_nor_the_next_file(idle: int) -> None:
     """The file's last record was stored two days after its first, and the next file may begin days later."""
@@ -134,19 +121,6 @@ def test_an_old_file_after_a_kept_one_stays() -> None:
         retention = Retention(retained(store, SMALL), timezone=UTC)
         assert retention.run_due(at + 10 * DAY) == at + 53 * DAY
         assert retention.deleted == []
-
-
-@pytest.mark.parametrize("hours", [0, 1, 1000])
-def test_how_long_files_are_kept_is_a_setting(hours: int) -> None:
-    at = MIDNIGHT
-    every_hour = ";".join(map(str, range(24)))
-    config = replace(SMALL, file_reserved_hours=hours, delete_when=every_hour)
-    kept = Kept(by_files(at, at), config)
-    if hours:
-        assert kept.run(at + hours * HOUR - 1) == at + hours * HOUR
-        assert kept.deleted == []
-    assert kept.run(at + hours * HOUR) is None
-    assert kept.deleted == [0]
 
 
 def test_file_times_are_never_used(tmp_path: Path) -> None:
@@ -211,31 +185,11 @@ def test_an_impossible_time_is_not_an_error(stored: int) -> None:
 # ------------------------------------------------------------------------------------------------------- the hour
 
 
-def test_expired_files_wait_for_their_hour() -> None:
-    at = MIDNIGHT + 12 * HOUR
-    kept = Kept(by_files(at, at))
-    due = MIDNIGHT + 4 * DAY + 4 * HOUR
-    assert kept.run(at) == due
-    for now in (at + 3 * DAY, due - 1):
-        assert kept.run(now) == due
-        assert kept.deleted == []
-    kept.run(due)
-    assert kept.deleted == [0]
-
-
 @pytest.mark.parametrize(("minutes", "goes"), [(4 * 60 - 1, False), (4 * 60, True), (5 * 60 - 1, True), (300, False)])
 def test_the_hour_lasts_an_hour(minutes: int, goes: bool) -> None:
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT))
     kept.run(MIDNIGHT + 5 * DAY + minutes * 60_000)
     assert kept.deleted == ([0] if goes else [])
-
-
-def test_several_hours() -> None:
-    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), replace(SMALL, delete_when="23;4;16"))
-    begin = MIDNIGHT + 5 * DAY
-    assert [kept.retention.next_cleaning_ms(begin + hour * HOUR) for hour in (0, 5, 16, 17)] == [
-        begin + hour * HOUR for hour in (4, 16, 16, 23)
-    ]
 
 
 class SummerTime(tzinfo):
@@ -263,16 +217,6 @@ def utc(day: int, hour: int, minute: int = 0, *, month: int) -> int:
 
 def hours_of(delete_when: str, zone: tzinfo) -> Callable[[int], int | None]:
     return Kept(by_files(MIDNIGHT), replace(SMALL, delete_when=delete_when), zone=zone).retention.next_cleaning_ms
-
-
-def test_the_hour_is_local() -> None:
-    for offset in (9.0, -7.0, 5.75):
-        zone = timezone(timedelta(hours=offset))
-        due = hours_of("04", zone)(MIDNIGHT)
-        assert due is not None
-        moment = datetime.fromtimestamp(due // 1000, zone)
-        assert (moment.hour, moment.minute, moment.second, due % 1000) == (4, 0, 0, 0)
-        assert MIDNIGHT <= due < MIDNIGHT + DAY
 
 
 def test_the_hour_of_a_clock_change() -> None:
@@ -308,9 +252,6 @@ def test_a_year_passes_in_the_time_of_its_events() -> None:
     assert rounds < 45
 
 
-# ------------------------------------------------------------------------------------------------------- the disk
-
-
 @pytest.mark.parametrize(("used", "goes"), [(0.75, False), (0.751, True)])
 def test_above_75_percent_expired_files_are_deleted_anytime(used: float, goes: bool) -> None:
     now = MIDNIGHT + 4 * DAY + 12 * HOUR
@@ -332,28 +273,7 @@ def test_above_85_percent_the_oldest_are_deleted_early(used: float, goes: bool) 
     assert due == MIDNIGHT + (100 if goes else 10_000)
 
 
-def test_no_more_files_are_deleted_early_than_needed() -> None:
-    kept = Kept(by_files(*[MIDNIGHT] * 5))
-    ratio(kept, 0.9)
-    kept.run(MIDNIGHT)
-    ratio(kept, 0.8)
-    kept.run(MIDNIGHT + 100)
-    assert kept.log_files == [1, 2, 3, 4]
-
-
-def test_rounds_of_ten_files() -> None:
-    kept = Kept(by_files(*[MIDNIGHT] * 25))
-    ratio(kept, 0.86)
-    now, seen = MIDNIGHT, []
-    while len(kept.log_files) > 1:
-        due = kept.run(now)
-        assert len(kept.deleted) == 1
-        assert due is not None
-        seen.append(now - MIDNIGHT)
-        now = due
-    assert seen == [10_000 * number + 100 * file for number in range(3) for file in range(10)][:24]
-    assert kept.run(now) == now + 10_000  # the disk is checked whether or not there is something to delete
-    assert kept.deleted == []
+# ------------------------------------------------------------------------------------------------------- the disk
 
 
 def test_between_two_rounds_nothing_is_deleted() -> None:
@@ -411,40 +331,6 @@ def test_a_real_disk_is_measured(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- size
-
-
-def test_files_beyond_the_total_size_are_deleted_immediately() -> None:
-    now = MIDNIGHT + 12 * HOUR
-    kept = Kept(by_files(*[now] * 15), replace(SMALL, max_total_size=3 * FILE + FILE // 2))
-    assert kept.run(now) == now + 100  # at most ten files a step
-    assert kept.deleted == list(range(10))
-    kept.run(now + 100)
-    assert kept.log_files == [12, 13, 14]
-    assert kept.run(now + 200) == MIDNIGHT + 4 * DAY + 4 * HOUR  # the next deletion is by age
-    assert kept.deleted == []
-
-
-def test_the_size_does_not_wait_for_the_end_of_a_round() -> None:
-    kept = Kept(by_files(*[MIDNIGHT] * 12), replace(SMALL, max_total_size=12 * FILE))
-    ratio(kept, 0.86)
-    for number in range(10):
-        kept.run(MIDNIGHT + 100 * number)
-    assert kept.log_files == [10, 11]
-    kept.append([MIDNIGHT + 900] * 40 * 4)
-    assert kept.run(MIDNIGHT + 1_000) == MIDNIGHT + 1_100
-    assert kept.log_files[0] == 20
-
-
-def test_the_size_counts_whole_files_and_the_newest_stays() -> None:
-    kept = Kept(by_files(MIDNIGHT, MIDNIGHT), replace(SMALL, max_total_size=2 * FILE))
-    kept.run(MIDNIGHT)
-    assert kept.log_files == [0, 1]
-    kept.append([MIDNIGHT])
-    kept.run(MIDNIGHT)
-    assert kept.log_files == [1, 2]
-    one = Kept(by_files(*[MIDNIGHT] * 3), replace(SMALL, max_total_size=FILE))
-    assert one.run(MIDNIGHT) is None
-    assert one.log_files == [2]
 
 
 def test_by_default_a_store_is_bounded_by_size_not_by_age() -> None:
@@ -733,28 +619,10 @@ def test_a_failed_call_is_logged_and_retried(call: str, number: int) -> None:
     assert verify(ROOT, config, disk).sound
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("file_reserved_hours", -1),
-        ("file_reserved_hours", 1.5),
-        ("delete_when", ""),
-        ("delete_when", "24"),
-        ("delete_when", "4;"),
-        ("delete_when", "4, 5"),
-        ("delete_when", "-1"),
-        ("delete_when", "004"),
-        ("delete_when", "٤"),
-        ("delete_when", 4),
-        ("delete_when", None),
-        ("disk_max_used_ratio", 101),
-        ("disk_force_clean_ratio", -1),
-        ("disk_refuse_ratio", True),
-    ],
-)
-def test_settings_out_of_range_are_refused(setting: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=setting):
-        StoreConfig.from_row({setting: value})
+@pytest.mark.parametrize("value", ["", "24", "4;", "4, 5", "-1", "004", "٤"])
+def test_what_is_no_hour_of_deletion_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="delete_when"):
+        StoreConfig(delete_when=value)
 
 
 def test_settings_of_a_row_are_taken() -> None:

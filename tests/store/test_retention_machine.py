@@ -68,11 +68,6 @@ class RetentionMachine(RuleBasedStateMachine):
     def in_hour(self, now: int) -> bool:
         return (datetime.fromtimestamp(now // 1000, UTC) + self.zone.utcoffset(None)).hour in self.hours
 
-    def oversized(self) -> int:
-        if self.config.max_total_size is None:
-            return 0
-        return max(0, self.last_file - max(self.begin_file, self.last_file + 1 - self.config.max_total_size // FILE))
-
     def model_run(self, now: int) -> int:
         """Move the model's begin past the files that a run deletes; return their number."""
         used, before = self.files.disk_used_ratio, self.begin_file
@@ -107,7 +102,7 @@ class RetentionMachine(RuleBasedStateMachine):
             self.records.append((result.physical_offset, result.store_timestamp_ms))
             self.clock.advance(ms=step)
 
-    @rule(used=st.sampled_from([0.0, 0.5, 0.75, 0.76, 0.85, 0.86, 0.91, 1.0]))
+    @rule(used=st.sampled_from([0.0, 0.5, 0.75, 0.751, 0.85, 0.851, 0.9, 0.901, 1.0]))
     def fill_disk(self, used: float) -> None:
         self.files.disk_used_ratio = used
 
