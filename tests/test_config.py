@@ -18,30 +18,6 @@ from librmq.dedup import DedupConfig, DedupKeywords
 from librmq.idempotence.outbox import OutboxConfig, OutboxKeywords
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("compress_from", "4096"),
-        ("compress_from", True),
-        ("compress_from", 0),
-        ("max_total_size", "1"),
-        ("max_total_size", 1),
-        ("message_delay_level", 5),
-        ("store_host", None),
-        ("delete_when", 4),
-        ("flush_interval_s", "1"),
-        ("flush_interval_s", -1),
-        ("flush_thorough_interval_s", math.inf),
-        ("flush_interval_consumequeue_s", math.nan),
-        ("flush_thorough_interval_consumequeue_s", True),
-        ("flush_least_bytes", 1.5),
-    ],
-)
-def test_unknown_settings_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: expected .*, found "):
-        StoreConfig.from_row({name: value})
-
-
 def test_a_refusal_is_always_short() -> None:
     for row in ({"max_index_num": "x" * 70_000}, {"delete_when": "x" * 70_000}, {"x" * 70_000: 1}):
         with pytest.raises(ConfigError) as refused:

@@ -21,7 +21,6 @@ from librmq.files.interface import File, Files, is_folder
 from librmq.files.rolling import MappingPool
 from tests.reference import Row, rows, store_folders
 
-FILLER = (0, 0x7FFFFFFF, 0)
 SMALL = 5 * ENTRY_SIZE
 
 
@@ -105,21 +104,6 @@ def test_a_new_queue_leaves_no_trace_until_its_first_append() -> None:
     assert queue.trim(99) == []
     queue.close()
     assert not is_folder(files, "/q")
-
-
-@pytest.mark.parametrize("begin", [1, 4, 5, 7, 10, 123456789012])
-def test_entries_before_the_first_are_filler(begin: int) -> None:
-    files = MemoryFiles()
-    queue = filled(files, begin, begin + 1)
-    start = begin - begin % 5
-    (name,) = contents(files)
-    assert name == f"{start * ENTRY_SIZE:020d}"
-    expected = [FILLER] * (begin - start) + [(10 * begin, 10, begin)]
-    assert contents(files)[name] == packed(expected).ljust(SMALL, b"\0")
-    for one in (queue, opened(files)):
-        assert (one.min_offset, one.max_offset, one.stored_begin) == (begin, begin + 1, start)
-        assert one.entry(begin - 1) is None
-        assert one.entries(0).tolist() == expected
 
 
 def test_a_file_made_ahead_is_used() -> None:
@@ -299,16 +283,6 @@ def test_a_queue_for_reading_is_not_written() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- truncating
-
-
-@pytest.mark.parametrize("keep", range(13))
-@pytest.mark.parametrize("reach", [0, 9])
-def test_entries_ahead_of_the_log_are_cut(keep: int, reach: int) -> None:
-    files, expected = MemoryFiles(), MemoryFiles()
-    queue, left = filled(files, 0, 12), filled(expected, 0, min(keep, 12))
-    assert queue.truncate_after(10 * keep + reach) == 12 - min(keep, 12)
-    assert queue.max_physic_offset == left.max_physic_offset
-    assert contents(files) == contents(expected)
 
 
 def test_truncation_stops_at_an_invalid_entry() -> None:

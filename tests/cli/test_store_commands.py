@@ -293,16 +293,6 @@ def test_load_makes_a_store_with_the_settings_given(run: Run, tmp_path: Path) ->
     assert [row["max_offset"] for row in run("queues", store)[1]] == [2]
 
 
-def test_load_continues_behind_a_refusal_and_says_why(run: Run, copy: Path) -> None:
-    given = f"{json.dumps(PUT | {'topic': '..'})}\n{json.dumps(PUT)}\n"
-    status, printed, err = run("load", copy, given=given)
-    assert status == 0
-    assert [row["status"] for row in printed] == ["MESSAGE_ILLEGAL", "PUT_OK"]
-    assert printed[0] == {"op": "put", "status": "MESSAGE_ILLEGAL"}
-    assert err.startswith("librmq load: line 1: ")
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize("line", ["{", "[]", '{"op": "what"}', '{"op": "put", "topic": "T", "queueId": 0}', "\xff"])
 def test_load_ends_at_an_invalid_line(run: Run, copy: Path, line: str) -> None:
     given = f"{json.dumps(PUT)}\n{line}\n{json.dumps(PUT)}\n".encode("latin-1")

@@ -153,10 +153,6 @@ def takes_a_quarter_of_an_hour(message: DeliveredMessage) -> None:
     clock.move_to(clock.now_ms() + 900_000)
 
 
-async def fails_later(message: DeliveredMessage) -> None:
-    raise ValueError("x")
-
-
 @many
 @pytest.mark.parametrize(
     ("listener", "options", "outcome"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
@@ -170,6 +170,8 @@ def test_invalid_records_are_reported_as_by_the_plain_decoder(raws: list[bytes],
 
 @settings(max_examples=examples(150))
 @given(st.lists(RAW_PROPERTIES, max_size=8) | rows_alike())
+@example([b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))])  # very many
+@example([b"KEYS\2a\1x\2", b"KEYS\1v\2a\1x\2"])  # a name without a value in the first row only
 def test_properties(stored: list[bytes]) -> None:
     data = np.frombuffer(b"".join(stored), np.uint8)
     ends = np.cumsum(list(map(len, stored)), dtype=np.int64)
@@ -181,21 +183,6 @@ def test_properties(stored: list[bytes]) -> None:
     for name in (*(name.decode() for similar in SIMILAR for name in similar), "a\1b"):
         assert properties.value(name).to_pylist() == [row.get(name) for row in plain]
         properties.value(name).validate(full=True)
-
-
-def test_a_row_with_very_many_properties() -> None:
-    raw = b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))
-    data = np.frombuffer(raw, np.uint8)
-    found = Properties(data, np.array([0]), np.array([len(raw)])).map().to_pylist()[0]
-    assert found == list(decode_properties(raw).items())
-
-
-def test_a_name_without_a_value_in_the_first_row_only() -> None:
-    stored = [b"KEYS\2a\1x\2", b"KEYS\1v\2a\1x\2"]
-    data = np.frombuffer(b"".join(stored), np.uint8)
-    properties = Properties(data, np.array([0, len(stored[0])]), np.array([len(stored[0]), len(data)]))
-    assert properties.value("KEYS").to_pylist() == [None, "v"]
-    assert properties.map().to_pylist() == [[("a", "x")], [("KEYS", "v"), ("a", "x")]]
 
 
 @pytest.mark.parametrize("length", [5, 5000])

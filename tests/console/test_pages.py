@@ -33,7 +33,6 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.console import _pages as pages
-from librmq.diagnosis import pending_messages
 from librmq.diagnosis import view as diagnosis_view
 from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
@@ -373,13 +372,6 @@ def test_the_form_of_the_past_reaches_from_the_first_message_to_now() -> None:
 def test_a_moment_at_the_end_of_the_calendar(broker: Broker, runner: ManualRunner, at: str, status: int) -> None:
     shop(broker, runner)
     assert Asked(console(broker)).get(f"/topics?at={at}").status_code == status
-
-
-def test_what_waits_is_what_the_command_lists(broker: Broker, runner: ManualRunner) -> None:
-    with Producer(broker, "shop") as producer:
-        producer.send("orders", b"later", delay=3600)
-    rows = Asked(console(broker)).table("/waiting", "Waiting messages")
-    assert [row["kind"] for row in rows] == [message.kind for message in pending_messages(broker.store)]
 
 
 def test_the_overview_says_what_flows_and_what_waits(

@@ -56,23 +56,6 @@ def test_letters_with_their_causes(rmq: Kit) -> None:
     assert dead_letters(rmq.broker, group="other") == []
 
 
-def test_numbers_do_not_separate_causes(rmq: Kit) -> None:
-    numbers = iter(range(100))
-
-    def fail(message: object) -> None:
-        raise DeadLetter(f"no customer {next(numbers)}")
-
-    rmq.consumer("G").subscribe("orders", fail)
-    for _ in range(5):
-        rmq.producer().send("orders", b"x")
-    rmq.advance(seconds=1)
-    (cause,) = dead_letter_causes(rmq.broker)
-    assert (cause.group, cause.original_topic, cause.messages) == ("G", "orders", 5)
-    assert "no customer #" in cause.cause
-    (found,) = diagnose(rmq.broker)
-    assert (found.kind, found.evidence["messages"]) == ("dead-letters", 5)
-
-
 def test_used_up_retries_count_each_attempt(rmq: Kit) -> None:
     def fail(message: object) -> None:
         raise ReconsumeLater

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from librmq import DeadLetter, MessageModel, PushConsumer, ReconsumeLater
@@ -177,6 +177,7 @@ FAULTS: Final = (
         st.tuples(st.sampled_from((healthy, *FAULTS)), st.integers(2, 6), st.integers(6, 30)), min_size=1, max_size=5
     )
 )
+@example([(plant, 4, 20) for plant in (healthy, *FAULTS)])
 def test_each_finding_finds_its_own_and_nothing_else(
     drawn: list[tuple[Callable[[Place], Planted], int, int]],
 ) -> None:

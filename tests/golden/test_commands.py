@@ -105,13 +105,9 @@ def queues_with_entries(folder: Path) -> list[tuple[str, int]]:
 
 
 @stores
-def test_dump(folder: Path, settled: Path, commands: Commands) -> None:
-    assert commands.rows("dump", settled) == log_rows(folder)
-
-
-@stores
-def test_dump_all_of_a_sound_log_is_the_same(folder: Path, settled: Path, commands: Commands) -> None:
-    assert commands.rows("dump", "--all", settled) == log_rows(folder)
+@pytest.mark.parametrize("words", [[], ["--all"]])
+def test_dump(folder: Path, settled: Path, commands: Commands, words: list[str]) -> None:
+    assert commands.rows("dump", *words, settled) == log_rows(folder)
 
 
 @stores

@@ -190,42 +190,13 @@ def test_reading_never_fails(raw: bytes) -> None:
     assert isinstance(java_decode(raw), str)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("0", 0),
-        ("-0", 0),
-        ("+5", 5),
-        ("0005", 5),
-        ("0" * 20_000 + "7", 7),
-        ("\uff12\uff13", 23),
-        ("2147483647", 2**31 - 1),
-        ("-2147483648", -(2**31)),
-        ("2147483648", None),
-        ("-2147483649", None),
-        ("9" * 5000, None),
-        ("", None),
-        ("-", None),
-        ("+-5", None),
-        (" 5", None),
-        ("5 ", None),
-        ("1_0", None),
-        ("5.0", None),
-        ("0x1", None),
-        ("\U0001d7d8", None),  # a digit outside the BMP
-        ("0" * 50_000 + "x", None),
-    ],
-)
-def test_integers_as_java_takes_them(text: str, number: int | None) -> None:
-    assert java_int(text) == number
-
-
 # Strings that Java accepts as numbers, and strings that it refuses.
 
 
-INTEGERS = {"7": 7, "+7": 7, "-7": -7, "007": 7, "-0": 0, "0" * 30 + "5": 5, "\u0663\u096a": 34}
+INTEGERS = {"7": 7, "+7": 7, "-7": -7, "007": 7, "-0": 0, "0" * 20_000 + "5": 5, "\u0663\u096a": 34}
 EDGES = [number for edge in (INT_MIN, INT_MAX, LONG_MIN, LONG_MAX) for number in (edge - 1, edge, edge + 1)]
-REFUSED = ["", "+", "--5", " 5", "5 ", "1_0", "\u00b2", "\U0001d7d3", "0x5", "5.0", "1" * 20, "1" * 5000]
+REFUSED = ["", "+", "--5", "+-5", " 5", "5 ", "1_0", "\u00b2", "\U0001d7d3", "0x5", "5.0", "1" * 20, "1" * 5000]
+REFUSED += ["-", "0" * 50_000 + "x"]
 
 
 @pytest.mark.parametrize("text", [*INTEGERS, *map(str, EDGES), *REFUSED])

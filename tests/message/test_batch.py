@@ -12,21 +12,6 @@ from librmq.message.message import Message
 from librmq.message.properties import encode_properties
 
 
-def test_a_batch_there_and_back() -> None:
-    items = [
-        BatchItem(b"one", 1, b"a\x011"),
-        BatchItem(b""),
-        BatchItem(b"three" * 1000, -1),
-    ]
-    raw = encode_batch(items)
-    assert decode_batch(raw) == items
-    assert decode_batch(b"") == []
-    for end in range(1, len(raw)):
-        if end not in (28, 50):  # a message ends here
-            with pytest.raises(MessageIllegalError):
-                decode_batch(raw[:end])
-
-
 @pytest.mark.parametrize(
     ("at", "value"),
     [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],

@@ -11,24 +11,12 @@ from librmq.message import retry_level
 from librmq.message.delays import DEFAULT_LEVELS, DelayLevels, level_of_queue_id, queue_id_of_level
 
 
-def test_the_default_levels() -> None:
-    assert DEFAULT_LEVELS.max_level == 18
-    assert DEFAULT_LEVELS.delay_ms(1) == 1_000
-    assert DEFAULT_LEVELS.delay_ms(16) == 30 * 60_000
-    assert DEFAULT_LEVELS.delay_ms(18) == 2 * 3_600_000
-
-
 def test_every_unit() -> None:
     assert DelayLevels.parse("2s 3m 4h 5d 007s").delays_ms == (2_000, 180_000, 14_400_000, 432_000_000, 7_000)
 
 
 def test_spaces_at_the_end_are_ignored() -> None:
     assert DelayLevels.parse("1s 2s  ").delays_ms == (1_000, 2_000)
-
-
-@pytest.mark.parametrize("level", [-3, 0, 19, 2**31])
-def test_a_nonexistent_level_waits_a_second(level: int) -> None:
-    assert DEFAULT_LEVELS.deliver_timestamp_ms(level, 1_700_000_000_000) == 1_700_000_001_000
 
 
 @pytest.mark.parametrize(("level", "capped"), [(-3, -3), (0, 0), (1, 1), (18, 18), (19, 18), (1000, 18)])

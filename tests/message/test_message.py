@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -187,28 +186,6 @@ def test_a_queue_is_a_value() -> None:
     assert queue == MessageQueue("T", "broker-a", 3)
     assert len({queue, MessageQueue("T", "broker-a", 3), MessageQueue("T", "broker-a", 4)}) == 2
     assert queue.java_hash == 1680488765
-
-
-def test_queues_sort_by_utf16_units() -> None:
-    ordered = [
-        MessageQueue("A", "b", 10),
-        MessageQueue("T", "a", 2),
-        MessageQueue("T", "b", 1),
-        MessageQueue("T\U0001f600", "a", 0),
-        MessageQueue("T\uffee", "\U0001f600", 0),  # after it in UTF-16, but before it by code points
-        MessageQueue("T\uffee", "\uffee", 0),
-    ]
-    shuffled = ordered[:]
-    random.Random(5).shuffle(shuffled)
-    assert sorted(shuffled) == ordered
-    for at, one in enumerate(ordered):
-        for place, other in enumerate(ordered):
-            assert (one < other, one <= other, one > other, one >= other) == (
-                at < place,
-                at <= place,
-                at > place,
-                at >= place,
-            )
 
 
 # Names of topics: which are valid, and which belong to the broker.

@@ -35,7 +35,6 @@ from librmq.message.ids import (
 from librmq.message.properties import (
     RESERVED_PROPERTIES,
     PropertyName,
-    decode_properties,
     encode_all,
     encode_properties,
     find_property,
@@ -62,21 +61,6 @@ SHAPES = [
     pytest.param({"magic": record_format.MESSAGE_MAGIC_V2, "topic": "t" * 300}, id="second magic"),
     pytest.param({"magic": record_format.MESSAGE_MAGIC_V2, "born_host": V6, "sys_flag": 16}, id="second magic, v6"),
 ]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_there_and_back(shape: dict[str, object]) -> None:
-    there = record(**shape)
-    raw = encode_record(there)
-    assert len(raw) == there.size
-    assert decode_record(raw) == there
-    assert encode_record(decode_record(raw)) == raw
-    padded = b"\xff" * 7 + raw + b"\xff" * 9
-    assert decode_record(padded, 7) == there
-    assert record_format.store_timestamp_ms(padded, 7) == there.store_timestamp_ms
-    for check_body in (False, True):
-        assert check_record(padded, 7, len(padded), check_body=check_body) == len(raw)
-        assert check_record(padded, 7, 7 + len(raw), check_body=check_body) == len(raw)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -259,23 +243,6 @@ def test_the_largest_values_that_fit() -> None:
 # --- properties
 
 
-def test_properties_are_written_in_the_order_of_a_java_map() -> None:
-    properties = {
-        "region": "hz",
-        "50%": "100%s",
-        "TAGS": "TagA",
-        "KEYS": "k1 k2",
-        "UNIQ_KEY": "0A",
-        "DELAY": "3",
-    }
-    raw = encode_properties(properties)
-    assert decode_properties(raw) == properties
-    names = [part.split(b"\x01")[0] for part in raw.split(b"\x02")]
-    real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # in the same order as in any store
-    assert [name for name in names if name in real] == real
-    assert len(names) == 6
-
-
 def test_properties_that_share_a_bucket_keep_their_order() -> None:
     assert encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
     assert encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
@@ -431,11 +398,6 @@ def test_hosts(text: str, host: Host) -> None:
 def test_no_hosts(text: str) -> None:
     with pytest.raises(MalformedError, match="expected an address"):
         parse_host(text)
-
-
-def test_host_flags() -> None:
-    v4 = ("1.2.3.4", 5)
-    assert [record_format.host_flags(a, b) for a in (v4, V6) for b in (v4, V6)] == [0, 32, 16, 48]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import struct
 import zlib
@@ -323,11 +324,23 @@ def test_a_topic_that_is_taken_can_be_written_and_is_a_folder(topic: str) -> Non
 
 
 @given(st.lists(st.builds(MessageQueue, TEXT, TEXT, INT32)))
+@example(
+    [
+        MessageQueue("T", "\uffee", 0),
+        MessageQueue("T", "\U0001f600", 0),
+        MessageQueue("T\uffee", "a", 0),
+        MessageQueue("T\U0001f600", "a", 0),
+    ]
+)
+@example([MessageQueue("T", "b", 10), MessageQueue("T", "b", 2), MessageQueue("T", "b", 2)])
 def test_queues_sort_as_java_compares(queues: list[MessageQueue]) -> None:
     def in_java(queue: MessageQueue) -> tuple[bytes, bytes, int]:
         return queue.topic.encode("utf-16-be"), queue.broker_name.encode("utf-16-be"), queue.queue_id
 
     assert sorted(queues) == sorted(queues, key=in_java)
+    for one, other in itertools.pairwise(queues):
+        a, b = in_java(one), in_java(other)
+        assert (one < other, one <= other, one > other, one >= other) == (a < b, a <= b, a > b, a >= b)
 
 
 SCALARS = st.none() | st.booleans() | INT64 | TEXT | st.floats(allow_nan=False, allow_infinity=False)

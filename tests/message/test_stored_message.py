@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
 import struct
 import sys
@@ -12,14 +11,12 @@ import pytest
 
 from librmq.errors import BodyCompressionError, MalformedError, RecordError
 from librmq.message import StoredMessage
-from librmq.message.ids import offset_message_id
 from librmq.message.properties import tags_code
 from librmq.message.record import (
     BODY_AT,
     COMPRESSED,
     COMPRESSION_ZLIB,
     DECOMPRESSED_LIMIT,
-    MESSAGE_MAGIC_V2,
     TRANSACTION_COMMIT,
     Record,
     compress_body,
@@ -45,30 +42,6 @@ def test_stored_bodies_are_read_as_text_or_json() -> None:
         read_back(b"\xff").text()
     with pytest.raises(MalformedError, match="expected JSON"):
         read_back(b"{").json()
-
-
-V6 = ("20ee:f2f5:edc3:a55:5d7f:4438:b98e:36bd", 10911)
-SHAPES: list[dict[str, object]] = [
-    {},
-    {"born_host": V6, "sys_flag": 16},
-    {"store_host": V6, "sys_flag": 32},
-    {"born_host": V6, "store_host": V6, "sys_flag": 48},
-    {"magic": MESSAGE_MAGIC_V2, "topic": "t" * 200},
-    {"body": b"", "properties_raw": b""},
-]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_stored_message_has_the_fields_of_its_record(shape: dict[str, object]) -> None:
-    record = stored(**shape)
-    raw = encode_record(record)
-    message = StoredMessage(raw)
-    for name in (field.name for field in dataclasses.fields(Record)):
-        assert getattr(message, name) == getattr(record, name), name
-    assert (message.raw, message.size) == (raw, record.size)
-    assert message.stored_body == record.body
-    assert message.crc_ok
-    assert message.offset_id == offset_message_id(record.store_host, record.physical_offset)
 
 
 def test_properties_of_a_stored_message() -> None:
