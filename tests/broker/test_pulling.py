@@ -163,6 +163,17 @@ def test_groups_that_may_not() -> None:
         assert broker.call(PullMessage("c1", "h", "T", 0, 0)).status is PullStatus.FOUND, "no broadcast"
 
 
+def test_a_held_pull_is_woken_by_a_message_of_its_queue(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    bell = Bell(rmq.runner)
+    assert pull(broker, "T", notify=bell).status is PullStatus.HELD
+    send(broker, "T", queue_id=1)
+    assert bell.rung_ms == []
+    send(broker, "T")
+    send(broker, "T")
+    assert bell.rung_ms == [rmq.clock.now_ms()]
+
+
 # ---- held pulls
 
 
@@ -186,6 +197,20 @@ def test_a_held_pull_is_woken_by_a_matching_message(
     assert bell.rung_ms == []
     send(broker, "T", **fields)
     assert len(bell.rung_ms) == 1
+
+
+def test_a_held_pull_ends_at_the_next_sweep_only_if_others_came(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("T", 2)
+    passed, quiet = Bell(rmq.runner), Bell(rmq.runner)
+    begin_ms = rmq.clock.now_ms()
+    pull(broker, "T", notify=passed, subscription=Subscription("T", "a"))
+    pull(broker, "T", queue_id=1, notify=quiet, subscription=Subscription("T", "a"))
+    rmq.advance(ms=4_000)
+    send(broker, "T", tags="b")
+    send(broker, "T", tags="b")
+    rmq.advance(ms=3_600_000)
+    assert (passed.rung_ms, quiet.rung_ms) == ([begin_ms + 5_000], [])
+    assert pull(broker, "T", notify=passed, subscription=Subscription("T", "a")).next_offset == 2
 
 
 def test_a_later_pull_replaces_an_earlier_one(rmq: Kit, broker: Broker) -> None:

@@ -458,6 +458,21 @@ def test_the_file_of_former_versions_is_taken_over_once(tmp_path: Path, queues: 
         assert not place.exists()
 
 
+def test_crash_repeats_and_loses_nothing(tmp_path: Path) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
+    broker.create_topic("t", 1)
+    send(broker, "a", "b", "c")
+    found = receive(broker, 2)
+    broker.call(Acknowledge("g", "t", (found[0].receipt,)))
+    receive(broker)
+    broker.abandon()
+    with Broker.open(tmp_path / "b", runner=runner) as broker:
+        assert not receive(broker)
+        runner.advance(10_000)
+        assert sorted(bodies(receive(broker))) == ["b", "c"]
+
+
 def test_reset_of_the_group_begins_there(rmq: Kit, broker: Broker) -> None:
     send(broker, "a", "b", "c")
     receive(broker)

@@ -143,6 +143,18 @@ def test_asynchronous_sends_do_not_wait() -> None:
     assert replica.end == broker.store.log.end
 
 
+def test_a_copy_cut_in_the_middle_of_a_record_continues() -> None:
+    broker = opened()
+    link = ReplicaLink(broker, manual(broker).manual_clock)
+    replica = copy_of(broker, of=link)
+    for most in (1, 7, 8, 100, 150, 401):
+        fill(broker, 10)
+        link.most_bytes = most
+        assert not replica.follow()
+        link.restore()
+        assert_copies(replica, broker)
+
+
 @pytest.mark.parametrize("most", [0, 1, 100])
 def test_a_link_broken_while_logs_are_compared_is_no_difference(most: int) -> None:
     broker = opened()
@@ -157,6 +169,23 @@ def test_a_link_broken_while_logs_are_compared_is_no_difference(most: int) -> No
     fill(broker, 10)
     assert replica.follow()
     assert_copies(replica, broker)
+
+
+@pytest.mark.parametrize("kept", [1, 4, 60, 100, 156])
+def test_a_replica_killed_in_the_middle_of_a_record_catches_up(kept: int) -> None:
+    """The file has a part of the next record, as if the replica was killed while copying it."""
+    broker = opened()
+    fill(broker, 20)
+    replica = copy_of(broker)
+    replica.abandon()
+    end = replica.end
+    send(broker, "T", b"x" * 100)
+    files = broker.store.files
+    torn = broker.store.log.data_at(end, kept)
+    file = files.open(f"{COPY}/commitlog/{end - end % replica.store.config.commitlog_file_size:020}", writable=True)
+    file.buffer[end % file.size : end % file.size + kept] = torn
+    del file
+    assert_copies(copy_of(broker), broker)
 
 
 def test_a_replica_behind_the_first_file_starts_again_there(caplog: pytest.LogCaptureFixture) -> None:
