@@ -124,6 +124,7 @@ class _SuspectToReceive:
     def __init__(self, consumer: SimpleConsumer, deaths: int) -> None:
         self.deaths = deaths
         self.takes: Takes = Takes.NO_SUSPECT
+        self.is_taken = False
         self.message: ReceivedMessage | None = None
         self.turn = Turn(self, self._begin)
         self._consumer = consumer
@@ -518,13 +519,32 @@ class SimpleConsumer(Member):
         self, sources: list[_Source], waits: _Wait, max_messages: int, invisible_ms: int
     ) -> list[ReceivedMessage]:
         self._turn += 1
-        suspect = self._suspect
-        takes = Takes.NO_SUSPECT if suspect is None or suspect.message is not None else suspect.takes
+        suspect, takes = self._suspect, Takes.NO_SUSPECT
+        if suspect is not None:
+            with self.runner.lock:  # One thread takes it: two would each have a suspect, and neither alone.
+                if suspect is self._suspect and not suspect.is_taken:
+                    takes, suspect.is_taken = suspect.takes, bool(suspect.takes)
         if self._is_held_back and not takes:
             for subscription, name in sources[:1] if waits.acknowledged else ():
                 acknowledged = Acknowledge(self.group, subscription.topic, waits.acknowledged, is_one_way=True)
                 self.client.route.endpoint(name).call(acknowledged)
             return []
+        try:
+            return self._ask(sources, waits, max_messages, invisible_ms, takes, suspect if takes else None)
+        except BaseException:
+            if takes and suspect is not None:
+                suspect.is_taken = False
+            raise
+
+    def _ask(
+        self,
+        sources: list[_Source],
+        waits: _Wait,
+        max_messages: int,
+        invisible_ms: int,
+        takes: Takes,
+        suspect: _SuspectToReceive | None,
+    ) -> list[ReceivedMessage]:
         for number in range(len(sources)):
             subscription, name = sources[(self._turn + number) % len(sources)]
             # The function is one for this receive alone, because the broker knows by it which one is cancelled.
@@ -549,15 +569,16 @@ class SimpleConsumer(Member):
             self._states.works(("receive", name), f"receiving from {name}")
             if response.is_held:
                 waits.held.append((endpoint, notify))
-            if response.suspect_deaths and self._suspect is None:
+            if response.suspect_deaths:
                 with self.runner.lock:
-                    self._suspect = suspect = _SuspectToReceive(self, response.suspect_deaths)
-                    self._turns.ask(suspect.turn)
+                    if self._suspect is None:
+                        self._suspect = _SuspectToReceive(self, response.suspect_deaths)
+                        self._turns.ask(self._suspect.turn)
             if response.messages:
                 received = [ReceivedMessage(message, name) for message in response.messages]
-                self._note_received(received, suspect if takes else None)
+                self._note_received(received, suspect)
                 return received
-        if takes and suspect is not None:  # another process has received it
+        if suspect is not None:  # another process has received it
             with self.runner.lock:
                 if self._suspect is suspect:
                     self._suspect = None

@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,14 +28,18 @@ from librmq import (
     PullConsumer,
     PushConsumer,
     ReceiptError,
+    ReceivedMessage,
     SimpleConsumer,
 )
 from librmq.broker import AdministeredRoute
 from librmq.cli import main
-from librmq.protocol import SendBack
+from librmq.override import override
+from librmq.protocol import Endpoint, Receive, Request, Route, RouteWrapper, SendBack
 from tests.programs import Fork, start_program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+
+R = TypeVar("R")
 
 MESSAGES = 40
 POISON = b"7"
@@ -213,6 +218,63 @@ def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: P
     assert count_deaths(work, store, ledger, way, "exit", is_shared) == 1 + 1
     assert list(letters(store)) == [POISON]
     assert "(max_process_deaths=1)" in letters(store)[POISON]
+
+
+class _Slow(RouteWrapper):
+    """A route whose first receive of a suspect waits."""
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    @override
+    def endpoint(self, broker_name: str) -> Endpoint:
+        return _SlowEndpoint(super().endpoint(broker_name), self)
+
+
+class _SlowEndpoint(Endpoint):
+    has_page = True
+
+    def __init__(self, behind: Endpoint, route: _Slow) -> None:
+        self.call_behind, self.route = behind.call, route
+
+    @override
+    def call(self, request: Request[R], /) -> R:
+        if isinstance(request, Receive) and request.takes and not self.route.begun.is_set():
+            self.route.begun.set()
+            assert self.route.goes_on.wait(30)
+        return self.call_behind(request)
+
+
+def receive_two_and_die(path: Path) -> None:
+    with Broker.open(path) as broker, SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        assert len(consumer.receive(2, invisible=0.5, wait=20)) == 2
+        DEATHS["kill"]()
+
+
+def test_of_several_threads_one_receives_a_suspect(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with Fork(receive_two_and_die, tmp_path) as child:
+        child.process.join(60)
+        assert child.process.exitcode == -signal.SIGKILL
+    with Broker.open(tmp_path) as broker, ThreadPoolExecutor() as pool:
+        route = _Slow(broker)
+        with SimpleConsumer(route, "g") as consumer:
+            consumer.subscribe("t")
+
+            def receive_suspect() -> list[ReceivedMessage]:
+                while True:
+                    messages = consumer.receive(1, wait=20)
+                    if route.begun.is_set():
+                        return messages
+                    consumer.ack(*messages)
+
+            alone = pool.submit(receive_suspect)
+            assert route.begun.wait(30)
+            assert consumer.receive(1, wait=0) == []
+            route.goes_on.set()
+            assert len(alone.result(30)) == 1
 
 
 @pytest.mark.parametrize("way", ["push", *RECEIVED])
