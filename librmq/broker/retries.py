@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
-from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry, process_deaths
+from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
@@ -37,6 +37,7 @@ from librmq.protocol import (
     SendResponse,
     SendTogether,
     SentBack,
+    process_deaths,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
@@ -259,7 +260,7 @@ class FailedMessages(BrokerPart):
         copy.properties.update(message.properties)
         copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
         if is_suspect:
-            deaths, alone = process_deaths(message)
+            deaths, alone = process_deaths(message.properties)
             copy.properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
         self._put(
             copy,

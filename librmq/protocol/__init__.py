@@ -73,6 +73,7 @@ from librmq.protocol._client_requests import Unregister as Unregister
 from librmq.protocol._client_requests import UpdateOffset as UpdateOffset
 from librmq.protocol._client_requests import cancel_request as cancel_request
 from librmq.protocol._client_requests import ended_cause as ended_cause
+from librmq.protocol._client_requests import process_deaths as process_deaths
 from librmq.protocol._endpoint import LOCAL_HOST as LOCAL_HOST
 from librmq.protocol._endpoint import PERM_INHERIT as PERM_INHERIT
 from librmq.protocol._endpoint import PERM_READ as PERM_READ

@@ -8,8 +8,10 @@ from typing import Final, NamedTuple, Protocol
 
 from librmq.config import wrong_kind
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
+from librmq.java.lang import java_int
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import Host
+from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol._request import ReadRequest, Request, RequestHandler, value
 
@@ -454,6 +456,12 @@ class ReceiveResponse:
 
 
 ENDED: Final = "its process ended"
+
+
+def process_deaths(properties: Mapping[str, str]) -> tuple[int, int]:
+    """Return how often processes have ended that had received a message, and how often of these it was alone."""
+    deaths, _, alone = properties.get(PropertyName.PROCESS_DEATHS, "").partition(" ")
+    return java_int(deaths) or 0, java_int(alone) or 0
 
 
 def ended_cause(deaths: int, limit: int) -> str:

@@ -484,6 +484,39 @@ def test_the_task_of_a_killed_worker_runs_again_in_another(other_process: Projec
     assert second.returncode == 0
 
 
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
+@pytest.mark.slow
+def test_a_task_that_ends_its_worker_has_failed_and_all_others_run(other_process: Project) -> None:
+    from librmq.integrations.django._tasks import task_backends
+    from tests.integrations.django_tasks_for_tests import end_process
+
+    other_process.hold(held=True)
+    others = [other_process.enqueue("in work at the first end")]  # this process owns the store, and sends nothing twice
+    with other_process.start("--threads", "4") as worker:
+        wait_until(lambda: bool(other_process.runs("in work at the first end")))
+        lost = end_process.enqueue()
+        assert worker.wait(60) == 7
+    other_process.hold(held=False)
+    others.append(other_process.enqueue("behind it"))
+    ends, is_done = 1, False
+    while not is_done:
+        with other_process.start("--threads", "4") as worker:
+            wait_until(lambda: worker.poll() is not None or all(map(is_finished, [lost, *others])))
+            is_done = worker.poll() is None
+            assert worker.poll() in (None, 7)
+            worker.terminate()
+            worker.communicate(timeout=60)
+        ends += not is_done
+        assert ends <= 8  # one beside others counts too, but convicts nothing
+    assert [result.status for result in others] == ["SUCCESSFUL", "SUCCESSFUL"]
+    (error,) = lost.errors
+    assert (lost.status, lost.attempts) == ("FAILED", ends)
+    assert error.exception_class.__name__ == "WorkerLost"
+    backend = task_backends["default"]
+    (letter,) = backend.connection().route.dead_letters(backend.group)
+    assert letter.properties["DEAD_LETTER_CAUSE"].startswith("its process ended 3 times while it ran alone")
+
+
 @POSIX
 @pytest.mark.slow
 @pytest.mark.platform

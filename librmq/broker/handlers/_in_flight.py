@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from librmq.errors import BrokerError
-from librmq.java.lang import java_int
 from librmq.message import StoredMessage
 from librmq.message.ids import Receipt
 from librmq.message.properties import PropertyName
 from librmq.message.topics import receive_retry_topic
-from librmq.protocol import Place, ResponseCode
+from librmq.protocol import Place, ResponseCode, process_deaths
 
 _DEATHS: Final = PropertyName.PROCESS_DEATHS.encode()
 _MOST_ATTEMPTS: Final = (1 << 24) - 1
@@ -75,12 +74,6 @@ ALONE: Final = 1 << 38
 def receiver_of(client_id: str) -> int:
     """Return the number by which the page knows a client that receives."""
     return (zlib.crc32(client_id.encode()) >> 8 or 1) << 39
-
-
-def process_deaths(message: StoredMessage) -> tuple[int, int]:
-    """Return how often processes have ended that had received a message, and how often of these it was alone."""
-    deaths, _, alone = message.properties.get(PropertyName.PROCESS_DEATHS, "").partition(" ")
-    return java_int(deaths) or 0, java_int(alone) or 0
 
 
 @dataclass(slots=True, eq=False)
@@ -219,7 +212,9 @@ class QueueFlights:
 
     def deaths_of(self, message: StoredMessage) -> tuple[int, int]:
         """Return how often a message's process has ended by surprise, and how often of these it was alone."""
-        return process_deaths(message) if _DEATHS in message.raw else self.deaths.get(message.queue_offset, (0, 0))
+        if _DEATHS in message.raw:
+            return process_deaths(message.properties)
+        return self.deaths.get(message.queue_offset, (0, 0))
 
     def note_death(self, queue_offset: int, flight: Flight) -> None:
         """Note that the process of a message's receiver has ended by surprise; it counts once."""

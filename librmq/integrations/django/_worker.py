@@ -19,13 +19,14 @@ from librmq.clock import SystemClock
 from librmq.errors import MessageIllegalError, ReceiptError, RmqError
 from librmq.integrations.django._backend import LibrmqBackend, task_of
 from librmq.integrations.django._tasks import TaskContext, normalize_json, task_finished, task_started
+from librmq.protocol import ended_cause, process_deaths
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.django")
 
 _MAX_ATTEMPTS: Final = 5
-"""Deaths of a worker after which a task counts as failed, because it may be the cause."""
+"""Runs without an end, of which no process has died, after which a task counts as failed."""
 _WAIT_S: Final = 1.0
 """A receive waits this long for a task, and so does the end of a worker."""
 _RETRIES_FIRST: Final = 99
@@ -79,7 +80,7 @@ class Worker:
             connection.create_topic(backend._topic_of(name), 201, "PRIORITY")
         if connection.route.groups().get(backend.group) is None:
             connection.route.set_group(backend.group, priority_factor=_RETRIES_FIRST)
-        # `WorkerLost` ends a task that ends its processes, so that its result says so.
+        # The worker itself ends a task at which processes have ended, so that its result says so.
         self._consumer = SimpleConsumer(connection.route, backend.group, max_process_deaths=0)
         for name in names:
             self._consumer.subscribe(backend._topic_of(name))
@@ -186,11 +187,10 @@ class Worker:
             _log.exception("task %(id)s can't be run: %(task)s is not a task", id=state["id"], task=state["task"])
             self._save_end(state, error)
             return
-        if len(state["worker_ids"]) >= _MAX_ATTEMPTS:
-            lost = WorkerLost(f"{_MAX_ATTEMPTS} workers have ended while they ran it")
-            self._finish(task, state, lost)
+        if lost := self._why_lost(message, len(state["worker_ids"])):
+            self._finish(task, state, WorkerLost(lost))
             with suppress(ReceiptError):  # it comes again elsewhere, where it has ended
-                self._consumer.dead_letter(message, str(lost))
+                self._consumer.dead_letter(message, lost)
             return
         state["status"] = "RUNNING"
         state["started_at_ms"] = state["started_at_ms"] or now_ms
@@ -198,6 +198,15 @@ class Worker:
         state["worker_ids"].append(self.id)
         self._backend.save(state)
         self._call(task, state)
+
+    def _why_lost(self, message: ReceivedMessage, runs: int) -> str:
+        """Return why a task whose workers have ended is not run again; empty if it is."""
+        deaths, deaths_alone = process_deaths(message.properties)
+        if deaths_alone:
+            group = self._backend.connection().route.group_settings(self._backend.group)
+            if 0 < group.max_process_deaths <= deaths_alone:
+                return ended_cause(deaths_alone, group.max_process_deaths)
+        return f"{_MAX_ATTEMPTS} workers have ended while they ran it" if runs - deaths >= _MAX_ATTEMPTS else ""
 
     def _call(self, task: Any, state: dict[str, Any]) -> None:
         """Call a task's function, and store the outcome."""
