@@ -12,7 +12,7 @@ too long.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -122,10 +122,6 @@ def queue_parts(
     With ``entries_only`` a task gets more entries, because it reads no messages. The parts of a store among ``mirrors``
     are for processes without its mirror.
     """
-    gaps = _bounds_of_gaps(store)
-    if gaps and not entries_only:  # what leads to bytes that the log lacks is left out
-        pieces = [(name, store.queues[name].pieces(offsets, gaps)) for name, offsets in ranges]
-        ranges = [(name, piece) for name, parts in pieces for piece in parts[::2] if piece]
     samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // PARTITION_BYTES))
     rows = sum(len(offsets) for _, offsets in ranges)
     if not rows:
@@ -146,20 +142,9 @@ def log_parts(
     samples = _samples(store, ranges, max(min_parts, (end - begin) // bytes_a_part))
     count = max(min_parts, -(-(end - begin) // bytes_a_part))
     bounds = _quantiles([(place, weight) for place, _, weight in samples], count)
-    gaps = _bounds_of_gaps(store)
-    bounds = sorted({place for place in (*bounds, *gaps) if begin < place < end})
+    bounds = [place for place in bounds if begin < place < end]
     stretches = zip([begin, *bounds], [*bounds, end], _shares(store, ranges, bounds), strict=True)
-    return [
-        replace(_part(store, slices), walk=(first, last))
-        for first, last, slices in stretches
-        if first < last and not bisect_right(gaps, first) % 2
-    ]
-
-
-def _bounds_of_gaps(store: PlannedStore) -> list[int]:
-    """Return begin and end of each part of the log that its files lack."""
-    gaps = () if store.store is None else store.store.log.gaps
-    return [at for gap in gaps for at in (gap.offset, gap.offset + gap.bytes)]
+    return [replace(_part(store, slices), walk=(first, last)) for first, last, slices in stretches if first < last]
 
 
 def _stretch(store: PlannedStore, times: ReadSelection) -> tuple[int, int]:

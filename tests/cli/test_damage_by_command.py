@@ -145,7 +145,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "the first log file missing": lambda path: logs(path)[0].unlink(),
     "a log file in the middle missing": lambda path: logs(path)[1].unlink(),
     "the last log file missing": lambda path: logs(path)[-1].unlink(),
-    "the last log file half copied": lambda path: os.truncate(logs(path)[-1], 300),
     "a log file cut to 100 bytes": lambda path: os.truncate(logs(path)[1], 100),
     "a foreign file in the log": lambda path: (path / "commitlog" / "notes").write_text("x"),
     "the last file of a queue missing": lambda path: entries(path)[-1].unlink(),
@@ -181,10 +180,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 UNSEEN = {"by a broker, the last entry of a queue lost", "by a broker, the folder of an unread queue missing"}
 """Damage that only a comparison of the whole log shows, or none: such a queue can have been deleted with its topic."""
-
-
-GAPS = {"a log file in the middle missing", "a log file cut to 100 bytes", "a foreign file in the log"}
-"""Damage of the log behind which every command reads on."""
 
 
 def _break(path: Path, name: str, *, has_backup: bool) -> None:
@@ -289,24 +284,16 @@ def test_each_command_has_one_of_four_answers(
     for command in ("show", "dump", "tail"):
         kind, out = given[command]
         shown = places(out)
-        if name in GAPS:
-            assert (kind, set(shown)) == ("short", readable(shell.folder / "s", name)), (name, command)
         if kind == "ok":
             # What is not damaged in the log is complete, up to the first unreadable place.
             assert set(shown) == kept or (name in UNSEEN and set(shown) < kept), (name, command)
         elif kind == "short":
             assert set(shown) <= kept | {record.at for record in parsed.behind if record.is_sound}, (name, command)
-    table[name]["columns"] = columns_answer(shell.folder / "s", readable(shell.folder / "s", name), name)
+    table[name]["columns"] = columns_answer(shell.folder / "s", kept, is_seen=name not in UNSEEN)
     table[name][CONSUMER] = consumer_answer(shell.folder / "s", is_seen=name not in UNSEEN)
 
 
-def readable(path: Path, name: str) -> set[int]:
-    """Return the places of the records that are read: behind a missing file too."""
-    parsed = parse(path)
-    return {record.at for record in (*parsed.kept, *(parsed.behind if name in GAPS else ()))}
-
-
-def columns_answer(path: Path, kept: set[int], name: str) -> str:
+def columns_answer(path: Path, kept: set[int], *, is_seen: bool) -> str:
     """Return the answer of a read by columns: a short one is read as recovered, or else raises.
 
     Unless the damage is seen, rows are missing.
@@ -319,7 +306,7 @@ def columns_answer(path: Path, kept: set[int], name: str) -> str:
                 read += batch.column(0).to_pylist()
         except RmqError:
             continue
-        assert set(read) == kept if name not in UNSEEN else set(read) < kept
+        assert set(read) == kept if is_seen else set(read) < kept
         return "short" if as_recovered else "sound" if len(read) == ALL else "recovered"
     return "refused"
 
@@ -377,7 +364,7 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
     for number, (name, damage) in enumerate(DAMAGES.items()):
         path = shutil.copytree(sound, tmp_path / str(number) / "s")
         damage(path)
-        expected = columns_answer(path, readable(path, name), name)
+        expected = columns_answer(path, {record.at for record in parse(path).kept}, is_seen=name not in UNSEEN)
         step: list[str] = []
         for places_of in (places_here, places_in_session):
             try:

@@ -18,27 +18,20 @@ those of a killed one do not, because the log's pages can be lost when the queue
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import os
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.files import Damage, Files
-from librmq.formatting import moment
-from librmq.runtime.event_log import counted
 from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
-from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.engine.store_parts import Parts
 from librmq.store.format.directory import has_abort
 from librmq.store.recovery.log_end import beyond_checkpoint
 from librmq.store.recovery.salvage import find_record
-
-_QUEUES_SHOWN: Final = 5
-_WHOLE: Final = "no message is missing, but no writer opens the store until the file has been copied again"
 
 
 class Wholeness(enum.Enum):
@@ -65,8 +58,6 @@ class Condition(NamedTuple):
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
     """A note that files may be missing, where a kill explains it too; see `missing_first_files`."""
-    gaps: Sequence[Damage] = ()
-    """What the log lacks between other bytes, and files that are none of it."""
     derived: Sequence[Damage] = ()
     """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
     the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
@@ -75,7 +66,7 @@ class Condition(NamedTuple):
     def lost(self) -> tuple[Damage, ...]:
         """Where the log lacks messages."""
         lost = [damage for damage in self.derived if damage.kind == "record"]
-        return tuple(damage for damage in (self.cut, self.begin, *self.gaps, *lost) if damage is not None)
+        return tuple(damage for damage in (self.cut, self.begin, *lost) if damage is not None)
 
     @property
     def damage(self) -> tuple[Damage, ...]:
@@ -92,8 +83,6 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     cut = cut_before_records(log, parts.cuts)
     if is_written:
         return Condition(Wholeness.SOUND if cut is None else Wholeness.SHORT, cut)
-    gaps = [_with_messages(gap, parts) for gap in log.gaps]
-    of_end = next((number for number, gap in enumerate(gaps) if gap.bytes and gap.offset >= log.end), None)
     was_closed = not has_abort(files, path)
     if cut is None:
         has_log = bool(log.sequence.starts)  # a kill leaves the files of a log whose entries are there
@@ -101,17 +90,9 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     cut, note = (cut, "") if cut is not None else _cut_before_covered(path, parts, files, was_closed=was_closed)
     begin, begin_note = missing_first_files(path, log, files, config, was_closed=was_closed)
     note = "; ".join(filter(None, (note, begin_note)))
-    if of_end is not None:  # a copy of the last file was not completed
-        what = log.gaps[of_end].what
-        if cut is not None:
-            cut = dataclasses.replace(cut, what=f"{what}; {cut.what}")
-            del gaps[of_end]
-        elif any(noted.log_end == log.end for noted in noted_ends(path, files)):
-            gaps[of_end] = dataclasses.replace(gaps[of_end], kind="size", what=f"{what}: {_WHOLE}")
-    begin = begin and _with_messages(begin, parts)
-    is_short = cut is not None or begin is not None or gaps or parts.repairs
-    kind = Wholeness.SHORT if is_short else Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE
-    return Condition(kind, cut, begin, note, gaps, parts.repairs)
+    if cut is not None or begin is not None or parts.repairs:
+        return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
+    return Condition(Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE, None, None, note, parts.repairs)
 
 
 def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
@@ -134,18 +115,14 @@ def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
 
 def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Damage | None:
     """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
-    end, lost = parts.queues.max_physic_offset, {}
+    end = parts.queues.max_physic_offset
     for cut in parts.cuts:
-        folder = os.path.dirname(cut.file)
-        if cut.kind == "ahead" and cut.bytes and os.path.basename(folder).isdigit():  # a recovery in memory cut a queue
+        if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
+            folder = os.path.dirname(cut.file)
             queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, writable=False)
-            name = os.path.basename(os.path.dirname(folder)), int(os.path.basename(folder))
-            lost[name] = range(parts.queues[name].max_offset, queue.max_offset)
             end = max(end, queue.max_physic_offset)
             queue.close()
-    if end <= parts.log.end:
-        return None
-    return _with_messages(_lost_end(parts.log, f"queues have entries up to {end}"), parts, lost)
+    return None if end <= parts.log.end else _lost_end(parts.log, f"queues have entries up to {end}")
 
 
 def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bool) -> tuple[Damage | None, str]:
@@ -173,45 +150,3 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
 
 def _lost_end(log: CommitLog, what: str) -> Damage:
     return Damage(log.sequence.path_at(log.end), log.end, "ahead", f"{what}, beyond the log's end")
-
-
-def _entries_between(parts: Parts, gap: Damage) -> dict[QueueName, range]:
-    """Return the entries of messages in a part of the log that is missing."""
-    lost, states = {}, parts.queues.states()
-    for name in parts.queues:
-        if name in states and states[name].max_physic_offset <= gap.offset:
-            continue  # a look at the others takes long where there are many
-        queue = parts.queues[name]
-
-        def place(at: int, queue: ConsumeQueue = queue) -> int:
-            return int.from_bytes(queue.read(at, 1)[:8])
-
-        first, end = queue.stored_begin, queue.max_offset
-        first = bisect_left(range(end), gap.offset, first, key=place)
-        lost[name] = range(first, bisect_left(range(end), gap.offset + gap.bytes, first, key=place))
-    return {name: offsets for name, offsets in lost.items() if offsets}
-
-
-def _with_messages(gap: Damage, parts: Parts, lost: Mapping[QueueName, range] | None = None) -> Damage:
-    """Say of a part of the log that is missing when its messages were stored, and which queues have entries of them."""
-    if lost is None:
-        if not gap.bytes:
-            return gap
-        lost = _entries_between(parts, gap)
-    times: dict[str, list[int]] = {"after": [], "before": []}
-    if gap.offset >= parts.log.end and parts.log.last_write is not None:
-        times["after"] += filter(None, [parts.log.store_timestamp_ms(parts.log.last_write)])
-    for name, offsets in lost.items():
-        for side, at in (("after", offsets.start - 1), ("before", offsets.stop)):
-            queue = parts.queues[name]
-            entry = queue.entry(at) if queue.min_offset <= at < queue.max_offset else None
-            stored = None if entry is None else parts.log.store_timestamp_ms(entry.physical_offset, entry.size)
-            times[side] += [] if stored is None else [stored]
-    known = [("after", max(times["after"], default=None)), ("before", min(times["before"], default=None))]
-    when = " and ".join(f"{side} {moment(at)}" for side, at in known if at is not None)
-    queues = [f"{topic}/{queue_id} {ids.start}-{ids.stop - 1}" for (topic, queue_id), ids in sorted(lost.items())]
-    more = [f"and {counted(len(queues) - _QUEUES_SHOWN, 'more queue')}"] if queues[_QUEUES_SHOWN:] else []
-    shown = f" ({', '.join(queues[:_QUEUES_SHOWN] + more)})" if queues else ""
-    count = counted(sum(map(len, lost.values())), "message") if lost else "an unknown number of messages"
-    what = f"{gap.what}: without {count}{shown}, stored {when or 'at an unknown time'}"
-    return dataclasses.replace(gap, what=what)

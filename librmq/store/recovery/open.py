@@ -25,7 +25,7 @@ from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, RecordError
 from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import flush_all, make_folders, numbered_files
-from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
+from librmq.files.rolling import MappingPool, file_name
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
@@ -67,7 +67,6 @@ _WORTH_PASSING: Final = 16 << 20
 """Bytes of covered records from which a brief view passes over them."""
 _QUEUES_ASKED: Final = 256
 """Most queues that are looked into for the last covered record."""
-_LOG_FILES_MAPPED: Final = 32
 _QUEUE_DIGITS: Final = 20  # digits of a file's name
 _INDEX_DIGITS: Final = 17
 
@@ -95,21 +94,6 @@ def clear_leftovers(
     if file_size(files, checkpoint) == 0:
         leftovers.append(checkpoint)
     return _clear(leftovers, files)
-
-
-def readable_log(path: str, files: Files, size: int) -> CommitLog:
-    """Return the log up to the end of its files, without those that a crash has left, and with what it lacks."""
-    from librmq.files import OverlayFiles
-    from librmq.store.recovery._gaps import bridged
-
-    if has_abort(files, path):
-        files = OverlayFiles(files)
-        clear_leftovers(path, files, queues=False)
-    files, gaps = bridged(path, files, size)
-    folder, pool = os.path.join(path, directory.COMMITLOG), MappingPool(_LOG_FILES_MAPPED)
-    log = CommitLog(MappedFileQueue(folder, size, files, pool, writable=False))
-    log.end, log.gaps = log.sequence.end, gaps
-    return log
 
 
 def _clear(leftovers: Sequence[str], files: Files) -> list[Damage]:
@@ -329,14 +313,7 @@ class _Opening:
 
     def open_log(self) -> CommitLog:
         on_record = self._findings if self._writable and not self._clean else None
-        gaps: list[Damage] = []
-        if self._mode is RecoveryMode.PREVIEW:
-            from librmq.store.recovery._gaps import bridged
-
-            _, gaps = bridged(self._path, self._files, self._config.commitlog_file_size)
-        log = self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
-        log.gaps = gaps
-        return log
+        return self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
 
     def _scan_from(self, log: CommitLog) -> int:
         """Return where the walk over the log begins."""
