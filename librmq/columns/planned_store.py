@@ -78,6 +78,10 @@ class QueueRange:
         entry = self.reader.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
+    def first_from(self, place: int) -> int:
+        """Return the queue offset of the first message from a place of the log on; the queue's end without one."""
+        return bisect_left(range(self.end), place, self.begin, key=self.place_of)
+
     def pieces(self, offsets: range, bounds: Sequence[int]) -> list[range]:
         """Return the parts of ``offsets`` before, between and after ``bounds``, ascending places of the log."""
         if not bounds:
@@ -351,10 +355,7 @@ class PlannedStore(Closing):
 
     def first_place(self, begin: int) -> int:
         """Return the place of the first message of the wanted queues from ``begin`` of the log on; -1 without one."""
-        of_queue = (
-            queue.place_of(bisect_left(range(queue.end), begin, queue.begin, key=queue.place_of))
-            for queue in self.queues.values()
-        )
+        of_queue = (queue.place_of(queue.first_from(begin)) for queue in self.queues.values())
         return min((place for place in of_queue if place >= begin), default=-1)
 
     def _first_kept(self, queue: ConsumeQueue) -> int:
@@ -376,7 +377,7 @@ class PlannedStore(Closing):
         """Return the queue without the messages that a recovery would cut, and those after the past moment."""
         if self._cut is None and self._past_end is None:
             return queue
-        end = bisect_left(range(queue.end), self.log_end, queue.begin, queue.end, key=queue.place_of)
+        end = queue.first_from(self.log_end)
         inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
         return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 

@@ -12,7 +12,6 @@ too long.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -171,8 +170,7 @@ def _offsets_in_log(store: PlannedStore, name: QueueName, begin: int, end: int) 
     queue = store.queues[name]
     if (begin, end) == (store.log_begin, store.log_end):
         return range(queue.begin, queue.end)
-    first = bisect_left(range(queue.end), begin, queue.begin, queue.end, key=queue.place_of)
-    return range(first, bisect_left(range(queue.end), end, first, queue.end, key=queue.place_of))
+    return range(queue.first_from(begin), queue.first_from(end))
 
 
 def _shares(store: PlannedStore, ranges: Ranges, bounds: Sequence[int]) -> list[tuple[Slice, ...]]:

@@ -238,14 +238,15 @@ class KitRunner(ManualRunner):
                     links.append(link)
                 kinds = list(dict.fromkeys(links))
                 loop = ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")
-                differs = abs(SystemClock().now_ms() - self.now_ms()) > 1_000
-                remedy = (
-                    "; a job that plans itself by datetime.now() is due at once, because that is not the kit's time: "
-                    "give the kit datetime_too=True"
-                )
+                remedy = ""
+                if abs(SystemClock().now_ms() - self.now_ms()) > 1_000:
+                    remedy = (
+                        "; a job that plans itself by datetime.now() is due at once, because that is not the kit's "
+                        "time: give the kit datetime_too=True"
+                    )
                 raise EndlessLoopError(
                     f"{LONGEST_CHAIN:,} messages in a row, each sent by the listener of the one before "
-                    f"(group → topic that it sends to): {loop}; the next is for {work.label}{remedy * differs}"
+                    f"(group → topic that it sends to): {loop}; the next is for {work.label}{remedy}"
                 )
 
 
