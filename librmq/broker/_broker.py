@@ -240,14 +240,14 @@ class Broker(StoreRoute, Endpoint):
 
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
             context = self._context = BrokerContext(
-                life,
-                runner,
-                self.cluster_name,
-                config,
-                store,
-                outside(self.metrics),
-                tables,
-                registrations,
+                life=life,
+                runner=runner,
+                cluster_name=self.cluster_name,
+                config=config,
+                store=store,
+                metrics=outside(self.metrics),
+                tables=tables,
+                registrations=registrations,
                 was_killed=was_killed,
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
@@ -270,16 +270,16 @@ class Broker(StoreRoute, Endpoint):
                 return Schedules(context, sending.put)
 
             self._answers = request_table(
-                context,
-                replication,
-                sending,
-                pulling,
-                receives,
-                transactions,
-                deliveries,
-                Administration(context),
-                progress,
-                schedules,
+                context=context,
+                replication=replication,
+                sending=sending,
+                pulling=pulling,
+                receives=receives,
+                transactions=transactions,
+                deliveries=deliveries,
+                administration=Administration(context),
+                progress=progress,
+                schedules=schedules,
             )
             if is_master:
                 with runner.lock:

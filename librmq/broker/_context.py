@@ -134,14 +134,14 @@ class BrokerContext:
                 self._add_unlisted_topics()
         self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
         self.clients = Clients(
-            name,
-            runner,
-            self.topics,
-            self.groups,
-            registrations,
-            self.held,
-            metrics,
-            self.saving.filters_changed,
+            broker_name=name,
+            runner=runner,
+            topics=self.topics,
+            groups=self.groups,
+            registrations=registrations,
+            held=self.held,
+            metrics=metrics,
+            filters_changed=self.saving.filters_changed,
         )
 
     def step(self, what: str, run_due: Callable[[int], int | None] = _rests) -> Step:

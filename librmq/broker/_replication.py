@@ -179,7 +179,15 @@ class Replication:
         topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
         schedules = dict(tables.schedules.rows)
         return CopiedTables(
-            topics, groups, offsets, delays, cancelled, version, starts, self._tables_version(), schedules
+            topics=topics,
+            groups=groups,
+            offsets=offsets,
+            delays=delays,
+            cancelled=cancelled,
+            topics_version=version,
+            starts=starts,
+            version=self._tables_version(),
+            schedules=schedules,
         )
 
     def _tables_changed(self) -> None:

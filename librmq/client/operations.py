@@ -221,7 +221,16 @@ class Watched:
         """Tell watchers of a moment."""
         watchers = self.watchers.get(kind)
         if watchers and number:
-            moment = Operation(kind, self.client, self.group, topic, messages, queue, result, number)
+            moment = Operation(
+                kind=kind,
+                client=self.client,
+                group=self.group,
+                topic=topic,
+                messages=messages,
+                queue=queue,
+                result=result,
+                number=number,
+            )
             for watcher in watchers:
                 watcher(moment)
 

@@ -137,14 +137,14 @@ class Retries:
     ) -> SentBack | Literal[False] | None:
         """Send one message back; return the broker's answer, or False if no broker accepted it."""
         request = SendBack(
-            self._consumer.group,
-            message.physical_offset,
-            level,
-            self._consumer.max_reconsume_times,
-            message.topic,
-            message.origin_message_id,
-            cause,
-            super(DeliveredMessage, message).reconsume_times,
+            group=self._consumer.group,
+            physical_offset=message.physical_offset,
+            delay_level=level,
+            max_reconsume_times=self._consumer.max_reconsume_times,
+            origin_topic=message.topic,
+            origin_message_id=message.origin_message_id,
+            cause=cause,
+            reconsume_times=super(DeliveredMessage, message).reconsume_times,
         )
         return self._send(assigned.queue.broker_name, request, "failed messages back")
 

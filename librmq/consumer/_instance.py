@@ -204,19 +204,19 @@ def instance_state(
     config = member.config
     held = [assigned for assigned in member.assigned.values() if not assigned.released]
     return InstanceState(
-        member.client.client_id,
-        member.group,
-        kind,
-        config.model,
-        config.orderly,
-        is_paused,
-        config.threads if kind == "push" else 0,
-        running,
-        getattr(config.strategy, "__name__", repr(config.strategy)),
-        tuple(_held_queue(assigned) for assigned in held),
-        listeners,
-        started_ms,
-        member.max_reconsume_times,
+        client_id=member.client.client_id,
+        group=member.group,
+        kind=kind,
+        model=config.model,
+        is_orderly=config.orderly,
+        is_paused=is_paused,
+        threads=config.threads if kind == "push" else 0,
+        running=running,
+        strategy=getattr(config.strategy, "__name__", repr(config.strategy)),
+        queues=tuple(_held_queue(assigned) for assigned in held),
+        listeners=listeners,
+        started_ms=started_ms,
+        max_reconsume_times=member.max_reconsume_times,
     )
 
 
@@ -227,21 +227,21 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     if since_ms is None and assigned.delivering and assigned.since_ms:
         since_ms = assigned.since_ms  # An orderly one counts from the first of its calls without a rest.
     return HeldQueue(
-        assigned.queue,
-        assigned.progress,
-        assigned.stored_progress,
-        messages.waiting,
-        messages.begun,
-        None if first is None else first.queue_offset,
-        None if first is None else first.message_id,
-        since_ms,
-        0 if first is None else first.reconsume_times,
-        assigned.pulled_timestamp_ms,
-        assigned.throttled,
-        None if first is None else first.queue_offset + messages.span,
-        messages.size,
-        assigned.locked,
-        assigned.lock_timestamp_ms,
+        queue=assigned.queue,
+        progress=assigned.progress,
+        stored=assigned.stored_progress,
+        waiting=messages.waiting,
+        running=messages.begun,
+        first=None if first is None else first.queue_offset,
+        first_message_id=None if first is None else first.message_id,
+        first_since_ms=since_ms,
+        first_failures=0 if first is None else first.reconsume_times,
+        pulled_timestamp_ms=assigned.pulled_timestamp_ms,
+        is_throttled=assigned.throttled,
+        last=None if first is None else first.queue_offset + messages.span,
+        held_bytes=messages.size,
+        is_locked=assigned.locked,
+        lock_timestamp_ms=assigned.lock_timestamp_ms,
     )
 
 

@@ -641,15 +641,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         notify = None if self._looks_once and self.route.is_remote and endpoint.has_page else assigned.notify
         subscription: Subscription | None = None if self._shares_queues else self.subscriptions.get(queue.topic)
         request = PullMessage(
-            self.client.client_id,
-            self.group,
-            queue.topic,
-            queue.queue_id,
-            assigned.next_offset,
-            self.config.pull_batch_size,
-            subscription,
-            None,
-            notify,
+            client_id=self.client.client_id,
+            group=self.group,
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            queue_offset=assigned.next_offset,
+            max_messages=self.config.pull_batch_size,
+            subscription=subscription,
+            commit_offset=None,
+            notify=notify,
         )
         assigned.endpoint = endpoint
         return endpoint.call(request)

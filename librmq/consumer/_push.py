@@ -157,17 +157,17 @@ class Fetcher:
                 hands_over = self._config.rate is None and stays and self._begins_at_once and endpoint.hands_over
                 response = endpoint.call(
                     PullMessage(
-                        consumer.client.client_id,
-                        consumer.group,
-                        queue.topic,
-                        queue.queue_id,
-                        assigned.next_offset,
-                        most,
-                        None,
-                        progress,
-                        assigned.notify,
-                        stays,
-                        partial(self._take, assigned) if hands_over else None,
+                        client_id=consumer.client.client_id,
+                        group=consumer.group,
+                        topic=queue.topic,
+                        queue_id=queue.queue_id,
+                        queue_offset=assigned.next_offset,
+                        max_messages=most,
+                        subscription=None,
+                        commit_offset=progress,
+                        notify=assigned.notify,
+                        stay=stays,
+                        take=partial(self._take, assigned) if hands_over else None,
                         damage_ms=-1 if self._config.on_damage is None else round(1000 * self._config.on_damage),
                     )
                 )

@@ -129,9 +129,10 @@ def _held_queues(view: StoreView, states: list[InstanceState], rows: list[QueueL
 def _held_in_folder(view: StoreView, row: QueueLag) -> HeldProgress:
     message = _message(view, row.topic, row.queue_id, row.next_offset)
     return HeldProgress(
-        row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, None,
-        None if message is None else message.message_id, row.oldest_timestamp_ms,
-        None if message is None else message.reconsume_times, None, None, None, (), None,
+        group=row.group, topic=row.topic, queue_id=row.queue_id, lag=row.lag, stored_offset=row.consumer_offset,
+        consumed_offset=None, message_id=None if message is None else message.message_id,
+        oldest_timestamp_ms=row.oldest_timestamp_ms, failures=None if message is None else message.reconsume_times,
+        client_id=None, held_s=None, thread=None, stack=(), behind=None,
     )  # fmt: skip
 
 
@@ -145,11 +146,11 @@ def _held_by_instance(
     waits_for_thread = call is None and bool(state.listeners) and not state.is_orderly
     since_ms = None if waits_for_thread else held.first_since_ms
     return HeldProgress(
-        row.group, row.topic, row.queue_id, row.lag, row.consumer_offset, at,
-        held.first_message_id or (None if message is None else message.message_id),
-        None if message is None else message.store_timestamp_ms,
-        held.first_failures, state.client_id, view.age_s(since_ms), None if call is None else call.thread,
-        () if call is None else call.stack, max(0, held.waiting + held.running - 1),
+        group=row.group, topic=row.topic, queue_id=row.queue_id, lag=row.lag, stored_offset=row.consumer_offset,
+        consumed_offset=at, message_id=held.first_message_id or (None if message is None else message.message_id),
+        oldest_timestamp_ms=None if message is None else message.store_timestamp_ms, failures=held.first_failures,
+        client_id=state.client_id, held_s=view.age_s(since_ms), thread=None if call is None else call.thread,
+        stack=() if call is None else call.stack, behind=max(0, held.waiting + held.running - 1),
     )  # fmt: skip
 
 

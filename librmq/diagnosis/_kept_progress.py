@@ -84,8 +84,10 @@ def progress_history(source: Source, *, beside: tuple[str, ...] = ()) -> list[Ke
         tables = view.tables
         for skip in skipped(view):
             rows += [
-                KeptProgress("skipped", skip.at_ms, skip.group, skip.topic, queue.queue_id, queue.end, queue.begin,
-                             skip.policy)
+                KeptProgress(
+                    source="skipped", at_ms=skip.at_ms, group=skip.group, topic=skip.topic, queue_id=queue.queue_id,
+                    queue_offset=queue.end, before=queue.begin, note=skip.policy,
+                )
                 for queue in skip.queues
             ]  # fmt: skip
         rows += _rows("backup", tables.offsets.backup_rows(), None, f"{os.path.basename(tables.offsets.path)}.bak")
@@ -102,7 +104,16 @@ def _rows(
 ) -> Iterator[KeptProgress]:
     for (group, topic), offsets in progress_of(table).items():
         for queue_id, queue_offset in offsets.items():
-            yield KeptProgress(source, at_ms, group, topic, queue_id, queue_offset, None, note)
+            yield KeptProgress(
+                source=source,
+                at_ms=at_ms,
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                queue_offset=queue_offset,
+                before=None,
+                note=note,
+            )
 
 
 def _moves(view: StoreView) -> Iterator[KeptProgress]:
@@ -113,9 +124,9 @@ def _moves(view: StoreView) -> Iterator[KeptProgress]:
                 event = java_json.loads(message.body or b"")
                 queue = event["messageQueue"]
                 row = KeptProgress(
-                    "moved", message.store_timestamp_ms, str(event["consumerGroup"]), str(queue["topic"]),
-                    int(queue["queueId"]), int(event["offsetNew"]), int(event["offsetRequest"]),
-                    SystemTopic.OFFSET_MOVED,
+                    source="moved", at_ms=message.store_timestamp_ms, group=str(event["consumerGroup"]),
+                    topic=str(queue["topic"]), queue_id=int(queue["queueId"]), queue_offset=int(event["offsetNew"]),
+                    before=int(event["offsetRequest"]), note=SystemTopic.OFFSET_MOVED,
                 )  # fmt: skip
             except (MalformedError, KeyError, TypeError, ValueError):
                 continue  # no record of a broker

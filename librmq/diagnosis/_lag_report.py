@@ -285,7 +285,17 @@ def _progress_in(
         for queue, first, waiting in zip(queues, firsts, lags, strict=True)
     ]
     ids, broker_names = [queue[-1] for queue in queues], [view.broker_name(queue) for queue in queues]
-    return TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms, broker_names)
+    return TopicProgress(
+        group=group,
+        topic=topic,
+        queue_ids=ids,
+        min_offsets=begins,
+        max_offsets=ends,
+        consumer_offsets=offsets,
+        lags=lags,
+        oldest_ms=oldest_ms,
+        broker_names=broker_names,
+    )
 
 
 def no_progress(group: str, topic: str) -> ConfigError:
@@ -496,7 +506,16 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     unread, lags, *_ = _terms(offsets, begin, end) if times else (offsets, begin)
     if times and lags.any():
         waiting = np.flatnonzero(lags)
-        _read_times(view, [name for name, _ in queues], begins, ends, queue_of_cell, unread, oldest_ms, waiting)
+        _read_times(
+            view=view,
+            names=[name for name, _ in queues],
+            begins=begins,
+            ends=ends,
+            queue_of_cell=queue_of_cell,
+            unread=unread,
+            oldest_ms=oldest_ms,
+            waiting=waiting,
+        )
     columns = [pair_of_cell, ids[queue_of_cell], begin, end, offsets, is_unknown, oldest_ms]
 
     of_deleted = (column[~exists].tolist() for column in (pair_of_entry, progress.keys, progress.values))

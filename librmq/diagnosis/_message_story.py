@@ -469,6 +469,7 @@ class _Outcomes:
 
 def _event(message: StoredMessage, event: EventKind, group: str | None, note: str) -> StoryEvent:
     return StoryEvent(
-        message.store_timestamp_ms, event, message.topic, message.queue_id, message.queue_offset,
-        message.physical_offset, group, note, message.unique_key,
+        at_ms=message.store_timestamp_ms, event=event, topic=message.topic, queue_id=message.queue_id,
+        queue_offset=message.queue_offset, physical_offset=message.physical_offset, group=group, note=note,
+        unique_key=message.unique_key,
     )  # fmt: skip

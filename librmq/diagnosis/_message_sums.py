@@ -311,10 +311,10 @@ def _batch_of_columns(batch: Any) -> Batch:  # noqa: ANN401 (a batch of Arrow)
     sizes = numbers("size")
     advance(int(sizes.sum()))
     return Batch(
-        topic.dictionary.to_pylist(), arrays.integers(topic.indices), numbers("queueId"), sizes,
-        numbers("storeTimestamp") // 1000, numbers("bornTimestamp") // 1000, numbers("reconsumeTimes"),
-        arrays.integers(keys.is_valid()) > 0, texts("keys"), texts("uniqueKey"),
-        lambda rows: _last_bytes(keys)[rows],
+        topics=topic.dictionary.to_pylist(), codes=arrays.integers(topic.indices), queue_ids=numbers("queueId"),
+        sizes=sizes, stored_ms=numbers("storeTimestamp") // 1000, born_ms=numbers("bornTimestamp") // 1000,
+        attempts=numbers("reconsumeTimes"), has_keys=arrays.integers(keys.is_valid()) > 0, keys=texts("keys"),
+        unique_keys=texts("uniqueKey"), last_bytes=lambda rows: _last_bytes(keys)[rows],
     )  # fmt: skip
 
 
@@ -397,8 +397,7 @@ def _batch_of_messages(messages: list[StoredMessage]) -> Batch:
 
     has_keys = np.array([bool(key) for key in keys], np.bool_)
     return Batch(
-        list(codes), codes_of, ids, sizes, stored_ms, born_ms, attempts, has_keys,
-        lambda rows: [keys[row] for row in rows.tolist()],
-        lambda rows: [messages[row].unique_key for row in rows.tolist()],
-        last_bytes,
+        topics=list(codes), codes=codes_of, queue_ids=ids, sizes=sizes, stored_ms=stored_ms, born_ms=born_ms,
+        attempts=attempts, has_keys=has_keys, keys=lambda rows: [keys[row] for row in rows.tolist()],
+        unique_keys=lambda rows: [messages[row].unique_key for row in rows.tolist()], last_bytes=last_bytes,
     )  # fmt: skip

@@ -141,9 +141,10 @@ def given_up(
 ) -> GivenUpMessage:
     """Return a message of a group's dead-letter topic as a dead letter; ``times`` say when those were sent again."""
     return GivenUpMessage(
-        group, origin_of(group, message.topic, message.properties), message.unique_key, message.reconsume_times,
-        message.store_timestamp_ms, cause_of(message.properties, message.reconsume_times), message.physical_offset,
-        times.get(letter_identity(message)) if times else None,
+        group=group, original_topic=origin_of(group, message.topic, message.properties), unique_key=message.unique_key,
+        reconsume_times=message.reconsume_times, store_timestamp_ms=message.store_timestamp_ms,
+        cause=cause_of(message.properties, message.reconsume_times), physical_offset=message.physical_offset,
+        resent_at_ms=times.get(letter_identity(message)) if times else None,
     )  # fmt: skip
 
 

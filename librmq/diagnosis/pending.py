@@ -558,5 +558,12 @@ def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], samp
             kinds.update(map(kind_of, view.store.messages(topic, row.queue_id, begin, begin + count)))
     delayed = kinds["delayed"]
     return WaitingOrigins(
-        group, topic, total, kinds.total(), kinds.total() - delayed, delayed, 0, kinds.total() < total
+        group=group,
+        topic=topic,
+        lag=total,
+        looked_at=kinds.total(),
+        new=kinds.total() - delayed,
+        delayed=delayed,
+        retried=0,
+        sampled=kinds.total() < total,
     )

@@ -241,7 +241,21 @@ def _text(value: str) -> str | None:
     return None if value in ("", "null") else value
 
 
-_NOTHING: Final = Trace("sent", -1, "", None, None, "", None, None, None, None, None, None, -1)
+_NOTHING: Final = Trace(
+    trace="sent",
+    at_ms=-1,
+    id="",
+    topic=None,
+    group=None,
+    instance="",
+    succeeded=None,
+    result=None,
+    took_s=None,
+    retries=None,
+    keys=None,
+    request=None,
+    physical_offset=-1,
+)
 
 
 def _pub(fields: list[str]) -> Trace:

@@ -235,7 +235,14 @@ class FrameLinks:
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
         later = partial(_run_locked, runner)
         remote = RemoteBroker(
-            broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S, ANSWERS
+            name=broker.name,
+            address=broker.name,
+            connections=connections,
+            runner=runner,
+            later=later,
+            stored=lambda topic: None,
+            timeout_s=_TIMEOUT_S,
+            answers=ANSWERS,
         )
         remote.has_receives = self._is_shared
         return remote

@@ -428,15 +428,15 @@ class ReceiveHandler(BrokerPart):
         group, stored_topic, queue_id = key
         queue_offset = message.queue_offset
         receipt = Receipt(
-            queue_offset,
-            flight.received_ms,
-            flight.invisible_ms,
-            IN_ORDER if is_ordered else 0,
-            "1" if is_receive_retry(group, stored_topic) else "0",
-            self._broker_name,
-            queue_id,
-            queue_offset,
-            flight.physical_offset,
+            first_offset=queue_offset,
+            received_ms=flight.received_ms,
+            invisible_ms=flight.invisible_ms,
+            revive_queue=IN_ORDER if is_ordered else 0,
+            retry="1" if is_receive_retry(group, stored_topic) else "0",
+            broker_name=self._broker_name,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            physical_offset=flight.physical_offset,
         )
         return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
 

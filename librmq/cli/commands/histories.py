@@ -304,7 +304,18 @@ def _to_jepsen(history: HistoryEvents) -> _JepsenHistory:
         answered = f"[[:send {key} [{offset} {value}]]]" if is_known else f"[[:send {key} {value}]]"
         named = f", :queue {json.dumps('/'.join(map(str, queue)))}, :id {json.dumps(str(send.id))}"
         asked = f"[[:send {key} {value}]]"
-        steps.append(_Step(send.begin_ms, True, number, send.process, ":invoke", ":send", asked, named))
+        steps.append(
+            _Step(
+                at_ms=send.begin_ms,
+                is_invoked=True,
+                number=number,
+                process=send.process,
+                kind=":invoke",
+                function=":send",
+                value=asked,
+                more=named,
+            )
+        )
         steps.append(_Step(send.end_ms, False, number, send.process, kind, ":send", answered))
     for row in first:
         key = keys.setdefault(row.queue, len(keys))

@@ -87,7 +87,16 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
             ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
             if arguments.clock == "manual":
-                ready |= _by_hand(arguments, grpc, listening, config, lines.enqueue, changed, serving, stop)
+                ready |= _by_hand(
+                    arguments=arguments,
+                    grpc=grpc,
+                    listening=listening,
+                    config=config,
+                    put_row=lines.enqueue,
+                    changed=changed,
+                    serving=serving,
+                    stop=stop,
+                )
                 grpc = listening = None
             else:
                 files = DiskFiles(follow_links=arguments.follow_links)

@@ -433,7 +433,16 @@ class _Search:
         decisions = tuple(trace.decisions)
         again = None if is_replayed else self._attempt(as_decided(decisions), on_disk=True)
         fewest = None if is_replayed or self._most_stores <= 0 else self._fewest(failed)
-        return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again, fewest)
+        return Found(
+            decisions=decisions,
+            error=error,
+            history=trace.history,
+            run=self.result.runs,
+            first_decisions=first_decisions,
+            trace=trace,
+            on_disk=again,
+            fewest=fewest,
+        )
 
     def _fewest(self, failed: Attempt) -> Fewest | None:
         """Look for the fewest messages of the store with which the same schedule fails in the same way."""

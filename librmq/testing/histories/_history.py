@@ -200,15 +200,15 @@ class History:
                 if not call.outcome and "end_ms" in event:
                     end_ms = event["end_ms"] - self.begin_ms
                 yield DeliveryAttempt(
-                    call.messages[number] if call.messages else message_at(*call.about[number]),
-                    group,
-                    event["process"],
-                    event["begin_ms"] - self.begin_ms,
-                    end_ms,
-                    call.outcome or _OUTCOMES[event.get("outcome")],
-                    call.error,
-                    call.about[number][0],
-                    event["attempt"],
+                    message=call.messages[number] if call.messages else message_at(*call.about[number]),
+                    group=group,
+                    process=event["process"],
+                    began_ms=event["begin_ms"] - self.begin_ms,
+                    ended_ms=end_ms,
+                    outcome=call.outcome or _OUTCOMES[event.get("outcome")],
+                    error=call.error,
+                    broker_name=call.about[number][0],
+                    attempt=event["attempt"],
                 )
 
     def _has_delivered(self, group: str, topic: str) -> bool:

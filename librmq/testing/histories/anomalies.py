@@ -170,7 +170,18 @@ class _Check:
         elif isinstance(place, Send):
             topic = place.topic
         lines = tuple(sorted(self._history.with_crashes(kind, events)))
-        return Anomaly(kind, at_ms, message, group, topic, broker, queue_id, queue_offset, lines, what)
+        return Anomaly(
+            anomaly=kind,
+            at_ms=at_ms,
+            id=message,
+            group=group,
+            topic=topic,
+            broker=broker,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            events=lines,
+            what=what,
+        )
 
     def _of_delivery(self, kind: str, row: Delivery, events: Iterable[int], what: str) -> Anomaly:
         lines = [*events, row.line]

@@ -266,37 +266,37 @@ class HistoryEvents:
         if event["outcome"] == "ok" and not is_half and not_before_ms is None:
             queue, offset = self._queue(event, topic), event["queue_offset"]
         return Send(
-            event["begin_ms"],
-            event["end_ms"],
-            queue,
-            offset,
-            str(event["id"]),
-            topic,
-            intern(event["process"]),
-            is_half,
-            line,
-            event["id"],
-            intern(event["outcome"]),
-            not_before_ms,
+            begin_ms=event["begin_ms"],
+            end_ms=event["end_ms"],
+            queue=queue,
+            queue_offset=offset,
+            id_text=str(event["id"]),
+            topic=topic,
+            process=intern(event["process"]),
+            is_half=is_half,
+            line=line,
+            id=event["id"],
+            outcome=intern(event["outcome"]),
+            not_before_ms=not_before_ms,
         )
 
     def _delivery(self, event: Mapping[str, Any], line: int) -> Delivery:
         end_ms, outcome, stored_in = event.get("end_ms"), event.get("outcome"), event.get("stored_in")
         topic = intern(event["topic"])
         return Delivery(
-            event["begin_ms"],
-            ENDLESS if end_ms is None else end_ms,
-            event["queue_offset"],
-            event["attempt"],
-            outcome == "ok",
-            intern(event["group"]),
-            intern(event["process"]),
-            self._queue(event, topic if stored_in is None else stored_in),
-            str(event["id"]),
-            topic,
-            line,
-            event["id"],
-            None if outcome is None else intern(outcome),
+            begin_ms=event["begin_ms"],
+            end_ms=ENDLESS if end_ms is None else end_ms,
+            queue_offset=event["queue_offset"],
+            attempt=event["attempt"],
+            is_ok=outcome == "ok",
+            group=intern(event["group"]),
+            process=intern(event["process"]),
+            queue=self._queue(event, topic if stored_in is None else stored_in),
+            id_text=str(event["id"]),
+            topic=topic,
+            line=line,
+            id=event["id"],
+            outcome=None if outcome is None else intern(outcome),
         )
 
     def _add_group(self, group: Mapping[str, Any], line: int) -> None:

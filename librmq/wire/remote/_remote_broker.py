@@ -218,7 +218,14 @@ class RemoteBroker(Endpoint):
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
         self._pops = PopReceives(
-            name, runner.clock, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
+            broker_name=name,
+            clock=runner.clock,
+            ask=self.request,
+            send=self._send_any,
+            later=later,
+            run_at=self._run_at,
+            is_ordered=self._is_ordered,
+            retries_of=self._retries_of,
         )
         self.requests: ClientRequests = ClientRequests(
             name, self._beats.get, self._receives.notify, later, name_servers

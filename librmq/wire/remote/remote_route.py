@@ -485,15 +485,15 @@ class RemoteRoute(AdministeredRoute):
 
     def _broker_at(self, name: str, address: str) -> RemoteBroker:
         broker = RemoteBroker(
-            name,
-            address,
-            self._connections,
-            self.runner,
-            self._later,
-            self._stored,
-            self._timeout_s,
-            ANSWERS,
-            self.name_servers.addresses,
+            name=name,
+            address=address,
+            connections=self._connections,
+            runner=self.runner,
+            later=self._later,
+            stored=self._stored,
+            timeout_s=self._timeout_s,
+            answers=ANSWERS,
+            name_servers=self.name_servers.addresses,
         )
         broker.has_receives = self._is_shared
         return broker

@@ -83,18 +83,18 @@ def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool) -> Frame:
     """Return the frame of a receive that is not held; ``is_ordered`` says that the group receives in order."""
     subscription = request.subscription or Subscription(request.topic)
     header = PopHeader(
-        request.group,
-        request.topic,
-        _ANY_QUEUE,
-        request.max_messages,
-        request.invisible_ms,
-        0,
-        now_ms,
-        _FROM_FIRST,
-        subscription.expression_type,
-        subscription.expression,
-        is_ordered,
-        request.attempt_id or None,
+        consumer_group=request.group,
+        topic=request.topic,
+        queue_id=_ANY_QUEUE,
+        max_msg_nums=request.max_messages,
+        invisible_time=request.invisible_ms,
+        poll_time=0,
+        born_time=now_ms,
+        init_mode=_FROM_FIRST,
+        exp_type=subscription.expression_type,
+        exp=subscription.expression,
+        order=is_ordered,
+        attempt_id=request.attempt_id or None,
     )
     return frame_of(RequestCode.POP_MESSAGE, header)
 
@@ -103,8 +103,8 @@ def notification_frame(request: Receive, now_ms: int, poll_ms: int, *, is_ordere
     """Return the frame that asks when a receive can find messages."""
     subscription = request.subscription or Subscription(request.topic)
     header = NotificationHeader(
-        request.group, request.topic, _ANY_QUEUE, poll_ms, now_ms, is_ordered, None, subscription.expression_type,
-        subscription.expression,
+        consumer_group=request.group, topic=request.topic, queue_id=_ANY_QUEUE, poll_time=poll_ms, born_time=now_ms,
+        order=is_ordered, attempt_id=None, exp_type=subscription.expression_type, exp=subscription.expression,
     )  # fmt: skip
     return frame_of(RequestCode.NOTIFICATION, header)
 
@@ -130,8 +130,9 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
             retry = _retry_of(request.group, request.topic, record.topic)
             begin = first.get((retry, str(record.queue_id)), record.queue_offset)
             receipt = Receipt(
-                begin, header.pop_time, header.invisible_time, header.revive_qid, retry, broker_name,
-                record.queue_id, record.queue_offset,
+                first_offset=begin, received_ms=header.pop_time, invisible_ms=header.invisible_time,
+                revive_queue=header.revive_qid, retry=retry, broker_name=broker_name, queue_id=record.queue_id,
+                queue_offset=record.queue_offset,
             )  # fmt: skip
         receipt = receipt._replace(physical_offset=record.physical_offset)
         visible_ms = receipt.received_ms + receipt.invisible_ms

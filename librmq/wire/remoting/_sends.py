@@ -171,15 +171,15 @@ class Sends:
             born_ms = now_ms
         if not header.batch and frame.code != _SEND_BATCH:
             return SendMessage(
-                header.producer_group,
-                Message.from_parts(header.topic, frame.body, header.flag, properties),
-                header.queue_id,
-                born_ms,
-                peer,
-                header.sys_flag,
-                header.default_topic_queue_nums,
-                header.reconsume_times,
-                header.max_reconsume_times,
+                group=header.producer_group,
+                message=Message.from_parts(header.topic, frame.body, header.flag, properties),
+                queue_id=header.queue_id,
+                born_timestamp_ms=born_ms,
+                born_host=peer,
+                sys_flag=header.sys_flag,
+                default_queues=header.default_topic_queue_nums,
+                reconsume_times=header.reconsume_times,
+                max_reconsume_times=header.max_reconsume_times,
                 default_topic=header.default_topic,
             )
         check_batch_size(len(frame.body), self._broker.store.config.max_message_size)
@@ -306,20 +306,20 @@ class Replies:
             return f"push reply message fail, channel of <{client_id}> not found."
         now_ms = self._broker.runner.now_ms()
         pushed = PushedReplyHeader(
-            header.producer_group,
-            header.topic,
-            header.default_topic,
-            header.default_topic_queue_nums,
-            header.queue_id,
-            header.sys_flag,
-            header.born_timestamp,
-            header.flag,
-            encode_properties(properties | {PropertyName.PUSH_REPLY_TIME: str(now_ms)}).decode(),
-            header.reconsume_times,
-            header.unit_mode,
-            format_host(call.channel.peer),
-            self._broker.store.config.store_host,
-            now_ms,
+            producer_group=header.producer_group,
+            topic=header.topic,
+            default_topic=header.default_topic,
+            default_topic_queue_nums=header.default_topic_queue_nums,
+            queue_id=header.queue_id,
+            sys_flag=header.sys_flag,
+            born_timestamp=header.born_timestamp,
+            flag=header.flag,
+            properties=encode_properties(properties | {PropertyName.PUSH_REPLY_TIME: str(now_ms)}).decode(),
+            reconsume_times=header.reconsume_times,
+            unit_mode=header.unit_mode,
+            born_host=format_host(call.channel.peer),
+            store_host=self._broker.store.config.store_host,
+            store_timestamp=now_ms,
         )
         frame = Frame(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, to_fields(pushed), call.frame.body)
         try:
