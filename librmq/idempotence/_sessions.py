@@ -68,8 +68,12 @@ class AlchemyLink(Link):
         self._enter_driver()
 
     def _enter_driver(self) -> None:
-        # Sessions of several threads share a connection in a StaticPool, as of a database in memory.
-        if self._worker is not None:
+        # Several sessions share what the application has bound them to, and the connection of a StaticPool. Other pools
+        # give a connection to another thread or task at the commit, which is before the end of the block.
+        from sqlalchemy.pool import StaticPool
+
+        is_bound = hasattr(self._bind, "in_transaction")
+        if self._worker is not None and (is_bound or isinstance(self._bind.engine.pool, StaticPool)):
             self.enter_block(self._worker, self._driver_connection())
 
     def _core(self) -> Any:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 import sqlalchemy
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import QueuePool, StaticPool
 
 from librmq import Broker, ManualRunner, Message, Outbox, TransactionProducer
 from librmq.errors import ConfigError
@@ -169,6 +171,29 @@ def test_sessions_of_one_connection_in_two_threads(name: str) -> None:
     assert "is in a block of MainThread" in refused[0]
     with Session(engine) as session, transactional(session, message_of(name + "b"), group="billing") as first:
         assert first
+    engine.dispose()
+
+
+def test_a_connection_goes_from_one_block_to_another_by_the_pool(tmp_path: Path, name: str) -> None:
+    """It is in the pool again before the block of a session has ended."""
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/shop.db", poolclass=QueuePool, pool_size=1, max_overflow=0)
+    upgrade_tables(engine)
+
+    def deliver(key: str) -> bool:
+        with Session(engine) as session, transactional(session, message_of(key), group="billing") as first:
+            return bool(first)
+
+    with ThreadPoolExecutor(1) as pool, Session(engine) as session:
+        others: list[bool] = []
+        sqlalchemy.event.listen(
+            session,
+            "after_transaction_end",
+            lambda *_: others.append(pool.submit(deliver, name + "b").result()),
+            once=True,
+        )
+        with transactional(session, message_of(name), group="billing") as first:
+            assert first
+        assert others == [True]
     engine.dispose()
 
 
