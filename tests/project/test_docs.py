@@ -18,7 +18,7 @@ import sys
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ from librmq.cli import main
 from tests.cli.stand import unpack_store
 from tests.log_levels import reset_levels
 from tests.programs import POSIX
+from tests.project import first_attempts
+from tests.project.first_attempts import subscribe_failing
 from tests.reference import CHECKOUT
 
 DOCS = CHECKOUT / "docs"
@@ -172,28 +174,6 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raw.decode("utf-8"))
 
 
-def fail_first_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each listener fail at the first delivery of a message, after its work: the worst moment."""
-    subscribe: Callable[..., Any] = librmq.PushConsumer.subscribe
-
-    def failing(listener: Callable[[librmq.DeliveredMessage], object]) -> Callable[[librmq.DeliveredMessage], object]:
-        def call(message: librmq.DeliveredMessage) -> object:
-            result = listener(message)
-            if not message.reconsume_times:
-                raise ConnectionError("the first attempt fails")
-            return result
-
-        return call
-
-    def subscribe_failing(consumer: librmq.PushConsumer, topic: str, listener: Any = None, **options: Any) -> Any:
-        if listener is None:
-            return lambda function: subscribe_failing(consumer, topic, function, **options)
-        subscribe(consumer, topic, failing(listener), **options)
-        return listener
-
-    monkeypatch.setattr(librmq.PushConsumer, "subscribe", subscribe_failing)
-
-
 @pytest.fixture
 def levels() -> Iterator[None]:
     """Take the levels back that a page sets at loggers."""
@@ -211,7 +191,7 @@ def test_python_snippets_run(document: Path, folder: Path, monkeypatch: pytest.M
         if number == 3:
             (folder / "failing").mkdir()
             monkeypatch.chdir("failing")
-            fail_first_attempts(monkeypatch)
+            monkeypatch.setattr(librmq.PushConsumer, "subscribe", subscribe_failing)
         names = {"__name__": document.stem}
         for block in blocks(document):
             if block.kind == "python" and block.file is None:
@@ -222,6 +202,26 @@ def test_python_snippets_run(document: Path, folder: Path, monkeypatch: pytest.M
             warnings.simplefilter("ignore", ResourceWarning)
             names.clear()
             gc.collect()
+
+
+def failing_runs(document: Path, programs: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run programs of a page in their order, with failing first attempts; return what goes wrong."""
+    failing = folder / "failing"
+    failing.mkdir()
+    files = [block for block in blocks(document) if block.file is not None and "/" not in block.file]
+    for block in files:
+        (failing / str(block.file)).write_text(block.text, "utf-8")
+    shutil.copy(first_attempts.__file__, failing / "sitecustomize.py")
+    with monkeypatch.context() as patched:
+        patched.chdir(failing)
+        patched.setenv("PYTHONPATH", os.pathsep.join((str(failing), os.environ["PYTHONPATH"])))
+        # One that dies at its first run, as its page says, runs again there.
+        last = {command: run("/bin/sh", "-c", command) for command in programs}
+    wrong = [f"{document.name}, failing\n$ {name}\n{done.stdout}" for name, done in last.items() if done.returncode]
+    consumes = any("PushConsumer" in block.text and f"python {block.file}" in " ".join(last) for block in files)
+    if consumes and not any(first_attempts.CAUSE in done.stdout for done in last.values()):
+        wrong.append(f"{document.name}: no attempt has failed")
+    return wrong
 
 
 @POSIX
@@ -241,12 +241,13 @@ def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypat
                 ran.append(command)
                 if not shows(shown, real):
                     wrong.append(f"{document.name}:{block.line}\n$ {command}\n{real}\nshown is\n{shown}")
-    if document.parent in RUN_OFTEN:
-        for command in dict.fromkeys(ran):
-            if not re.fullmatch(r"python (?!manage)\w+\.py.*", command):
-                continue  # not a program of the page that ends by itself
-            again = [run("/bin/sh", "-c", command) for _ in range(2)]
-            wrong += [f"{document.name}, again\n$ {command}\n{done.stdout}" for done in again if done.returncode]
+    # Programs of a page that end by themselves run twice more, and in a new folder with failing first attempts.
+    programs = [command for command in ran if re.fullmatch(r"python (?!manage)\w+\.py.*", command)]
+    for command in dict.fromkeys(programs):
+        again = [run("/bin/sh", "-c", command) for _ in range(2)]
+        wrong += [f"{document.name}, again\n$ {command}\n{done.stdout}" for done in again if done.returncode]
+    if programs:
+        wrong += failing_runs(document, programs, folder, monkeypatch)
     logs = [f"{log.name}:\n{log.read_text('utf-8')}" for log in folder.glob("*.log")]
     assert not wrong, "\n\n".join(wrong + logs)
 
