@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,18 +20,20 @@ from librmq import (
     Message,
     MessageIllegalError,
     Producer,
+    SendResult,
     StoreConfig,
     ThreadRunner,
     TimerConfig,
     TransactionProducer,
     split_batch,
 )
+from librmq.broker import AdministeredRoute
 from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route, TransactionState
 from librmq.testing import Kit
 from librmq.testing.served import ServedKit
-from librmq.wire.remoting import listen
+from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._frames import VERSION, Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
 from tests.wire.fake_servers import FakeServer
@@ -338,3 +341,28 @@ def test_a_broker_of_5_that_hides_its_settings_has_timers() -> None:
     with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
         producer.send("t", b"x", delay=5)
     assert broker.properties == [{"TIMER_DELAY_MS": "5000"}]
+
+
+@pytest.mark.parametrize("place", ["broker", "peer", "connect"])
+def test_only_awaited_sends_of_a_loop_have_an_order(place: str, tmp_path: Path) -> None:
+    """Those that are under way together are each stored once, at the place that the result names, in any order."""
+    bodies = [b"%d" % number for number in range(220)]
+    with ExitStack() as rest:
+        broker: AdministeredRoute = rest.enter_context(
+            librmq.share(tmp_path) if place == "peer" else Broker.open(tmp_path)
+        )
+        broker.create_topic("orders", 1)
+        route = rest.enter_context(librmq.share(tmp_path)) if place == "peer" else broker
+        if isinstance(broker, Broker) and place == "connect":
+            route = rest.enter_context(librmq.connect(rest.enter_context(RemotingServer(broker)).address))
+        producer = rest.enter_context(Producer(route, "shop", timeout=60))
+
+        async def send() -> list[SendResult]:
+            together = await asyncio.gather(*(producer.send_async("orders", body) for body in bodies[:200]))
+            return [*together, *[await producer.send_async("orders", body) for body in bodies[200:]]]
+
+        offsets = [result.queue_offset for result in asyncio.run(send())]
+        stored = [message.body for message in broker.messages("orders")]
+    assert sorted(offsets[:200]) == [*range(200)]
+    assert offsets[200:] == [*range(200, 220)]
+    assert [stored[offset] for offset in offsets] == bodies
