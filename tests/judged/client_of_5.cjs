@@ -22,7 +22,7 @@ async function main(endpoints, topic, scenario) {
     const expected = [...Array(10).keys()].filter((number) => scenario !== "tags" || number % 2 === 0);
     const numbers = [];
     for (let attempt = 0; attempt < 20 && numbers.length < expected.length; attempt++) {
-        for (const view of await consumer.receive(32, 15_000)) {
+        for (const view of await consumer.receive(32, 60_000)) {
             numbers.push(Number(view.body.toString()));
             await consumer.ack(view);
         }

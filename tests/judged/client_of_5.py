@@ -37,7 +37,7 @@ class Stand:
     def receive(self, count: int) -> list[str]:
         bodies: list[str] = []
         for _ in range(20):
-            for message in self.consumer.receive(32, 15):
+            for message in self.consumer.receive(32, 60):
                 bodies.append(message.body.decode())
                 self.consumer.ack(message)
             if len(bodies) >= count:
