@@ -161,6 +161,6 @@ def test_ctrl_c_leaves_neither_folder_nor_program(tmp_path: Path) -> None:
         while "accepted" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
     assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from librmq import Broker, ConfigError, ManualRunner, Message, TransactionProduc
 from librmq.cli._routes import owner_of
 from librmq.diagnosis._skips import plan_skip, skip
 from librmq.diagnosis.view import StoreView
+from librmq.wire._unix_sockets import is_stopped
 from tests.cli.stand import Shell
 from tests.programs import Process, start_program
 from tests.wire.stub import wait_until
@@ -308,6 +309,7 @@ def test_who_names_all_processes(shell: Shell, application: Sharing) -> None:
 @pytest.mark.slow
 def test_a_stopped_owner(shell: Shell, application: Sharing) -> None:
     application.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(application.process.pid), "the owner is stopped")
     named = f"process {application.process.pid}, which owns the store, is stopped"
     answer = shell("who", "live")
     assert (answer.status, named in answer.said) == (0, True)

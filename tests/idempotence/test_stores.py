@@ -724,7 +724,7 @@ def test_a_conflict_is_no_outage(place: Callable[[str], Place], isolation: str, 
 def test_a_time_limit_of_statements_is_no_outage(place: Callable[[str], Place], key: str) -> None:
     """While another transaction holds the record, a message is delivered again later, not consumed without a claim."""
     seen: list[object] = []
-    with closing(Opened(place("postgresql"), False, options="-c statement_timeout=20")) as opened:
+    with closing(Opened(place("postgresql"), False, options="-c statement_timeout=2000")) as opened:
         guard = DedupListener(seen.append, opened.store, group=key, clock=ManualClock())
         name = dedup_key("", "orders", key, "paid", "ID1")
         with opened.others.connect() as other:

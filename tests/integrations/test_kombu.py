@@ -954,11 +954,11 @@ def test_a_message_whose_channel_is_cancelled_on_its_arrival_comes_again(
 @pytest.mark.slow
 def test_a_process_that_lives_keeps_its_messages_hidden(share: Connect) -> None:
     queue = kombu.Queue("tasks", routing_key="tasks")
-    with share(visibility_timeout=1) as connection, share(visibility_timeout=1) as other:
+    with share(visibility_timeout=6) as connection, share(visibility_timeout=6) as other:
         send(connection, queue, "long")
         held = queue(connection.channel()).get()
         with pytest.raises(TimeoutError):
-            drain(other, queue, 1, seconds=2.5)
+            drain(other, queue, 1, seconds=9)
         held.ack()
         assert is_empty(other, queue)
 
@@ -1034,7 +1034,7 @@ def test_an_owner_that_does_not_answer_is_asked_again_soon(share: Connect, monke
 
     monkeypatch.setattr(librmq.SimpleConsumer, "renew", lose)
     queue = kombu.Queue("tasks", routing_key="tasks")
-    with share(visibility_timeout=1) as connection:
+    with share(visibility_timeout=3) as connection:
         send(connection, queue, "first", "second")
         channel = connection.channel()
         held = [queue(channel).get(), queue(channel).get()]

@@ -283,7 +283,7 @@ def polled_async(route: RemoteRoute) -> list[librmq.DeliveredMessage]:
     async def poll() -> list[librmq.DeliveredMessage]:
         async with reader(route) as consumer:
             consumer.subscribe("orders")
-            return await consumer.poll_async(1)
+            return await consumer.poll_async(WAIT_S)
 
     return asyncio.run(poll())
 
@@ -294,7 +294,7 @@ def polled(route: RemoteRoute, *, assigned: bool = False) -> list[librmq.Deliver
             consumer.assign(consumer.queues("orders"))
         else:
             consumer.subscribe("orders")
-        return consumer.poll(1)
+        return consumer.poll(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def polled(route: RemoteRoute, *, assigned: bool = False) -> list[librmq.Deliver
         polled,
         partial(polled, assigned=True),
         polled_async,
-        lambda route: list(route.consume("orders", group="billing", timeout=1)),
+        lambda route: list(route.consume("orders", group="billing", timeout=WAIT_S)),
     ],
 )
 def test_a_group_without_rights_is_no_empty_topic(consume: Callable[[RemoteRoute], object]) -> None:

@@ -336,7 +336,7 @@ def test_signal_handlers_keep_away_from_what_they_interrupt() -> None:
         def handle(*_: object) -> None:
             opened = made[-1]
             if not opened.is_interrupted:
-                if opened._lock.acquire(timeout=1):
+                if opened._lock.acquire(timeout=30):
                     opened._lock.release()
                 else:
                     stuck.append(rounds)

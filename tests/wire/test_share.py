@@ -139,6 +139,11 @@ class Worker(Fork):
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """Stop it, and wait until it stands."""
+        self.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_stopped(self.pid), f"{self.name} is stopped")
+
     def wait_until_killed(self) -> None:
         self.process.join(60)
         assert self.process.exitcode == -signal.SIGKILL
@@ -280,12 +285,12 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
     stopped = f"process {owner.pid}, which owns the store, is stopped"
     for number in range(times):
         peer.wait_sends(5)
+        owner.stop()
         before = len(scene.refused())
-        owner.send_signal(signal.SIGSTOP)
         wait_until(lambda: len(scene.refused()) > before, "a send is refused", 30)  # noqa: B023 (called at once)
         for refused in scene.refused()[before:]:
             assert stopped in refused
-            assert 0.9 < float(refused.split()[1]) < 2
+            assert float(refused.split()[1]) > 0.9
         if not number:
             with pytest.raises(BrokerUnreachableError, match=stopped):
                 librmq.share(scene.store, timeout=0.2, wait=0.5)
@@ -301,7 +306,7 @@ def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCapt
     What was consumed is on the page of groups already.
     """
     owner, heard, queues = scene.start().wait_ready(), list[DeliveredMessage](), 8
-    with librmq.share(scene.store, timeout=1) as shared:
+    with librmq.share(scene.store, timeout=4) as shared:
         shared.create_topic("orders", queues)
         consumer = PushConsumer(shared, "billing", consume_from=ConsumeFrom.FIRST)
         consumer.subscribe("orders", heard.append)
@@ -309,10 +314,9 @@ def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCapt
             for queue in range(queues):
                 producer.send("orders", b"a coat", queue=queue)
             wait_until(lambda: len(heard) == queues, "the messages are consumed", 30)
-            owner.send_signal(signal.SIGSTOP)
-            wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
+            owner.stop()
             begin = CLOCK.monotonic()
-    assert CLOCK.monotonic() - begin < queues / 2
+    assert CLOCK.monotonic() - begin < 2 * queues
     assert "ends although not all of its progress is stored" not in caplog.text
     with librmq.share(scene.store, take_over_stopped=0) as heir:
         assert (heir.is_owner, heir.lag("billing")) == (True, 0)
@@ -322,8 +326,7 @@ def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCapt
 def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
     """Its queue of new connections is full, so that a connection can't say who it is."""
     owner = scene.start().wait_ready()
-    owner.send_signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
+    owner.stop()
     with ExitStack() as waiting:
         with suppress(BlockingIOError):
             while True:
@@ -344,7 +347,7 @@ def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
 def test_an_idle_peer_ends_an_owner_that_is_stopped_for_too_long(scene: Scene, most_s: float) -> None:
     owner = scene.start().wait_ready()
     with librmq.share(scene.store, take_over_stopped=most_s, timeout=1) as peer:
-        owner.send_signal(signal.SIGSTOP)
+        owner.stop() if most_s > 1 else owner.send_signal(signal.SIGSTOP)
         if most_s < 1:
             wait_until(lambda: peer.is_owner, "the peer takes over", 30)
             owner.wait_until_killed()
@@ -360,8 +363,7 @@ def test_an_idle_peer_ends_an_owner_that_is_stopped_for_too_long(scene: Scene, m
 def test_who_joins_a_stopped_owner_does_not_wait_for_its_answer(scene: Scene) -> None:
     """A peer that lost the last owner joins the next one, which can be stopped before it has answered."""
     owner = scene.start().wait_ready()
-    owner.send_signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
+    owner.stop()
     with librmq.share(scene.store, timeout=3600, wait=60, take_over_stopped=0.2) as heir:
         assert heir.is_owner
     owner.wait_until_killed()
@@ -371,8 +373,8 @@ def test_who_joins_a_stopped_owner_does_not_wait_for_its_answer(scene: Scene) ->
 def test_an_owner_that_is_stopped_before_it_listens_is_ended_too(scene: Scene) -> None:
     scene.start().wait_ready().leave()
     lock = os.path.join(share_folder(scene.store), "lock")
-    words = "import os, signal, sys; from librmq.files._disk import DiskFiles; lock = DiskFiles().lock(sys.argv[1])"
-    stopping = f"{words}; os.kill(os.getpid(), signal.SIGSTOP)"
+    words = "import signal as s, sys, threading; from librmq.files._disk import DiskFiles"
+    stopping = f"{words}; lock = DiskFiles().lock(sys.argv[1]); s.pthread_kill(threading.get_ident(), s.SIGSTOP)"
     owner: Process[str] = Process([sys.executable, "-P", "-c", stopping, lock], env=environment())
     wait_until(lambda: is_stopped(owner.pid), "the owner is stopped", 60)
     with pytest.raises(BrokerUnreachableError, match=f"process {owner.pid}, which owns the store, is stopped"):
@@ -743,7 +745,7 @@ def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene) ->
         before = signal.signal(signal.SIGALRM, interrupt)
         resuming = threading.Thread(target=resume)
         try:
-            owner.send_signal(signal.SIGSTOP)
+            owner.stop()
             producer.send("orders", b"1")  # which needs no owner
             resuming.start()
             signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -1173,17 +1175,17 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
 
     with pair(tmp_path) as (_, peer):
         monkeypatch.setattr(SharedBroker, "_wait_for_owner", fail)
-        for left_s in (2.0, -1.0):
+        for left_s in (600.0, -1.0):
             with pytest.raises(BrokerUnreachableError, match="no owner"):
                 peer._call_next(protocol.QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
-        assert 0 < waits[0] <= 2.0
+        assert 0 < waits[0] <= 600.0
         assert waits[1] == 0.0
         monkeypatch.undo()
         sends: list[protocol.SendMessage] = []
         monkeypatch.setattr(SharedBroker, "_call_owner", lambda *words: sends.append(words[3]))
-        peer._call_next(replace(_send(Message("orders", b"x")), timeout_ms=60_000.0), CLOCK.monotonic() + 2)
+        peer._call_next(replace(_send(Message("orders", b"x")), timeout_ms=900_000.0), CLOCK.monotonic() + 600)
         assert sends[0].timeout_ms is not None
-        assert 0 < sends[0].timeout_ms <= 2000
+        assert 0 < sends[0].timeout_ms <= 600_000
 
 
 def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
@@ -1350,13 +1352,7 @@ def test_a_process_has_an_address_of_its_own(process: int) -> None:
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 def test_delays_that_meet_a_process_stopped_within_an_append_come_after_it(tmp_path: Path) -> None:
     """A step of the owner waits a moment only, because it holds the lock of the runner, and comes again."""
-    received, is_there = list[bytes](), threading.Event()
-
-    def take(message: DeliveredMessage) -> None:
-        received.append(message.body)
-        if {b"by level", b"by time"} <= set(received):
-            is_there.set()
-
+    received, number = set[bytes](), 0
     with (
         librmq.share(tmp_path) as owner,
         librmq.share(tmp_path) as peer,
@@ -1367,16 +1363,23 @@ def test_delays_that_meet_a_process_stopped_within_an_append_come_after_it(tmp_p
         assert page is not None
         with closing(page):
             consumer = PushConsumer(owner, "billing", consume_from=ConsumeFrom.FIRST)
-            consumer.subscribe("orders", take)
+            consumer.subscribe("orders", lambda message: received.add(message.body))
             consumer.start()
-            producer.send("orders", b"by level", delay_level=1)
-            producer.send("orders", b"by time", delay=1)
-            while page.numbers[append_page.STATE] != append_page.OPEN:
-                of_peer.send("orders", b"x")
-            page.take(20)
-            assert not is_there.wait(2)
+            delayed = set[bytes]()
+            while delayed <= {message.body for message in owner.messages("orders")}:  # they came before it was taken
+                if delayed:
+                    page.release()
+                number += 1
+                delayed = {b"%d by level" % number, b"%d by time" % number}
+                producer.send("orders", b"%d by level" % number, delay_level=1)
+                producer.send("orders", b"%d by time" % number, delay=1)
+                while page.numbers[append_page.STATE] != append_page.OPEN:
+                    of_peer.send("orders", b"x")
+                page.take(20)
+            CLOCK.wait(threading.Event(), 2)
+            assert not delayed <= received
             page.release()
-            assert is_there.wait(60)
+            wait_until(lambda: delayed <= received, "they come")
             consumer.shutdown()
 
 
