@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -155,15 +155,13 @@ class _RecordedEndpoint(Endpoint):
     def call(self, request: Request[R], /) -> R:
         answer = self._recorder.call(self._process, self._broker_name, request, self.behind.call)
         if isinstance(request, HoldPlace) and isinstance(answer, Place):
-            answer.changed = partial(self._committed, request, answer, answer.changed)
+            answer.watcher = partial(self._committed, request, answer)
         return answer
 
-    def _committed(self, request: HoldPlace, place: Place, changed: Callable[[], object] | None) -> None:
+    def _committed(self, request: HoldPlace, place: Place) -> None:
         """Record progress that a consumer writes to the page of groups, without a request."""
         queue = MessageQueue(request.topic, self._broker_name, request.queue_id)
         self._recorder.committed(self._process, request.group, queue, place.position)
-        if changed is not None:
-            changed()
 
 
 def record_history(

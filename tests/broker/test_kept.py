@@ -24,6 +24,7 @@ from librmq import (
     PullConsumer,
     PushConsumer,
     SimpleConsumer,
+    record_history,
 )
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import lag
@@ -302,22 +303,24 @@ def commit_one_by_one(route: Route) -> None:
             consumer.commit()
 
 
-def consume_late(path: Path, consume: Callable[[Route], None]) -> None:
+def consume_late(path: Path, consume: Callable[[Route], None], is_recorded: bool) -> None:
     """Consume, and then let the owner get all that was said of the progress, in the worst order."""
     with librmq.share(path, wait=60) as shared:
         route = _Late(shared)
-        consume(route)
+        consume(record_history(route, path / "history") if is_recorded else route)
+        assert route.late, "the owner saves no table before its end"
         for request in reversed(route.late):
             shared.endpoint("broker-a").call(request)
     print("done", flush=True)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("consume", [listen_one_by_one, commit_one_by_one])
 def test_progress_that_comes_late_to_the_owner_moves_nothing_back(
-    consume: Callable[[Route], None], tmp_path: Path
+    consume: Callable[[Route], None], is_recorded: bool, tmp_path: Path
 ) -> None:
     with librmq.share(tmp_path) as owner:
         send(owner)
-        with Fork(consume_late, tmp_path, consume) as peer:
+        with Fork(consume_late, tmp_path, consume, is_recorded) as peer:
             assert peer.stdout.readline() == "done\n"
             assert owner.lag("g", "t") == 0

@@ -161,13 +161,15 @@ class _SeenWords:
 class Place:
     """Where a group is in a queue, on the page. Written by the consumer that holds the queue, alone."""
 
-    __slots__ = ("_at", "_set_back", "_words", "changed", "number", "page", "window")
+    __slots__ = ("_at", "_set_back", "_words", "changed", "number", "page", "watcher", "window")
 
     def __init__(self, page: GroupPage, number: int) -> None:
         self.page: GroupPage = page
         self._words = words = page.words[number // _CELLS]
         self.changed: Callable[[], object] | None = None
-        """Called by `advance`, so that the tables are saved some time after."""
+        """Called by `advance`, so that the tables are saved some time after; None where the owner has to be told."""
+        self.watcher: Callable[[], object] | None = None
+        """Called by `advance`, for who records what consumers do."""
         self._at = number % _CELLS * _CELL
         self.number: int = number
         """Its first cell."""
@@ -203,6 +205,8 @@ class Place:
             return False
         if self.changed is not None:
             self.changed()
+        if self.watcher is not None:
+            self.watcher()
         return True
 
     def finish(self, queue_offset: int) -> None:
