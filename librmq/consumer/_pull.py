@@ -632,7 +632,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if assigned.left is not None:
             delivered = self._before_suspect(assigned, assigned.left.pulled(delivered, begin, end))
             assigned.forget_left()
-            self._last = assigned, begin, assigned.next_offset
+            self._last = assigned, begin, end = assigned, begin, assigned.next_offset
+            if not delivered and not assigned.is_chosen and assigned.place and assigned.place.position == begin < end:
+                self._progressed(assigned, end)  # no commit has to come, which would pass a dead letter
         return delivered
 
     def _request(self, assigned: AssignedQueue) -> PullResponse:

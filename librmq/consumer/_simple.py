@@ -208,6 +208,7 @@ class SimpleConsumer(Member):
         self._max_process_deaths = OF_GROUP if max_process_deaths is None else max_process_deaths
         self._turns: Turns = Turns.of(self.runner)
         self._suspect: _SuspectToReceive | None = None
+        self._asking: set[_Wait] = set()
         self._is_held_back = False
         self._in_work: dict[str, int] = {}  # the times of the next deliveries of what it has received, by receipt
         self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
@@ -524,17 +525,23 @@ class SimpleConsumer(Member):
             with self.runner.lock:  # One thread takes it: two would each have a suspect, and neither alone.
                 if suspect is self._suspect and not suspect.is_taken:
                     takes, suspect.is_taken = suspect.takes, bool(suspect.takes)
-        if self._is_held_back and not takes:
-            for subscription, name in sources[:1] if waits.acknowledged else ():
-                acknowledged = Acknowledge(self.group, subscription.topic, waits.acknowledged, is_one_way=True)
-                self.client.route.endpoint(name).call(acknowledged)
-            return []
+        self._asking.add(waits)  # before the look whether it may, because a turn holds back, and looks at this then
         try:
+            if self._is_held_back and not takes:
+                for subscription, name in sources[:1] if waits.acknowledged else ():
+                    acknowledged = Acknowledge(self.group, subscription.topic, waits.acknowledged, is_one_way=True)
+                    self.client.route.endpoint(name).call(acknowledged)
+                return []
             return self._ask(sources, waits, max_messages, invisible_ms, takes, suspect if takes else None)
         except BaseException:
             if takes and suspect is not None:
                 suspect.is_taken = False
             raise
+        finally:
+            self._asking.discard(waits)
+            if self._is_held_back:
+                with self.runner.lock:
+                    self._turns.look()
 
     def _ask(
         self,
@@ -622,9 +629,10 @@ class SimpleConsumer(Member):
 
     @property
     def in_work(self) -> int:
-        """The number of messages that it has received, and not acknowledged."""
+        """The number of messages that it has received, and not acknowledged, and of receives under way."""
         now_ms = self.runner.now_ms()
-        return 0 if self.client.dead else sum(at_ms > now_ms for at_ms in list(self._in_work.values()))
+        in_work = sum(at_ms > now_ms for at_ms in list(self._in_work.values()))
+        return 0 if self.client.dead else in_work + len(self._asking)
 
     def hold_back(self) -> None:
         """Receive no message while a suspect has its turn."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -33,8 +33,10 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.cli import main
+from librmq.clock import ManualClock
 from librmq.override import override
 from librmq.protocol import Endpoint, Receive, Request, Route, RouteWrapper, SendBack
+from librmq.runtime import ManualRunner
 from tests.programs import Fork, start_program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
@@ -221,11 +223,11 @@ def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: P
 
 
 class _Slow(RouteWrapper):
-    """A route whose first receive of a suspect waits."""
+    """A route that does something around a receive."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, around: Callable[[Receive, Callable[[], Any]], Any]) -> None:
         super().__init__(route)
-        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.around = around
 
     @override
     def endpoint(self, broker_name: str) -> Endpoint:
@@ -240,10 +242,8 @@ class _SlowEndpoint(Endpoint):
 
     @override
     def call(self, request: Request[R], /) -> R:
-        if isinstance(request, Receive) and request.takes and not self.route.begun.is_set():
-            self.route.begun.set()
-            assert self.route.goes_on.wait(30)
-        return self.call_behind(request)
+        answer = partial(self.call_behind, request)
+        return cast("R", self.route.around(request, answer)) if isinstance(request, Receive) else answer()
 
 
 def receive_two_and_die(path: Path) -> None:
@@ -258,23 +258,97 @@ def test_of_several_threads_one_receives_a_suspect(tmp_path: Path) -> None:
     with Fork(receive_two_and_die, tmp_path) as child:
         child.process.join(60)
         assert child.process.exitcode == -signal.SIGKILL
-    with Broker.open(tmp_path) as broker, ThreadPoolExecutor() as pool:
-        route = _Slow(broker)
-        with SimpleConsumer(route, "g") as consumer:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def wait_for_the_other(request: Receive, answer: Callable[[], Any]) -> Any:
+        if request.takes and not begun.is_set():
+            begun.set()
+            assert goes_on.wait(30)
+        return answer()
+
+    with (
+        Broker.open(tmp_path) as broker,
+        ThreadPoolExecutor() as pool,
+        SimpleConsumer(_Slow(broker, wait_for_the_other), "g") as consumer,
+    ):
+        consumer.subscribe("t")
+
+        def receive_suspect() -> list[ReceivedMessage]:
+            while True:
+                messages = consumer.receive(1, wait=20)
+                if begun.is_set():
+                    return messages
+                consumer.ack(*messages)
+
+        alone = pool.submit(receive_suspect)
+        assert begun.wait(30)
+        assert consumer.receive(1, wait=0) == []
+        goes_on.set()
+        assert len(alone.result(30)) == 1
+
+
+def test_a_receive_under_way_brings_no_message_beside_a_suspect(tmp_path: Path) -> None:
+    """What the broker has answered, and the consumer has not heard yet, is in work too."""
+    fill(tmp_path)
+    with Fork(receive_two_and_die, tmp_path) as child:
+        child.process.join(60)
+        assert child.process.exitcode == -signal.SIGKILL
+    runner = ManualRunner(ManualClock(10**14))
+    with Broker.open(tmp_path, runner=runner) as broker:
+        beside = list[int]()
+
+        def receive_beside(request: Receive, answer: Callable[[], Any]) -> Any:
+            answered = answer()
+            if not beside:
+                beside.extend(attempts(10))
+            return answered
+
+        def attempts(most: int) -> list[int]:
+            """Receive messages up to a suspect, which comes again, and acknowledge them."""
+            found = [0]
+            while len(found) < most and found[-1] < 2:
+                messages = other.receive(1)
+                other.ack(*messages)
+                found += [message.attempt for message in messages] or [0]
+                runner.advance(1)
+            return found
+
+        with SimpleConsumer(_Slow(broker, receive_beside), "g") as consumer, SimpleConsumer(broker, "g") as other:
             consumer.subscribe("t")
+            other.subscribe("t")
+            (message,) = consumer.receive(1)
+            assert message.attempt == 1
+            assert set(beside) == {0, 1}
+            assert attempts(10)[-1] == 0  # its turn waits
+            consumer.ack(message)
+            assert attempts(10)[-1] == 2
 
-            def receive_suspect() -> list[ReceivedMessage]:
-                while True:
-                    messages = consumer.receive(1, wait=20)
-                    if route.begun.is_set():
-                        return messages
-                    consumer.ack(*messages)
 
-            alone = pool.submit(receive_suspect)
-            assert route.begun.wait(30)
-            assert consumer.receive(1, wait=0) == []
-            route.goes_on.set()
-            assert len(alone.result(30)) == 1
+def poll_and_die(path: Path) -> None:
+    with Broker.open(path) as broker, PullConsumer(broker, "g", auto_commit=False, max_process_deaths=1) as consumer:
+        consumer.subscribe("t")
+        assert consumer.poll(20)
+        DEATHS["kill"]()
+
+
+def test_a_pull_consumer_without_other_messages_passes_a_dead_letter(tmp_path: Path) -> None:
+    with Broker.open(tmp_path) as broker, Producer(broker, "p") as producer:
+        broker.create_topic("t", 1)
+        broker.set_group("g")
+        broker.reset_group("g", "t", to="begin")
+        producer.send("t", POISON)
+    for _ in range(2):  # it becomes a suspect, and ends a process alone
+        with Fork(poll_and_die, tmp_path) as child:
+            child.process.join(60)
+            assert child.process.exitcode == -signal.SIGKILL
+    with (
+        Broker.open(tmp_path) as broker,
+        PullConsumer(broker, "g", auto_commit=False, max_process_deaths=1) as consumer,
+    ):
+        consumer.subscribe("t")
+        while not any(True for _ in broker.dead_letters("g")):
+            assert consumer.poll(1) == []
+        assert broker.lag("g", "t") == 0
 
 
 @pytest.mark.parametrize("way", ["push", *RECEIVED])

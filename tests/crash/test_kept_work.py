@@ -49,6 +49,7 @@ NEVER: Final = threading.Event()
 KILLS: Final = 25
 LIMIT: Final = 3
 """Ends of a process after which a message is a dead letter; see `Round.deaths`."""
+QUEUES: Final = range(4)
 LISTENERS: Final = ("push", "push", "lists", "orderly")
 WAYS: Final = (*LISTENERS, "simple", "poll")
 
@@ -207,7 +208,10 @@ def live(store: Path, path: Path, settings: Round, life: int, line: int | None, 
                 with suppress(RmqError):
                     producer.send("t", body.encode())
                     ledger.write("sent", body)
-            while not count and route.lag("g"):
+            # Before a member has a queue, a group whose processes were all killed at once has no lag that is known.
+            while not count and (
+                route.lag("g") or all(route.consumer_offset("g", "t", queue) is None for queue in QUEUES)
+            ):
                 CLOCK.wait(NEVER, 0.02)
             print("idle", flush=True)
             sys.stdin.readline()
