@@ -238,7 +238,8 @@ def fields_at(
     if CORE.fields is None or len(raw) < kind.itemsize:
         head = headers_at(raw, places)
         return {name: head[name].astype(native) for name, native in types.items()}
-    ats, sizes = bytes(map(_at, types)), bytes(native.itemsize for native in types.values())
+    ats = bytes(kind.fields[name][1] for name in types)  # type: ignore[index]
+    sizes = bytes(native.itemsize for native in types.values())
     values = map(np.frombuffer, CORE.fields(raw, np.ascontiguousarray(places), ats, sizes), types.values())
     return dict(zip(types, values, strict=True))
 

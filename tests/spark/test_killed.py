@@ -26,9 +26,8 @@ QUEUES = 4
 CASES = [
     ("executor", "batch"), ("worker", "stream"), ("driver", "incremental"), ("driver", "stream"), ("driver", "batch"),
     ("executor", "stream"), ("executor", "incremental"), ("worker", "batch"), ("worker", "incremental"),
-    ("hanging task", "batch"), ("hanging task", "stream"),
+    ("hanging task", "batch"), ("hanging task", "stream"), ("hanging task", "incremental"),
 ]  # fmt: skip
-"""Without a hanging task of an incremental run, which did not end: Spark has started no double of it."""
 SAMPLE = 3
 """The rounds of a run without time for more."""
 
@@ -46,6 +45,7 @@ spark = session("librmq", sys.argv[1], {
     "spark.speculation": "true",
     "spark.speculation.quantile": "0.25",
     "spark.speculation.interval": "50ms",
+    "spark.speculation.task.duration.threshold": "10s",
 })
 spark.sparkContext.setLogLevel("OFF")
 register(spark)
