@@ -273,6 +273,15 @@ class DelaySchedule:
         save_ms = self._saver.run_due(now_ms)
         return next_ms if save_ms is None or (next_ms is not None and next_ms < save_ms) else save_ms
 
+    def has_due(self, now_ms: int) -> bool:
+        """Return whether a message is due and not delivered yet, as after an opening until the first look."""
+        for level in self._levels:
+            queue, queue_offset = self._store.queue(SystemTopic.SCHEDULE, level.queue_id), level.next_offset
+            raw = b"" if queue is None else queue.read(queue_offset, 1)
+            if queue is not None and raw and self._count_due(level, queue, queue_offset, raw, now_ms)[0]:
+                return True
+        return False
+
     def save(self, now_ms: int) -> None:
         """Save the progress, after a flush of the store, so that the device has the delivered messages.
 

@@ -419,7 +419,7 @@ class AdministeredRoute(Route, Closing):
     def join(self, timeout: float | timedelta = 30) -> None:
         """Wait until all running groups have consumed the stored messages.
 
-        Delayed messages and retries that still wait do not count. On the loop of coroutine listeners, call
+        Delayed messages and retries count once they are due. On the loop of coroutine listeners, call
         `join_async` instead.
 
         Args:

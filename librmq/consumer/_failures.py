@@ -325,7 +325,8 @@ class Rests:
         now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
         self._times[key] = now_ms, now_ms + rest_ms
         self.is_probing |= key is None
-        consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
+        if not consumer._stopping:
+            consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
         consumer._note("rest", queue.topic)
         consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
         return rest_ms

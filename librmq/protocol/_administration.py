@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from librmq.config import StoreConfig
 from librmq.message import MessageQueue, StoredMessage
@@ -233,6 +233,9 @@ class MoveGroup(Request[Mapping[MessageQueue, int]]):
 @value
 class GroupsBehind(Request[tuple[str, ...]]):
     """Return a text for each queue with messages that a running group has not consumed."""
+
+    DUE: ClassVar = "delayed messages that are due"
+    """The text for delayed messages and retries that are due and not delivered yet."""
 
 
 class ResentLetters(NamedTuple):

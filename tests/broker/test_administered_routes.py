@@ -326,6 +326,21 @@ def test_a_group_consumes_and_is_reset(route: AdministeredRoute, producer: librm
         route.reset_group("unknown", "orders", "end")
 
 
+def test_join_waits_for_what_is_due(tmp_path: Path) -> None:
+    """An opened store has its first look at delays after a second."""
+    runner, bodies = librmq.ManualRunner(), list[bytes]()
+    with librmq.Broker.open(tmp_path, runner=runner) as broker, librmq.Producer(broker, "shop") as producer:
+        producer.send("orders", b"due", delay_level=1)
+        producer.send("orders", b"waits", delay_level=5)
+    later = librmq.ManualRunner(librmq.ManualClock(runner.now_ms() + 30_000))
+    with librmq.Broker.open(tmp_path, runner=later) as broker:
+        consumer = librmq.PushConsumer(broker, "billing", consume_from=librmq.ConsumeFrom.FIRST)
+        consumer.subscribe("orders", lambda message: bodies.append(message.body))
+        with consumer:
+            broker.join(timeout=10)
+    assert bodies == [b"due"]
+
+
 def test_join_waits_for_running_groups(
     route: AdministeredRoute, producer: librmq.Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

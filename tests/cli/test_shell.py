@@ -86,6 +86,32 @@ def test_a_failure_is_a_retry(store: Path) -> None:
         assert [message.kind for message in pending_messages(opened)] == ["retry"] * 3
 
 
+def test_until_end_takes_the_retries_that_are_due(tmp_path: Path) -> None:
+    """A worker that cron starts would else never try a failed message again, because it ends before the first look."""
+    with Broker.open(tmp_path / "s", runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
+        with librmq.Producer(broker, "shop") as producer:
+            producer.send("t", b"late")
+        failing = librmq.PushConsumer(broker, "g", consume_from=librmq.ConsumeFrom.FIRST)
+        failing.subscribe("t", lambda message: 1 / 0)
+        with failing:
+            broker.runner.pass_time(1)
+    again = ran("consume", tmp_path / "s", "t", "--group", "g", "--until-end")
+    assert (again.returncode, bodies(again), again.stderr) == (0, ["late"], "")
+
+
+def test_an_end_fails_nothing(store: Path) -> None:
+    assert ran("consume", store, "t", "--group", "g", "--max", "1").stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_and_acknowledges_nothing(store: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        words = [sys.executable, "-m", "librmq", "consume", str(store), "t", "--group", "g", "--until-end"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    assert (done.returncode, "No space left on device" in done.stderr) == (2, True), done.stderr
+    assert len(bodies(ran("consume", store, "t", "--group", "g", "--until-end"))) == 3
+
+
 def test_a_share_s_processes_and_a_shell_use_one_store(store: Path) -> None:
     with librmq.share(store) as broker:
         assert ran("send", store, "t", "four").returncode == 0

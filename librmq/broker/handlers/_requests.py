@@ -198,7 +198,7 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             GroupSubscriptions: clients.subscriptions,
             DescribeClients: lambda request: clients.connected(),
             DescribeConnections: lambda request: clients.connections(request.group),
-            GroupsBehind: partial(_groups_behind, context, progress),
+            GroupsBehind: partial(_groups_behind, context, progress, deliveries),
             DescribeTopics: administration.describe_topics,
             DescribeGroups: lambda request: dict(context.groups.by_name),
             UpdateOffset: progress.update,
@@ -300,8 +300,12 @@ def _describe_instance(context: BrokerContext, request: DescribeInstance) -> Ins
         raise ClientStateError(str(error)) from error
 
 
-def _groups_behind(context: BrokerContext, progress: Progress, request: GroupsBehind) -> tuple[str, ...]:
+def _groups_behind(
+    context: BrokerContext, progress: Progress, deliveries: Deliveries, request: GroupsBehind
+) -> tuple[str, ...]:
     behind = progress.behind()
     if behind:  # It may be behind only by messages that its filter lets through none of.
         context.held.answer_passed()
+    if context.config.replica_of is None and deliveries.schedule.has_due(context.runner.now_ms()):
+        behind.append(GroupsBehind.DUE)
     return tuple(behind)

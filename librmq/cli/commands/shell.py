@@ -11,16 +11,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import librmq
-from librmq.cli._output import Output, end_signals
+from librmq.cli._output import EndSignals, Output, end_signals
 from librmq.cli._rows import message_line
 from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError
 from librmq.listener import DownstreamDown, ReconsumeLater
 from librmq.message import DEFAULT_LEVELS
-from librmq.protocol import ConsumeFrom, QueryOffset
+from librmq.message.topics import retry_topic
+from librmq.protocol import ConsumeFrom, GroupsBehind, QueryOffset
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute
@@ -110,15 +111,22 @@ def consume(arguments: argparse.Namespace, output: Output) -> int:
             shutdown_timeout=_ENDS_S,
         )
         consumer.subscribe(arguments.topic, worker.consume)
+        worker.consumer = consumer
+        if arguments.until_end:
+            worker.find_ends(ended)
         with consumer:
             while not (worker.is_over.is_set() or ended.wait(_LOOK_S) or worker.reaches_end()):
                 pass
             worker.is_over.set()
+        if worker.error is not None:
+            raise worker.error
     return 0
 
 
 class _Worker:
     """The listener of a group, for one message at a time."""
+
+    consumer: librmq.PushConsumer
 
     def __init__(self, route: AdministeredRoute, arguments: argparse.Namespace, output: Output) -> None:
         self.route = route
@@ -129,9 +137,19 @@ class _Worker:
         self._count = 0
         self._passed: dict[MessageQueue, int] = {}
         self._ends: dict[MessageQueue, int] | None = None
-        if arguments.until_end:
-            bounds = route.queues(arguments.topic).items()
-            self._ends = {queue: bound.max_offset for queue, bound in bounds if bound.min_offset < bound.max_offset}
+        self.error: OSError | None = None
+        """Why the output takes no more."""
+
+    def find_ends(self, ended: EndSignals) -> None:
+        """Find where the topic and the group's retries end now, once the retries that are due have been delivered."""
+        route, topic = self.route, self._arguments.topic
+        if not names_cluster(self._arguments.place):
+            brokers = {queue.broker_name for queue in route.queues(topic)}
+            while any(GroupsBehind.DUE in route.endpoint(name).call(GroupsBehind()) for name in brokers):
+                if ended.wait(_LOOK_S):
+                    break
+        bounds = {**route.queues(topic), **route.queues(retry_topic(self._arguments.group))}.items()
+        self._ends = {queue: bound.max_offset for queue, bound in bounds if bound.min_offset < bound.max_offset}
 
     def reaches_end(self) -> bool:
         """Return whether the group has consumed all that was there at the start, if it is to end there."""
@@ -147,7 +165,7 @@ class _Worker:
     def consume(self, message: DeliveredMessage) -> None:
         """Print a message, or run the program for it."""
         if self.is_over.is_set():
-            raise DownstreamDown("librmq consume ends")  # This counts as no attempt.
+            self._give_back("librmq consume ends")
         try:
             if self._arguments.program:
                 self._run(message)
@@ -165,8 +183,15 @@ class _Worker:
             self._output.lines([message_line(message.raw, DEFAULT_LEVELS, form="text")])
             self._output.flush()
         except OSError as error:  # The reader has left, or a disk is full: the message goes back.
-            self.is_over.set()
-            raise DownstreamDown(f"standard output: {error}") from error
+            self.error = None if isinstance(error, BrokenPipeError) else error
+            self._give_back(f"standard output: {error}")
+
+    def _give_back(self, why: str) -> NoReturn:
+        """Let a message go back without an attempt, when the consumer begins no other."""
+        self.is_over.set()
+        while self.consumer.is_running:
+            threading.Event().wait(_LOOK_S)
+        raise DownstreamDown(why)
 
     def _run(self, message: DeliveredMessage) -> None:
         ran = subprocess.run(
