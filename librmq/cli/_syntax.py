@@ -246,7 +246,7 @@ _CHANGE: Final = (
             option("topic", help="the topic"),
             option("--group", required=True, help="the consumer group; a new one begins at the first message"),
             option("--max", metavar="N", type=POSITIVE, help="end after so many attempts, failed ones included"),
-            option("--until-end", action="store_true", help="end where the topic ended at the start"),
+            option("--until-end", action="store_true", help="end where topic and due retries ended at the start"),
             *SECURED,
         ),
         description="Prints a line of JSON for each message, which counts as consumed once it is written. With "
