@@ -50,6 +50,12 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "librmq.diagnosis._lag_report.GroupRate",
         "librmq.diagnosis.pending.WaitingOrigins",
     ),
+    "top": (
+        "type:str group:str lag:int stored_per_s:num? consumed_per_s:num? drain_s:num? instances:int?",
+        "type:str instance:str group:str busy:int? threads:int? queues:int? held:int? state:str",
+        "type:str for_s:num? place:str group:str topic:str keys:str? message_id:str messages:int thread:str "
+        "instance:str",
+    ),
     "progress": ("librmq.diagnosis._kept_progress.KeptProgress",),
     "expiring": ("librmq.diagnosis.pending.ExpiringMessages",),
     "dead-letters": (

@@ -111,6 +111,11 @@ class AdministeredRoute(Route, Closing):
 
     runner: Runner
 
+    @property
+    def dead(self) -> bool:
+        """Whether no call succeeds any more, because it is closed."""
+        return not self.broker_names()
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -608,6 +608,7 @@ class Broker(StoreRoute, Endpoint):
             self.runner.call_waiting()
 
     @property
+    @override
     def dead(self) -> bool:
         """Whether the broker accepts no more calls."""
         return self._life.dead

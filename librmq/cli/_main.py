@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _AGO: Final = re.compile(r"-\d+(ms|s|m|h|d)")
 _OR_URL: Final = ", or its URL such as s3://bucket/store (extra: remote)"
 _END: Final = (
-    "Every command has an example: librmq COMMAND --help. Exit status: 0 success, 1 damage or an error found,\n"
-    "2 bad usage or input, 3 no row (with --fail-empty), 130 interrupted."
+    "Example: librmq COMMAND --help. Status: 0 success, 1 damage or an error found, 2 bad input, 3 no row, 130 "
+    "interrupted"
 )
 
 

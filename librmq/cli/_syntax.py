@@ -155,6 +155,15 @@ _LOOK: Final = (
             option("--design", action="store_true", help="only problems in the design of topics, keys and groups"),
             option("--volumes", action="store_true", help="list the topics by size instead"),
         ),
+        takes_route=True,
+    ),
+    Command(
+        "top", "groups", "show live what groups, instances and listeners do", "store --once",
+        (
+            option("--every", type=duration, default="2s", help="time between two looks (2s)"),
+            option("--once", action="store_true", help="look once, without rates"),
+        ),
+        takes_route=True,
     ),
     Command("stats", "topics", "print how much the store holds, in one row", "store", note=_ENTRIES, output=OUTPUT),
     Command(
@@ -665,6 +674,7 @@ UNDATED: Final = {
     "expiring": _NO_PROGRESS,
     "progress": _NO_PROGRESS,
     "schedules": "only what is due next is kept",
+    "top": "it shows what runs now",
     "timers": "the timer's files hold only what waits now; librmq pending --at lists the messages that waited then",
     "verify": "it compares the files as they are",
     "whatif": f"{_NO_PROGRESS}; librmq lag --at gives the ends of the queues then",

@@ -166,6 +166,14 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         "group", "topic", ("over", _duration("seconds")), ("in/s", _rounded("stored_per_s")),
         ("out/s", _rounded("consumed_per_s")), ("waiting", "lag"), ("gone in", _drained),
     ],
+    "group": [
+        "group", "lag", ("in/s", _rounded("stored_per_s")), ("out/s", _rounded("consumed_per_s")),
+        ("gone in", _drained), "instances",
+    ],
+    "listener": [
+        ("message", lambda row: row["keys"] or row["message_id"]), ("for", _duration("for_s")), ("stands at", "place"),
+        "group", "thread",
+    ],
     "gap": [("physical offset", "phys"), "size", "file", "what"],
     "disk": [
         ("log", _size("log_bytes")), ("queues", _size("queue_bytes")), ("index", _size("index_bytes")),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any, Final
 
 from librmq.broker import AdministeredRoute
 from librmq.broker.groups import settings_in
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Cell, Table, count, link, topic_link
-from librmq.diagnosis import DeadLetterCause, HeldProgress, Lag, QueueLag
+from librmq.diagnosis import DeadLetterCause, HeldProgress, QueueLag
 from librmq.errors import BrokerError
 from librmq.formatting import UNKNOWN, duration, moment, number, short
 from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
@@ -130,12 +130,6 @@ def _yes_or_no(value: bool) -> str:
 def _subscriptions(connections: GroupConnections, client_id: str) -> str:
     subscriptions = connections.subscriptions_by_client.get(client_id, connections.subscriptions)
     return ", ".join(f"{topic}: {filtered.expression}" for topic, filtered in sorted(subscriptions.items()))
-
-
-def queues_in(progress: Lag) -> Iterator[tuple[str, QueueLag]]:
-    """Yield the queues of a lag, each with its broker, which is empty if there is only one."""
-    for topic in progress.topics:
-        yield from zip(topic.broker_names or repeat(""), topic.rows(), strict=False)
 
 
 def queues_of_group(

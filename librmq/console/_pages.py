@@ -14,17 +14,12 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._backwards import newest_letters
-from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
+from librmq.console._group_parts import Members, causes, queues_of_group, stacks
 from librmq.console._history import history_of
 from librmq.console._messages import name_of
 from librmq.console._place import Look, Place
 from librmq.console._plots import line
-from librmq.console._requested import (
-    LETTERS,
-    NOT_IN_FINDINGS,
-    findings_by_requests,
-    waiting_by_requests,
-)
+from librmq.console._requested import LETTERS, waiting_by_requests
 from librmq.console._samples import Sample, Samples
 from librmq.console._tables import (
     KINDS,
@@ -274,12 +269,12 @@ class Pages:
         return Findings(self._notices(found[1]), note, _NOTHING)
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
-        with self.place.log(at_ms, asks_owner=True) if log is None else nullcontext(log) as view:
+        with self.place.live(at_ms, ROWS) if log is None else nullcontext(log) as view:
             return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
 
     def findings(self, query: Query) -> Page:
         """Show all findings of `librmq diagnose`; in a large store they are looked for on request."""
-        note, nothing, severities = "", _NOTHING, ["error", "warning"]
+        note = ""
         if self.place.has_log:
             if not query.text("look"):
                 with self.place.log(query.at_ms) as view:
@@ -291,28 +286,15 @@ class Pages:
                         is_live=False,
                         more={"messages": number(messages), "queues": number(queues)},
                     )
-            found = self._diagnosed(at_ms=query.at_ms)
             note = _NOT_COMPARED
-        else:
-            found, note = self._findings_by_requests()
-            nothing, severities = "Nothing of what was asked for.", ["warning"]
+        found = self._diagnosed(at_ms=query.at_ms)
         amounts = Counter[str](finding.severity for finding in found)
         return Page(
             "Findings",
-            [Fact(f"{name}s", number(amounts[name])) for name in severities],
-            findings=Findings(self._notices(found), note, nothing),
+            [Fact(f"{name}s", number(amounts[name])) for name in ("error", "warning")],
+            findings=Findings(self._notices(found), note, _NOTHING),
             is_live=False,
         )
-
-    def _findings_by_requests(self) -> tuple[list[Finding], str]:
-        """Return the findings, and what was not asked for."""
-        with self.place.view() as view:
-            groups = [group for group in view.groups if not is_own_group(group)]
-            asked = groups[:ROWS]
-            progress = lag_of(view, group=asked, times=False)
-            found = list(findings_by_requests(self.place.acting(), view, asked, progress))
-        part = f"Of {number(len(groups))} groups the first {ROWS} were asked for. " if len(asked) < len(groups) else ""
-        return found, f"{part}{NOT_IN_FINDINGS}"
 
     def _from_log(
         self, view: View[Any], group: str, rows: Sequence[tuple[str, QueueLag]], query: Query
@@ -407,7 +389,7 @@ class Pages:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
             progress = lag_of(view, group=group, includes_own=False)
-            rows = list(islice(queues_in(progress), 10 * ROWS))
+            rows = list(islice(progress.by_broker(), 10 * ROWS))
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
             dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -133,7 +133,8 @@ class Place:
                     yield opened.enter_context(StoreView.open(folder, tables=owner.tables, route=owner))
                     return
             tables = kept.tables if kept is not None and kept.version == version else None
-            with StoreView.open(folder, tables=tables) as view:
+            route = self.route if asks_owner and self.has_much_progress else None  # it is asked for all but that
+            with StoreView.open(folder, tables=tables, route=route) as view:
                 self._note_extent(view)
                 with self._keeping(view, version):
                     yield view
@@ -141,6 +142,12 @@ class Place:
         moment = datetime.fromtimestamp(at_ms / 1000, UTC)
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
             yield StoreView.over(store)
+
+    def live(self, at_ms: int | None, most_groups: int) -> AbstractContextManager[StoreView | ClusterView]:
+        """View the log, with the instances that its owner knows; of a cluster without a log so many groups."""
+        if self.has_log:
+            return self.log(at_ms, asks_owner=True)
+        return nullcontext(ClusterView(self.acting(), most_groups=most_groups))
 
     @contextmanager
     def beside(self, view: View[Any], *, asks_owner: bool = False) -> Iterator[View[Any]]:

@@ -1,19 +1,18 @@
-"""What the brokers of a cluster answer about a story, findings and what waits, where their logs are elsewhere.
+"""What the brokers of a cluster answer about a story and what waits, where their logs are elsewhere.
 
-A story has the records that the brokers find by the message's unique id, and the progress of groups. Findings are about
-lag, instances and dead letters. What waits is what the delay levels hold, which the brokers' own levels could make
-longer than the default ones that are taken here, and the newest messages of RocketMQ 5's timer.
+A story has the records that the brokers find by the message's unique id, and the progress of groups. What waits is what
+the delay levels hold, which the brokers' own levels could make longer than the default ones that are taken here, and
+the newest messages of RocketMQ 5's timer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
-from librmq.console._backwards import newest_letters, queue_backwards
-from librmq.diagnosis import ClusterView, Finding, Lag, PendingMessage, StoryEvent, View
-from librmq.diagnosis.deadletters import sum_up_causes
+from librmq.console._backwards import queue_backwards
+from librmq.diagnosis import ClusterView, PendingMessage, StoryEvent, View
 from librmq.diagnosis.pending import scheduled
 from librmq.errors import BrokerError
 from librmq.formatting import number
@@ -24,17 +23,12 @@ from librmq.message.delays import delete_key
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import QueryMessages, ResponseCode
-from librmq.runtime.event_log import counted
 from librmq.scheduling.waiting import own_time_ms
 from librmq.wire.remote import RemoteRoute
 
 NOT_IN_STORY: Final = (
     "By requests to the brokers. Checks of a transaction, what POP did, filters, cancellations and traces need the "
     "log: give the console the folder of the store."
-)
-NOT_IN_FINDINGS: Final = (
-    "By requests to the brokers: lag, instances, dead letters. All other findings need the log: give the console the "
-    "folder of the store, or run librmq diagnose on the broker's machine."
 )
 NOT_WAITING: Final = (
     "By requests to the brokers: what waits in a delay level, by the default delays, and among the newest messages of "
@@ -105,27 +99,6 @@ def _event(record: StoredMessage, kind: _Event, group: str, at_ms: int | None, n
         note = notes[kind]() if kind in notes else ""
     place = record.topic, record.queue_id, record.queue_offset, record.physical_offset
     return StoryEvent(at_ms, kind, *place, group or None, note or "", record.unique_key)
-
-
-def findings_by_requests(
-    route: AdministeredRoute, view: View[Any], groups: Sequence[str], progress: Lag
-) -> Iterator[Finding]:
-    """Yield groups that wait without an instance, and causes of dead letters."""
-    lags = {row.group: row.lag for row in progress.by_group()}
-    for group in groups:
-        if lags.get(group) and route.connections(group) is None:
-            wait = f"{counted(lags[group], 'message')} {'waits' if lags[group] == 1 else 'wait'}"
-            yield Finding(
-                "no-instance", "warning", f"group {group}", f"{wait}, and no instance of the group is connected.",
-                {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
-            )  # fmt: skip
-        letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
-        for cause in filter(lambda cause: cause.messages, sum_up_causes(letters)):
-            yield Finding(
-                "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",
-                f"{counted(cause.messages, 'dead letter')}: {cause.cause}.",
-                {"messages": cause.messages}, "Fix the cause, then send them again from the group's page.",
-            )  # fmt: skip
 
 
 def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[PendingMessage, StoredMessage | None]]:

@@ -1,4 +1,4 @@
-"""Alarms: a broker or a share is diagnosed repeatedly, and a callback gets new and resolved findings.
+"""Alarms: a broker, a share or a cluster is diagnosed repeatedly, and a callback gets new and resolved findings.
 
 A round is user code on the broker's runner, so it delays no delivery.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, NamedTuple
 
-from librmq.broker import Broker
+from librmq.broker import AdministeredRoute
 from librmq.config import check_arguments, to_seconds
 from librmq.diagnosis._checks import diagnose
 from librmq.diagnosis._findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis._lag_report import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import Shared, StoreView, viewed
+from librmq.diagnosis.view import StoreView, viewed_live
 from librmq.errors import ConfigError
 from librmq.formatting import duration
 from librmq.message import StoredMessage
@@ -46,7 +46,7 @@ class Watch:
     """
 
     def __init__(
-        self, broker: Broker | Shared, callback: Callable[[Alarm], object], limits: Thresholds, every_ms: int
+        self, broker: AdministeredRoute, callback: Callable[[Alarm], object], limits: Thresholds, every_ms: int
     ) -> None:
         self._broker = broker
         self._callback = callback
@@ -60,7 +60,7 @@ class Watch:
         self._failing: set[str] = set()  # retry topics with messages that failed often
         self.dead: bool = False
         """Whether it was stopped; its turns no longer run."""
-        self._step = Step(f"watch over {broker.name}", self._submit_round, self)
+        self._step = Step(f"watch over {', '.join(broker.broker_names())}", self._submit_round, self)
         runner = broker.runner
         with runner.lock:
             runner.wake(self._step, runner.now_ms() + every_ms)
@@ -96,13 +96,13 @@ class Watch:
         if self._broker.dead:
             return
         now_ms = self._broker.runner.now_ms()
-        with viewed(self._broker) as view:
+        with viewed_live(self._broker) as view:
             group_lag = lag(view)
             findings = [
                 *diagnose(view, self._limits),
-                *self._stopped_progress(view, group_lag, now_ms),
-                *self._lost_instances(view),
-                *self._frequent_retries(view),
+                *self._stopped_progress(group_lag, now_ms),
+                *self._lost_instances(),
+                *(self._frequent_retries(view) if isinstance(view, StoreView) else ()),
             ]
             self._lag = group_lag
         by_name = {(finding.kind, _subject(finding)): finding for finding in worst_first(findings)[::-1]}
@@ -122,7 +122,7 @@ class Watch:
                 "%(watch)s: the callback failed on %(kind)s", watch=self._step.label, kind=alarm.finding.kind
             )
 
-    def _stopped_progress(self, view: StoreView, group_lag: Lag, now_ms: int) -> list[Finding]:
+    def _stopped_progress(self, group_lag: Lag, now_ms: int) -> list[Finding]:
         """Return the running groups that have messages to consume, and consume none."""
         findings = []
         rates = (
@@ -147,7 +147,7 @@ class Watch:
                 )  # fmt: skip
         return findings
 
-    def _lost_instances(self, view: StoreView) -> list[Finding]:
+    def _lost_instances(self) -> list[Finding]:
         """Return the instances of running groups that have left since the last round."""
         now: dict[str, set[str]] = {}
         for client in self._broker.clients():
@@ -217,19 +217,20 @@ def _is_news(before: Finding | None, now: Finding) -> bool:
 
 
 def watch(
-    broker: Broker | Shared,
+    broker: AdministeredRoute,
     callback: Callable[[Alarm], object],
     thresholds: Thresholds | None = None,
     *,
     every: float = 10.0,
 ) -> Watch:
-    """Call ``callback`` with each new, worse or resolved finding about a broker or a share.
+    """Call ``callback`` with each new, worse or resolved finding about a broker, a share or a cluster.
 
     In addition to the findings of `diagnose`, a watch notices changes between two rounds: progress that stopped
-    (``progress-stopped``), instances that left (``instance-gone``), and retries (``many-retries``).
+    (``progress-stopped``), instances that left (``instance-gone``), and, where the log is here, retries
+    (``many-retries``).
 
     Args:
-        broker: The running broker, or what `librmq.share` returned; the watch ends with it.
+        broker: The running broker, or what `librmq.share` or `librmq.connect` returned; the watch ends with it.
         callback: Gets an `Alarm`, in a thread of the broker's runner. Its errors are logged.
         thresholds: Limits beyond which something is a finding.
         every: Seconds between two rounds.

@@ -28,9 +28,9 @@ from librmq.diagnosis._instances import consistency_findings, stuck_findings
 from librmq.diagnosis._kept_progress import kept_progress_findings
 from librmq.diagnosis._lag_report import Lag, lag, lag_findings
 from librmq.diagnosis._pop import pop_findings
-from librmq.diagnosis.deadletters import dead_letter_findings, given_up
+from librmq.diagnosis.deadletters import ASKED, dead_letter_findings, given_up
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
-from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.diagnosis.view import ClusterView, LiveSource, LiveView, Source, StoreView, viewed, viewed_live
 from librmq.errors import CorruptionError
 from librmq.files import file_size
 from librmq.files.rolling import file_name
@@ -445,12 +445,13 @@ def _has_progress(view: StoreView, group: str, topic: str) -> bool:
     return progress is not None and (view.is_live or bool(progress))
 
 
-def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: bool | None = None) -> list[Finding]:
-    """Return the findings about a store, worst first; empty for a healthy one that is verified.
+def diagnose(source: LiveSource, thresholds: Thresholds | None = None, *, check: bool | None = None) -> list[Finding]:
+    """Return the findings about a store or a cluster, worst first; empty for a healthy store that is verified.
 
     Args:
-        source: A running broker, the folder of a store, or a view of either. For a folder in use, progress
-            can be some seconds old. Instances, threads and held messages are known only for a running broker.
+        source: A running broker, a share, what `librmq.connect` returned, the folder of a store, or a view of one.
+            For a folder in use, progress can be some seconds old. Instances, threads and held messages are unknown for
+            a folder. The finding ``not-asked`` says what no request to a cluster tells.
         thresholds: Limits beyond which something is a finding.
         check: Whether to compare queues and index of a folder with its log; by default of up to 30,000 messages. Every
             record is read without it too.
@@ -462,7 +463,9 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
     """
     limits = thresholds or Thresholds()
     try:
-        with viewed(source) as view:
+        with viewed_live(source) as view:
+            if isinstance(view, ClusterView):
+                return worst_first(chain(_live_findings(view, limits, lag(view)), _not_asked(view)))
             return worst_first(chain(_damage_findings(view, check), other_findings(view, limits, lag(view))))
     except CorruptionError:  # a store that cannot be opened, or whose tables cannot be read
         if not isinstance(source, str | os.PathLike):
@@ -476,15 +479,31 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
         return [damage_finding(f"store {path}", places, path)]
 
 
+def _live_findings(view: LiveView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+    """Yield what requests to brokers tell too."""
+    yield from lag_findings(view, limits, group_lag)
+    yield from consistency_findings(view, limits, group_lag)
+    yield from stuck_findings(view, limits, group_lag)
+    yield from dead_letter_findings(view, limits)
+
+
+def _not_asked(view: ClusterView) -> Iterator[Finding]:
+    names, part = view.route.broker_names(), f"{counted(view.left_out, 'group')} more, " if view.left_out else ""
+    yield Finding(
+        "not-asked", "info", f"cluster {', '.join(names[:NAMED])}",
+        f"Requests tell lag, instances, and the newest {ASKED} dead letters of a queue. Not asked for: {part}halves, "
+        "timers, POP, filters, clocks, frequent keys, damage; and clients of a proxy can be unseen.",
+        {"brokers": len(names), "left_out": view.left_out, **cut_evidence(len(names) > NAMED)},
+        "For the rest run librmq diagnose STORE on each broker's machine.",
+    )  # fmt: skip
+
+
 def other_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
     """Yield all findings but those about damage, by the lag of all groups."""
     yield from _missing_log_findings(view)
     yield from _progress_findings(view)
     yield from _unlisted_topic_findings(view)
-    yield from lag_findings(view, limits, group_lag)
-    yield from consistency_findings(view, limits, group_lag)
-    yield from stuck_findings(view, limits, group_lag)
-    yield from dead_letter_findings(view, limits)
+    yield from _live_findings(view, limits, group_lag)
     yield from half_findings(view, limits)
     yield from pop_findings(view, limits)
     yield from kept_progress_findings(view, limits)

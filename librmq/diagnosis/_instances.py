@@ -2,7 +2,7 @@
 
 An unconsumed message holds the progress of its queue, even if later ones are consumed. The instances of a running
 broker report what they hold and where their listeners are; for a folder only the place and the message are known. An
-agreement between instances, and an owner of each queue, are known only to a running broker.
+agreement between instances, and an owner of each queue, are known only to a running broker or a cluster.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from librmq.broker import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
 from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped, sample_evidence
 from librmq.diagnosis._lag_report import Lag, QueueLag, is_uneven, lag
-from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.diagnosis.view import LiveSource, LiveView, StoreView, viewed_live
 from librmq.errors import CorruptionError
 from librmq.formatting import duration, id_ranges, innermost_frame
-from librmq.message import StoredMessage
+from librmq.message import MessageQueue
 from librmq.message.topics import TopicPrefix, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
 from librmq.runtime.event_log import counted
 
+States = Mapping[str, InstanceState | None]
 _SAMPLED: Final = 1000
 _SHORT: Final = 3  # frames
-_ANSWER_S: Final = 3.0
-"""Time for instances of other processes to answer."""
 _SOON_S: Final = 10.0
 """Time in which a healthy group takes the messages of a burst."""
 
@@ -62,6 +61,8 @@ class HeldProgress(NamedTuple):
     """The place of the listener, the outermost call first; empty if unknown."""
     behind: int | None
     """Later messages that the instance holds; None if unknown."""
+    broker_name: str = ""
+    """The broker of the queue; empty if there is only one."""
 
     @property
     def place(self) -> str:
@@ -69,11 +70,11 @@ class HeldProgress(NamedTuple):
         return innermost_frame(self.stack)
 
 
-def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
+def held_progress(source: LiveSource, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
     """Return every queue with messages to consume, and what holds back its progress, the longest held first.
 
     Args:
-        source: A running broker, the folder of a store, or a view of either.
+        source: A running broker, a share, a cluster, the folder of a store, or a view of one.
         group: Only this group.
         group_lag: The lag, if already known.
 
@@ -81,7 +82,7 @@ def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | 
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
-    with viewed(source) as view:
+    with viewed_live(source) as view:
         group_lag = lag(view, group=group) if group_lag is None else group_lag
         held = [queue for _, _, queues in _held_by_group(view, group_lag, group) for queue in queues]
         return sorted(held, key=_longest_first)
@@ -92,57 +93,56 @@ def _longest_first(queue: HeldProgress) -> tuple[object, ...]:
 
 
 def _held_by_group(
-    view: StoreView, group_lag: Lag, group: str | None = None
+    view: LiveView, group_lag: Lag, group: str | None = None
 ) -> Iterator[tuple[str, list[InstanceState], list[HeldProgress]]]:
     """Yield each group that has messages to consume, with its instances and the queues of these messages."""
-    rows = (row for row in group_lag if row.lag and group in (None, row.group))
-    for name, rows_of_group in grouped(rows, lambda row: row.group).items():
+    rows = (row for row in group_lag.by_broker() if row[1].lag and group in (None, row[1].group))
+    for name, rows_of_group in grouped(rows, lambda row: row[1].group).items():
         states = [state for state in instances(view, name).values() if state is not None]
         yield name, states, sorted(_held_queues(view, states, rows_of_group), key=_longest_first)
 
 
-def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
-    """Return the running instances of a group; none for a folder that no process shares."""
-    if view.route is None:
-        return {}
-    if group not in view.instances:  # a view is one moment, and those of other processes are asked for theirs
-        timeout_s = 0 if view.route is view.broker else _ANSWER_S
-        view.instances[group] = view.route.instances(group, timeout=timeout_s)
-    return view.instances[group]
+def instances(view: LiveView, group: str) -> States:
+    """Return what instances say; those that the broker of this process would ask over a connection are left out."""
+    is_here = isinstance(view, StoreView) and view.route is view.broker
+    return view.states(group, timeout_s=0) if is_here else view.states(group)
 
 
-def _held_queues(view: StoreView, states: list[InstanceState], rows: list[QueueLag]) -> Iterator[HeldProgress]:
-    (broker_name,) = ("",) if view.route is None else view.route.broker_names()
-    queues: dict[tuple[str, int], tuple[InstanceState, HeldQueue]] = {}
-    calls: dict[tuple[str, int, int], ListenerCall] = {}
+def _held_queues(
+    view: LiveView, states: list[InstanceState], rows: list[tuple[str, QueueLag]]
+) -> Iterator[HeldProgress]:
+    names = ("",) if view.route is None else view.route.broker_names()
+    queues: dict[MessageQueue, tuple[InstanceState, HeldQueue]] = {}
+    calls: dict[tuple[MessageQueue, int], ListenerCall] = {}
     for state in states:
-        for held in state.queues:
-            if held.queue.broker_name == broker_name:
-                queues[held.queue.topic, held.queue.queue_id] = state, held
-        for call in state.listeners:
-            calls[call.queue.topic, call.queue.queue_id, call.queue_offset] = call
-    for row in rows:
-        owner = queues.get((row.topic, row.queue_id))
-        yield _held_by_instance(view, row, calls, *owner) if owner is not None else _held_in_folder(view, row)
+        queues |= {held.queue: (state, held) for held in state.queues}
+        calls |= {(call.queue, call.queue_offset): call for call in state.listeners}
+    for broker_name, row in rows:
+        queue = MessageQueue(row.topic, broker_name or names[0], row.queue_id)
+        owner = queues.get(queue)
+        if owner is None:
+            yield _held_in_folder(view, queue, row, broker_name)
+        else:
+            yield _held_by_instance(view, queue, row, calls, *owner)._replace(broker_name=broker_name)
 
 
-def _held_in_folder(view: StoreView, row: QueueLag) -> HeldProgress:
-    message = _message(view, row.topic, row.queue_id, row.next_offset)
+def _held_in_folder(view: LiveView, queue: MessageQueue, row: QueueLag, broker_name: str = "") -> HeldProgress:
+    message = view.message_of(queue, row.next_offset)
     return HeldProgress(
         group=row.group, topic=row.topic, queue_id=row.queue_id, lag=row.lag, stored_offset=row.consumer_offset,
         consumed_offset=None, message_id=None if message is None else message.message_id,
         oldest_timestamp_ms=row.oldest_timestamp_ms, failures=None if message is None else message.reconsume_times,
-        client_id=None, held_s=None, thread=None, stack=(), behind=None,
+        client_id=None, held_s=None, thread=None, stack=(), behind=None, broker_name=broker_name,
     )  # fmt: skip
 
 
 def _held_by_instance(
-    view: StoreView, row: QueueLag, calls: dict[tuple[str, int, int], ListenerCall], state: InstanceState,
-    held: HeldQueue,
+    view: LiveView, queue: MessageQueue, row: QueueLag, calls: dict[tuple[MessageQueue, int], ListenerCall],
+    state: InstanceState, held: HeldQueue,
 ) -> HeldProgress:  # fmt: skip
     at = held.progress if held.first is None else held.first
-    message = None if at is None else _message(view, row.topic, row.queue_id, at)
-    call = None if held.first is None else calls.get((row.topic, row.queue_id, held.first))
+    message = None if at is None else view.message_of(queue, at)
+    call = None if held.first is None else calls.get((queue, held.first))
     waits_for_thread = call is None and bool(state.listeners) and not state.is_orderly
     since_ms = None if waits_for_thread else held.first_since_ms
     return HeldProgress(
@@ -154,21 +154,16 @@ def _held_by_instance(
     )  # fmt: skip
 
 
-def _message(view: StoreView, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
-    with suppress(CorruptionError):
-        return view.message(topic, queue_id, queue_offset)
-    return None
-
-
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def stuck_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+def stuck_findings(view: LiveView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
     """Yield the messages that hold progress, and common places of the threads of a group's listeners.
 
     A folder shows only the keys of its messages: of one queue that lags, whether most have one key.
     """
     if view.route is None:
+        assert isinstance(view, StoreView)
         yield from _hot_key_findings(view, group_lag, limits)
         return
     for group, states, held in _held_by_group(view, group_lag):
@@ -184,6 +179,10 @@ def _is_stuck(queue: HeldProgress, limits: Thresholds) -> bool:
     return queue.held_s is not None and (queue.held_s > limits.stuck_s or (queue.failures or 0) >= limits.retries)
 
 
+def _name(broker_name: str, queue_id: int) -> str:
+    return f"{broker_name} {queue_id}".strip()
+
+
 def _stuck_message(held: list[HeldProgress]) -> Finding:
     """Return the finding about the queues of a group and topic that messages hold, the longest held first."""
     longest, queue_ids = held[0], [queue.queue_id for queue in held]
@@ -191,7 +190,7 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
     failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
         "stuck-message", "error", f"group {longest.group}, topic {longest.topic}",
-        f"In queue {longest.queue_id} a listener has had message {longest.message_id} for "
+        f"In queue {_name(longest.broker_name, longest.queue_id)} a listener has had message {longest.message_id} for "
         f"{duration(longest.held_s or 0)}{where}{failed}; {longest.behind} held messages wait for it."
         + f" In {counted(len(held) - 1, 'more queue')} it is alike." * (len(held) > 1),
         {"queue_id": longest.queue_id, "queues": len(held), "queue_ids": id_ranges(queue_ids),
@@ -204,7 +203,7 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
 
 
 def _listener_findings(
-    view: StoreView, group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+    view: LiveView, group: str, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the common places of the listeners of a group with backlog."""
     waiting = sum(queue.lag for queue in held)
@@ -237,6 +236,7 @@ def _listener_findings(
     is_burst = all((view.age_s(queue.oldest_timestamp_ms) or 0) <= _SOON_S for queue in held)
     if (
         not running
+        and None not in [state.running for state in push]
         and not paused
         and not is_burst
         and not any(queue.behind or queue.held_s is not None for queue in held)
@@ -255,7 +255,7 @@ def _listener_findings(
 
 
 def _hot_queue_findings(
-    view: StoreView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
+    view: LiveView, states: list[InstanceState], held: list[HeldProgress], limits: Thresholds
 ) -> Iterator[Finding]:
     """Yield the topics of which one queue lags, with the cause if it is known."""
     for topic, queues in grouped(held, lambda queue: queue.topic).items():
@@ -272,11 +272,12 @@ def _hot_key_findings(view: StoreView, group_lag: Lag, limits: Thresholds) -> It
         largest = topic_lag.most_in_one_queue
         if is_wanted and is_uneven(view, topic_lag.topic, largest, topic_lag.lag, limits):
             row = next(queue for queue in columns.rows() if queue.lag == largest)
-            yield _uneven_lag(view, _held_in_folder(view, row), topic_lag.lag, None, limits)
+            queue = MessageQueue(row.topic, "", row.queue_id)
+            yield _uneven_lag(view, _held_in_folder(view, queue, row), topic_lag.lag, None, limits)
 
 
 def _uneven_lag(
-    view: StoreView, queue: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
+    view: LiveView, queue: HeldProgress, total: int, state: InstanceState | None, limits: Thresholds
 ) -> Finding:
     """Return the finding about a queue that lags more than the others of its topic, by its cause.
 
@@ -297,7 +298,8 @@ def _uneven_lag(
         kind, what = "far-consumer", f"instance {queue.client_id} holds none of its messages: they arrive slowly"
         step = "Compare that instance's network and its pull settings with the others'."
     return Finding(
-        kind, "warning", f"group {queue.group}, topic {queue.topic}, queue {queue.queue_id}",
+        kind, "warning",
+        f"group {queue.group}, topic {queue.topic}, queue {_name(queue.broker_name, queue.queue_id)}",
         f"This queue holds {queue.lag:,} of the {total:,} messages that wait: {what}.",
         {
             "lag": queue.lag, "lag_of_topic": total, "client_id": queue.client_id, "key": key, "share": share,
@@ -307,8 +309,13 @@ def _uneven_lag(
     )  # fmt: skip
 
 
-def _most_frequent_key(view: StoreView, queue: HeldProgress) -> tuple[str | None, float, int]:
-    """Return the most frequent key of the next messages of a queue, its share, and the number of these messages."""
+def _most_frequent_key(view: LiveView, queue: HeldProgress) -> tuple[str | None, float, int]:
+    """Return the most frequent key of the next messages of a queue, its share, and the number of these messages.
+
+    A cluster is not asked for so many messages.
+    """
+    if not isinstance(view, StoreView):
+        return None, 0.0, 0
     begin = queue.consumed_offset if queue.consumed_offset is not None else queue.stored_offset or 0
     # Retention can have deleted unread messages.
     begin = max(begin, view.ranges[queue.topic, queue.queue_id].min_offset)
@@ -326,21 +333,22 @@ def _most_frequent_key(view: StoreView, queue: HeldProgress) -> tuple[str | None
 
 # ----------------------------------------------------------------------------------------------- agreement of instances
 
-States = Mapping[str, InstanceState | None]
+_Waiting = Mapping[tuple[str, str, int], int]
+"""Messages that wait, by broker (empty if there is only one), topic and number of the queue."""
 
 
-def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+def consistency_findings(view: LiveView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
     """Yield disagreements between the instances of a group, and queues without an owner or with two.
 
     During a rebalance, queues can be without an owner for a moment.
     """
-    route, broker = view.route, view.broker
+    route, broker = view.route, view.broker if isinstance(view, StoreView) else None
     if route is None:
         return
-    waiting: defaultdict[str, dict[tuple[str, int], int]] = defaultdict(dict)
-    for row in group_lag:
+    waiting: defaultdict[str, dict[tuple[str, str, int], int]] = defaultdict(dict)
+    for broker_name, row in group_lag.by_broker():
         if row.lag:
-            waiting[row.group][row.topic, row.queue_id] = row.lag
+            waiting[row.group][broker_name, row.topic, row.queue_id] = row.lag
     for client_id in () if broker is None else sorted(broker.shared_client_ids()):
         yield Finding(
             "shared-client-id", "error", f"client {client_id}",
@@ -365,7 +373,7 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
             yield from _owner_findings(view, connections, states, waiting[group])
 
 
-def _absence_findings(group: str, counts: Mapping[tuple[str, int], int]) -> Iterator[Finding]:
+def _absence_findings(group: str, counts: _Waiting) -> Iterator[Finding]:
     if counts:
         yield Finding(
             "group-not-running", "warning", f"group {group}",
@@ -376,11 +384,11 @@ def _absence_findings(group: str, counts: Mapping[tuple[str, int], int]) -> Iter
 
 
 def _subscription_finding(
-    view: StoreView,
+    view: LiveView,
     group: str,
     difference: TopicDifference,
     states: States,
-    waiting: Mapping[tuple[str, int], int],
+    waiting: _Waiting,
 ) -> Finding:
     held = [
         f"{client_id}: {', '.join(queue_ids)}"
@@ -388,7 +396,7 @@ def _subscription_finding(
         if state is not None
         and (queue_ids := [str(held.queue.queue_id) for held in state.queues if held.queue.topic == difference.topic])
     ]
-    unread = sum(count for (topic, _), count in waiting.items() if topic == difference.topic)
+    unread = sum(count for (_, topic, _), count in waiting.items() if topic == difference.topic)
     unread_ids = ""
     if not difference.without:
         what = "a message that does not match the filter of its queue's owner is skipped for good"
@@ -432,15 +440,16 @@ def _mode_findings(group: str, states: States) -> Iterator[Finding]:
 
 
 def _owner_findings(
-    view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, int], int]
+    view: LiveView, connections: GroupConnections, states: States, waiting: _Waiting
 ) -> Iterator[Finding]:
     group, route = connections.group, view.route
     assert route is not None
-    (broker_name,) = route.broker_names()
+    names = route.broker_names()
+    of_several = len(names) > 1
     idle: Counter[str] = Counter(dict.fromkeys(states, 0))
     for topic in sorted(connections.subscriptions):
-        owners: dict[int, list[str]] = {
-            number: []
+        owners: dict[tuple[str, int], list[str]] = {
+            (data.broker_name if of_several else "", number): []
             for data in route.topic_route(topic)
             if data.permission & PERM_READ
             for number in range(data.read_queues)
@@ -448,8 +457,9 @@ def _owner_findings(
         shares = dict.fromkeys(states, 0)
         for client_id, state in states.items():
             for held in () if state is None else state.queues:
-                if held.queue.topic == topic and held.queue.broker_name == broker_name:
-                    owners.setdefault(held.queue.queue_id, []).append(client_id)
+                if held.queue.topic == topic and held.queue.broker_name in names:
+                    queue = held.queue.broker_name if of_several else "", held.queue.queue_id
+                    owners.setdefault(queue, []).append(client_id)
                     shares[client_id] += 1
         if not topic.startswith(TopicPrefix.RETRY):
             idle.update(shares)
@@ -476,18 +486,18 @@ def _share_findings(group: str, topic: str, shares: Mapping[str, int]) -> Iterat
 
 
 def _ownership_findings(
-    group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, int], int]
+    group: str, topic: str, owners: Mapping[tuple[str, int], list[str]], waiting: _Waiting
 ) -> Iterator[Finding]:
-    unowned = [queue_id for queue_id, client_ids in owners.items() if not client_ids]
+    unowned = [queue for queue, client_ids in owners.items() if not client_ids]
     doubled: dict[str, Any] = {
-        str(queue_id): client_ids for queue_id, client_ids in owners.items() if len(client_ids) > 1
+        _name(name, queue_id): client_ids for (name, queue_id), client_ids in owners.items() if client_ids[1:]
     }
     if unowned:
-        unread = sum(waiting.get((topic, queue_id), 0) for queue_id in unowned)
+        unread = sum(waiting.get((name, topic, queue_id), 0) for name, queue_id in unowned)
         yield Finding(
             "queues-without-owner", "error", f"group {group}, topic {topic}",
             f"{len(unowned)} of {len(owners)} queues have no instance; {unread:,} messages wait there.",
-            {"queue_ids": unowned, "lag": unread},
+            {"queue_ids": [_name(*queue) if queue[0] else queue[1] for queue in unowned], "lag": unread},
             "Check the allocation strategy, and whether all instances use the same one.",
         )  # fmt: skip
     if doubled:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.diagnosis._findings import Finding, Severity, Thresholds, cut_evidence
-from librmq.diagnosis.view import ClusterView, QueueProgress, Source, StoreView, View, viewed
+from librmq.diagnosis.view import ClusterView, LiveSource, LiveView, QueueProgress, StoreView, View, viewed_live
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.formatting import duration, id_ranges
@@ -170,6 +170,13 @@ class Lag:
     def __iter__(self) -> Iterator[QueueLag]:
         return self._rows.queue_lags()
 
+    def by_broker(self) -> Iterator[tuple[str, QueueLag]]:
+        """Yield the row of each queue with its broker, which is empty if there is only one."""
+        if isinstance(self.topics, _Rows):
+            yield from zip(repeat(""), self, strict=False)
+        for topic in () if isinstance(self.topics, _Rows) else self.topics:
+            yield from zip(topic.broker_names or repeat(""), topic.rows(), strict=False)
+
     @property
     def total(self) -> int:
         """The sum of all lags."""
@@ -216,7 +223,7 @@ def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -
 
 
 def lag(
-    source: Source | View[Any],
+    source: LiveSource | View[Any],
     *,
     group: str | Collection[str] | None = None,
     topic: str | None = None,
@@ -226,7 +233,7 @@ def lag(
     """Return the lag of each group in each queue of each topic with progress of the group.
 
     Args:
-        source: A running broker, the folder of a store, or a view of either or of a cluster.
+        source: A running broker, a share, a cluster, the folder of a store, or a view of one.
         group: Only this group, or these.
         topic: Only this topic.
         times: Whether to look up the store times of the oldest unconsumed messages.
@@ -236,9 +243,10 @@ def lag(
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
-    if isinstance(source, ClusterView):
-        return Lag(_topics_of(source, group, topic, includes_own, source.stored_at if times else None), None)
-    with viewed(cast("Source", source)) as view:
+    with viewed_live(cast("LiveSource", source)) as view:
+        if isinstance(view, ClusterView):
+            time_of = view.stored_at if times else None
+            return Lag(_topics_of(view, group, topic, includes_own, time_of), view.now_ms)
         progress = view.progress_columns
         if progress is None:  # numpy, whose import takes longer than few queues, is left out
             time_at = cache(lambda queue, start: _times_of(view, queue, [start])[0]) if times else None
@@ -591,12 +599,13 @@ def _entries_in_unopened(view: StoreView, name: QueueName, starts: list[int]) ->
 # ---------------------------------------------------------------------------------------------------------- findings
 
 
-def lag_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+def lag_findings(view: LiveView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
     """Yield findings about lag: backlogs, progress beyond the end, messages deleted unread."""
-    if view.store.past_ms is not None:
+    store = view.store if isinstance(view, StoreView) else None
+    if store is not None and store.past_ms is not None:
         return  # the progress back then is unknown
     # If the log is cut short, its damage is the finding, and a reset would lose the progress.
-    is_cut_short = bool(view.store.condition.lost)
+    is_cut_short = store is not None and bool(store.condition.lost)
     for columns, topic_lag in zip(group_lag.topics, group_lag.by_topic(), strict=True):
         if topic_lag.beyond_end and not is_cut_short:
             yield _beyond_end([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset])
@@ -604,7 +613,7 @@ def lag_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterato
             yield from _topic_findings(view, topic_lag, limits)
 
 
-def is_uneven(view: StoreView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:
+def is_uneven(view: LiveView, topic: str, largest: int, total: int, limits: Thresholds) -> bool:
     """Return whether one queue of a topic, with ``largest`` of ``total`` waiting messages, has many more than others.
 
     It is compared with the mean of the other queues, so that one of two queues can have many more too.
@@ -635,7 +644,7 @@ def _beyond_end(rows: Sequence[QueueLag]) -> Finding:
     )  # fmt: skip
 
 
-def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
+def _topic_findings(view: LiveView, topic_lag: TopicLag, limits: Thresholds) -> Iterator[Finding]:
     subject = f"group {topic_lag.group}, topic {topic_lag.topic}"
     age_s = view.age_s(topic_lag.oldest_timestamp_ms)
     is_old = age_s is not None and age_s > limits.old_s

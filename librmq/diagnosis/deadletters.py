@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped
-from librmq.diagnosis.view import Source, StoreView, View, viewed
+from librmq.diagnosis.view import LiveView, Source, StoreView, View, viewed
 from librmq.formatting import sent_again
 from librmq.message import StoredMessage, retry_topic
 from librmq.message.dead_letter_cause import cause_of
@@ -18,6 +19,8 @@ from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
+ASKED: Final = 500
+"""Dead letters in a queue, the newest, for which findings ask a broker of a cluster."""
 ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 OF_A_LETTER: Final = frozenset(
     (ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PropertyName.DEAD_LETTER_CAUSE, PropertyName.RESENT_LETTER)
@@ -125,14 +128,21 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
 
 
 def letters_by_queue(
-    view: View[Any], group: str | None = None, times: Mapping[LetterIdentity, int] = MappingProxyType({})
+    view: View[Any],
+    group: str | Collection[str] | None = None,
+    times: Mapping[LetterIdentity, int] = MappingProxyType({}),
+    newest: int = sys.maxsize,
 ) -> Iterator[tuple[Any, StoredMessage, GivenUpMessage]]:
-    """Yield the dead letters of all groups, or of one, with queue and message; ``times`` say when they were resent."""
+    """Yield the dead letters of all groups, or of some, with queue and message; ``times`` say when they were resent.
+
+    Of each queue these are at most the ``newest`` ones.
+    """
+    groups = (group,) if isinstance(group, str) else group
     for topic in view.topics:
         group_name = topic.removeprefix(TopicPrefix.DEAD_LETTER)
-        if topic.startswith(TopicPrefix.DEAD_LETTER) and group in (None, group_name):
+        if topic.startswith(TopicPrefix.DEAD_LETTER) and (groups is None or group_name in groups):
             for queue, offsets in view.queues(topic).items():
-                for message in view.messages(queue, offsets):
+                for message in view.messages(queue, offsets[-newest:]):
                     yield queue, message, given_up(group_name, message, times)
 
 
@@ -158,9 +168,11 @@ def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ causes
 
 
-def dead_letter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+def dead_letter_findings(view: LiveView, limits: Thresholds) -> Iterator[Finding]:
     """Yield a finding for each frequent cause of unsent dead letters of a group and topic, and one for the rest."""
-    unsent = [cause for cause in dead_letter_causes(view) if cause.messages]
+    part = (None, view.resent_times) if isinstance(view, StoreView) else (view.groups, view.resent_times, ASKED)
+    letters = letters_by_queue(view, *part)
+    unsent = [cause for cause in sum_up_causes(letter for *_, letter in letters) if cause.messages]
     for causes in grouped(unsent, lambda cause: (cause.group, cause.original_topic)).values():
         yield from (_causes_finding([cause], limits) for cause in causes[:_CAUSES])
         if len(causes) > _CAUSES:

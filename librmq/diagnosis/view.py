@@ -5,7 +5,7 @@
     folder, not in use   the result of a recovery in memory; time is that of the last message
     folder, in use       the writer's current messages; its tables can be some seconds old; time is now
     running broker       its own store and tables, its clients, their threads; time is that of its runner
-    cluster              the answers of its brokers (`ClusterView`)
+    cluster              the answers of its brokers (`ClusterView`); time is that of this machine
 
 Nothing is locked and no byte of a file changes. `View` is what all four answer; lag, dead letters and the sums of
 topics and groups are computed from it, each by one function.
@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast, runtime_checkable
 
 from librmq.clock import LAST_MS, Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
 from librmq.files import DiskFiles, Files
+from librmq.formatting import innermost_frame
 from librmq.java.json import NumberColumns
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.lag import queue_lag
@@ -42,8 +43,7 @@ from librmq.store.format.documents import LetterIdentity, letter_identity, resen
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute, Broker
-    from librmq.protocol import ConnectedClient, GroupConnections, InstanceState, QueueBounds
-    from librmq.runtime import Runner
+    from librmq.protocol import InstanceState, QueueBounds
 
 Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
@@ -228,14 +228,81 @@ def count_dead_letters(view: View[Any], group: str) -> LetterCount:
     return LetterCount(letters, None) if resent is None else LetterCount(letters - resent[group], resent[group])
 
 
-class StoreView(Closing):
+_ANSWER_S: Final = 3.0
+"""Time for instances of other processes to answer."""
+
+
+class _LiveView:
+    """What a view knows of the instances of groups, each asked once."""
+
+    route: AdministeredRoute | None
+    """The broker, the process that shares the folder, or the cluster, which report instances; None without one."""
+
+    def __init__(self, route: AdministeredRoute | None) -> None:
+        self.route = route
+        self._states: dict[str, dict[str, InstanceState | None]] = {}
+
+    @property
+    def now_ms(self) -> int | None:
+        """The time for ages."""
+        raise NotImplementedError
+
+    def age_s(self, timestamp_ms: int | None) -> float | None:
+        """Return the seconds since a time, never below 0; None if it is unknown."""
+        if timestamp_ms is None or self.now_ms is None:
+            return None
+        return max(0, self.now_ms - timestamp_ms) / 1000
+
+    @cached_property
+    def running_groups(self) -> list[str]:
+        """The groups of users that have a running instance, sorted."""
+        clients = () if self.route is None else self.route.clients()
+        return sorted({group for client in clients for group in client.consumer_groups if not is_own_group(group)})
+
+    def states(self, group: str, *, timeout_s: float = _ANSWER_S) -> dict[str, InstanceState | None]:
+        """Return what each running instance of a group says, by client id; none for a folder that no process shares."""
+        if self.route is not None and group not in self._states:
+            self._states[group] = self.route.instances(group, timeout=timeout_s)
+        return self._states.get(group, {})
+
+    def instance_rows(self, groups: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of `librmq top` for the instances of groups."""
+        for group in groups:
+            for client_id, state in sorted(self.states(group).items()):
+                numbers: tuple[int | None, ...] = (None,) * 4
+                if state is not None:
+                    held = sum(queue.waiting + queue.running for queue in state.queues)
+                    numbers = state.running, state.threads, len(state.queues), held
+                said = "does not answer" if state is None else "paused" if state.is_paused else "runs"
+                named = dict(zip(("busy", "threads", "queues", "held"), numbers, strict=True))
+                yield {"type": "instance", "instance": client_id, "group": group, **named, "state": said}
+
+    def listener_rows(self, groups: Iterable[str]) -> list[dict[str, Any]]:
+        """Return the rows of `librmq top` for the listeners that work, the one that has worked longest first."""
+        rows = []
+        for state in filter(None, chain.from_iterable(self.states(group).values() for group in groups)):
+            for call in state.listeners:
+                message = self.message_of(call.queue, call.queue_offset)
+                rows.append({
+                    "type": "listener", "for_s": self.age_s(call.since_ms), "place": innermost_frame(call.stack),
+                    "group": state.group, "topic": call.queue.topic,
+                    "keys": None if message is None else " ".join(message.keys),
+                    "message_id": call.message_id, "messages": call.messages, "thread": call.thread,
+                    "instance": state.client_id,
+                })  # fmt: skip
+        return sorted(rows, key=lambda row: -1 if row["for_s"] is None else row["for_s"], reverse=True)
+
+    def message_of(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
+        """Return a message of a broker's queue; None if it is deleted, damaged, or may not be read."""
+        raise NotImplementedError
+
+
+class StoreView(_LiveView, Closing):
     """A store at one moment, opened by `open` or `of`. Not thread-safe."""
 
     store: MessageStore
     broker: Broker | None
     """The running broker of this process; None for a folder."""
-    route: AdministeredRoute | None
-    """The broker, or the process that shares the folder, which reports the instances of groups; None without one."""
     owner: str | None
     """The process that has the folder open for writing, None without one; ``this process`` for a broker."""
 
@@ -252,9 +319,7 @@ class StoreView(Closing):
     ) -> None:
         self.store = store
         self.broker = broker
-        self.route = broker if route is None else route
-        self.instances: dict[str, dict[str, InstanceState | None]] = {}
-        """What the instances of groups have said, by client id."""
+        super().__init__(broker if route is None else route)
         self.owner = owner
         self._tables = tables
         self._now_ms = now_ms
@@ -516,6 +581,13 @@ class StoreView(Closing):
         """Return a message of a queue; None if it is deleted."""
         return next(self.store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
 
+    @override
+    def message_of(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
+        """Return a message of a broker's queue; None if it is deleted or damaged."""
+        with suppress(CorruptionError):
+            return self.message(queue.topic, queue.queue_id, queue_offset)
+        return None
+
     def message_count(self, topic: str | None = None) -> int:
         """Return the number of messages of a topic, or of all queues."""
         topics = self.topics if topic is None else [topic]
@@ -527,17 +599,12 @@ class StoreView(Closing):
         return max(len(self.topics.get(topic, ())), int(row.get("readQueueNums", 0)))
 
     @cached_property
+    @override
     def now_ms(self) -> int | None:
         """The time for ages; None for an unused folder without messages."""
         if self._now_ms is not None:
             return self._now_ms
         return self._last_timestamp_ms() if self.store.past_ms is None else self.store.past_ms
-
-    def age_s(self, timestamp_ms: int | None) -> float | None:
-        """Return the seconds since a time, never below 0; None if it is unknown."""
-        if timestamp_ms is None or self.now_ms is None:
-            return None
-        return max(0, self.now_ms - timestamp_ms) / 1000
 
     def _last_timestamp_ms(self) -> int | None:
         """Return the store time of the last message, usually that at the log's end."""
@@ -586,30 +653,14 @@ class Shared(Protocol):
 
     path: str
 
-    @property
-    def name(self) -> str:
-        """The broker's name."""
-
-    @property
-    def runner(self) -> Runner:
-        """What runs its steps."""
-
-    @property
-    def dead(self) -> bool:
-        """Whether this process has closed it."""
-
-    def connections(self, group: str) -> GroupConnections | None:
-        """Return the running instances of a group, of all processes."""
-
-    def clients(self) -> tuple[ConnectedClient, ...]:
-        """Return the clients of all processes."""
-
     def store_view(self) -> AbstractContextManager[StoreView]:
         """View the store, with the progress and the instances that its owner knows."""
 
 
 Source: TypeAlias = "StoreView | Broker | Shared | str | os.PathLike[str]"
 """The source of a diagnosis: a view, a running broker, or the folder of a store."""
+LiveSource: TypeAlias = "Source | ClusterView | AdministeredRoute"
+"""A source, or what `librmq.connect` returned, whose requests tell less."""
 
 
 @contextmanager
@@ -629,24 +680,63 @@ def viewed(source: Source) -> Iterator[StoreView]:
         raise wrong_kind("source", source, "a Broker, what share returned, the folder of a store, or a StoreView")
 
 
-class ClusterView:
+@contextmanager
+def viewed_live(source: LiveSource) -> Iterator[StoreView | ClusterView]:
+    """View a source like `viewed`; of a cluster view what its brokers answer."""
+    if isinstance(source, ClusterView):
+        yield source
+    elif hasattr(source, "broker_names") and not hasattr(source, "store") and not isinstance(source, Shared):
+        yield ClusterView(cast("AdministeredRoute", source))
+    else:
+        with viewed(cast("Source", source)) as view:
+            yield view
+
+
+class ClusterView(_LiveView):
     """What the brokers of a cluster say of their topics, groups and messages. Not thread-safe."""
 
+    route: AdministeredRoute
     levels = DEFAULT_LEVELS
     """The delay levels that brokers have by default."""
 
-    def __init__(self, route: AdministeredRoute, folder: str | None = None) -> None:
+    def __init__(self, route: AdministeredRoute, folder: str | None = None, *, most_groups: int | None = None) -> None:
         """``folder`` is that of the only broker's store, if it is on this machine; brokers do not answer what it notes.
 
-        Without it nothing is known about dead letters that were sent again.
+        Without it nothing is known about dead letters that were sent again. Of the groups of users at most so many are
+        in the view, the first ones.
         """
-        self.route = route
+        super().__init__(route)
+        self._most_groups = most_groups
+        self.left_out: int = 0
+        """How many groups of users are not in `groups`."""
         self._folder = folder
         self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
+
+    @cached_property
+    @override
+    def now_ms(self) -> int:
+        """The time of this machine when it was first asked for."""
+        return self.route.runner.clock.now_ms()
 
     def broker_name(self, queue: MessageQueue) -> str:
         """Return the name of a queue's broker; empty if the cluster has only one."""
         return queue.broker_name if len(self.route.broker_names()) > 1 else ""
+
+    @override
+    def message_of(self, queue: MessageQueue, queue_offset: int) -> StoredMessage | None:
+        """Return a message of a broker's queue; None if it is gone, or the topic's permission forbids to read it."""
+        from librmq.protocol import ResponseCode
+
+        try:
+            return next(self.messages(queue, range(queue_offset, queue_offset + 1)), None)
+        except BrokerError as error:
+            if error.code != ResponseCode.NO_PERMISSION:
+                raise
+            return None
+
+    def queue_count(self, topic: str) -> int:
+        """Return the number of queues of a topic."""
+        return len(self._bounds_of(topic))
 
     # ---- topics
 
@@ -686,14 +776,7 @@ class ClusterView:
         bounds = self._bounds_of(queue.topic).get(queue)
         if bounds is not None and queue_offset == bounds.max_offset - 1:
             return bounds.last_timestamp_ms or None
-        from librmq.protocol import ResponseCode
-
-        try:
-            message = next(self.messages(queue, range(queue_offset, queue_offset + 1)), None)
-        except BrokerError as error:
-            if error.code != ResponseCode.NO_PERMISSION:
-                raise
-            return None
+        message = self.message_of(queue, queue_offset)
         return None if message is None else message.store_timestamp_ms
 
     def times_of(self, queue: MessageQueue, offsets: range) -> tuple[int | None, int | None]:
@@ -726,7 +809,12 @@ class ClusterView:
     def groups(self) -> list[str]:
         """The groups that brokers know, with the groups that retry and dead-letter topics name, sorted."""
         groups = self.route.groups().keys()
-        return sorted(groups | groups_of_topics(self.topics, groups))
+        every = sorted(groups | groups_of_topics(self.topics, groups))
+        if self._most_groups is None:
+            return every
+        users = [group for group in every if not is_own_group(group)]
+        self.left_out = len(users[self._most_groups :])
+        return users[: self._most_groups]
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:
         """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
@@ -750,6 +838,9 @@ class ClusterView:
             BrokerError: The topic's permission forbids to read it.
         """
         return self.route.messages_in(queue, offsets)
+
+
+LiveView: TypeAlias = StoreView | ClusterView
 
 
 def why_without_groups(view: StoreView) -> str | None:

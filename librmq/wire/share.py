@@ -220,11 +220,6 @@ class SharedBroker(AdministeredRoute):
         """Whether this process owns the store."""
         return isinstance(self.link, StoreOwner)
 
-    @property
-    def dead(self) -> bool:
-        """Whether this process has closed it."""
-        return self._is_closed
-
     @contextmanager
     def store_view(self) -> Iterator[StoreView]:
         """View the store, with the progress and the instances that its owner knows, as `librmq.diagnosis` does.

@@ -7,20 +7,35 @@ import queue
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import ConsumeFrom, Producer, PushConsumer, SharedBroker, share
+from librmq import (
+    Broker,
+    Cluster,
+    ConsumeFrom,
+    ManualRunner,
+    MessageQueue,
+    Producer,
+    PushConsumer,
+    SharedBroker,
+    connect,
+    share,
+)
+from librmq.broker import AdministeredRoute
+from librmq.cli import main
 from librmq.diagnosis import Alarm, Finding, Thresholds, diagnose, held_progress, report, watch
 from librmq.errors import MalformedError
-from librmq.protocol import DescribeInstance
+from librmq.protocol import DescribeInstance, InstanceState, RouteWrapper
 from librmq.wire.remoting._bodies import read_body, write_body
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._running_info import read_running_info, running_info_body
-from tests.cli.stand import Shell
+from tests.cli.stand import Shell, Terminal, errors_of
 from tests.console.pages import Asked, console
+from tests.wire.like_5 import broker_like_5
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a share needs Unix sockets")
 
@@ -110,6 +125,149 @@ def test_the_page_busy_of_each_process_shows_what_instances_do(hanging: Hanging)
     hanging.consumer.pause()
     (instance,) = Asked(console(hanging.owner)).table("/busy", "Instances")
     assert instance["state"] == "paused"
+
+
+def test_top_shows_what_flows_and_what_holds_a_group_back(
+    hanging: Hanging, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = shell("top", hanging.path, "--once")
+    assert (answer.status, errors_of("top", *answer.rows)) == (0, [])
+    group, instance, *listeners = answer.rows
+    assert (group["type"], group["group"], group["lag"], group["instances"]) == ("group", "billing", 150, 1)
+    assert (group["stored_per_s"], instance["busy"], instance["threads"], instance["state"]) == (None, 2, 2, "runs")
+    assert sorted(row["keys"] for row in listeners) == ["o-0", "o-1"]
+    for row in listeners:
+        assert "wait_for_the_bank" in row["place"]
+        assert "billing" in row["thread"]
+        assert row["for_s"] >= 0
+        assert row["instance"] == instance["instance"]
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["top", str(hanging.path), "--every", "100ms"]) == 130
+    _, first, second = screen.getvalue().split(CLEAR)  # a look takes the place of the one before
+    assert "unknown" in first.partition("billing")[2].splitlines()[0]
+    for shown in (first, second):
+        assert shown.count("stands at") == 1
+        assert "o-0" in shown
+    assert "0.0" in second.partition("billing")[2].splitlines()[0]
+
+
+CLEAR = "\x1b[H\x1b[J"
+
+
+class Screen(Terminal):
+    """A terminal whose user presses Ctrl-C after two looks."""
+
+    def write(self, text: str) -> int:
+        if text == CLEAR and self.getvalue().count(CLEAR) == 2:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_top_of_a_folder_says_what_is_unknown(tmp_path: Path, shell: Shell) -> None:
+    with Broker.open(tmp_path / "shop") as broker:
+        broker.create_topic("orders", 1)
+        broker.set_group("billing")
+        broker.reset_group("billing", "orders", "begin")
+    with Broker.open(tmp_path / "shop"):
+        answer = shell("top", tmp_path / "shop", "--once")
+        assert "no process shares this store" in answer.said
+        assert [(row["group"], row["instances"]) for row in answer.rows] == [("billing", None)]
+    answer = shell("top", tmp_path / "shop")  # what does not change is shown once
+    assert ("no process shares this store" in answer.said, len(answer.rows)) == (True, 1)
+
+
+def test_a_cluster_says_by_requests_where_a_listener_stands(shell: Shell) -> None:
+    goes_on, both_wait = threading.Event(), threading.Semaphore(0)
+
+    def wait_for_the_bank(message: Any) -> None:
+        both_wait.release()
+        goes_on.wait()
+
+    with broker_like_5() as (broker, address), connect(address) as route, connect(address) as asking:
+        broker.create_topic("orders", 1)
+        with Producer(broker, "shop") as producer:
+            for number in range(150):
+                producer.send("orders", b"%d" % number, keys=f"o-{number}")
+        consumer = PushConsumer(route, "billing", consume_from=ConsumeFrom.FIRST, threads=2)
+        consumer.subscribe("orders", wait_for_the_bank)
+        with consumer:
+            for _ in range(2):
+                assert both_wait.acquire(timeout=60)
+            findings = diagnose(asking, AT_ONCE)
+            assert_known(findings)
+            (unasked,) = [finding for finding in findings if finding.kind == "not-asked"]
+            assert "halves" in unasked.what
+            (held,) = held_progress(asking, group="billing")
+            assert (held.lag, held.thread is not None, "wait_for_the_bank" in held.place) == (150, True, True)
+            rows = {row["finding"]: row for row in shell("diagnose", "--route", address).rows}
+            assert "wait_for_the_bank" in rows["listeners-at-one-place"]["what"]
+            assert {"not-asked"} <= rows.keys()
+            listeners = [row for row in shell("top", "--route", address, "--once").rows if row["type"] == "listener"]
+            assert sorted(row["keys"] for row in listeners) == ["o-0", "o-1"]
+            told: queue.Queue[Alarm] = queue.Queue()
+            with watch(asking, told.put, AT_ONCE, every=0.01):
+                alarm = told.get(timeout=60)
+                while alarm.finding.kind != "stuck-message":
+                    alarm = told.get(timeout=60)
+            goes_on.set()
+    assert asking.dead
+
+
+def test_a_cluster_of_two_brokers_names_the_one_with_the_queue(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Cluster.open(tmp_path / "brokers", ["a", "b"], runner=runner) as cluster:
+        cluster.create_topic("orders", 2)
+        consumers = [PushConsumer(cluster, "billing", instance_name=name) for name in ("one", "two")]
+        for consumer, topics in zip(consumers, (["orders"], ["orders", "refunds"]), strict=True):
+            for topic in topics:
+                consumer.subscribe(topic, lambda message: None)
+            consumer.start()
+        runner.advance(60_000)
+        kinds = {finding.kind: finding for finding in diagnose(cluster)}
+        assert "subscriptions-differ" in kinds
+        consumers[1].shutdown()
+        consumers[0].pause()
+        runner.advance(60_000)
+        with Producer(cluster, "shop") as producer:
+            for number in range(150):
+                producer.send("orders", b"%d" % number, queue=MessageQueue("orders", "b", 1))
+        runner.advance(60_000)
+        kinds = {finding.kind: finding for finding in diagnose(cluster)}
+        assert kinds["uneven-lag"].subject == "group billing, topic orders, queue b 1"
+        assert kinds.keys() >= {"paused", "not-asked"}
+        assert "queues-without-owner" not in kinds
+        consumers[0].shutdown()
+        assert {finding.kind for finding in diagnose(cluster)} >= {"backlog", "group-not-running"}
+
+
+class OfAnotherKind(RouteWrapper, AdministeredRoute):
+    """A cluster whose instances say as little as those of Java."""
+
+    def instances(self, group: str, *, timeout: Any = 3) -> dict[str, InstanceState | None]:
+        states = super().instances(group, timeout=timeout)
+        return {
+            name: None if state is None else replace(state, running=None, listeners=())
+            for name, state in states.items()
+        }
+
+
+def test_no_instance_is_called_idle_that_does_not_say_what_it_does(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Cluster.open(tmp_path / "brokers", ["a"], runner=runner) as cluster:
+        cluster.create_topic("orders", 1)
+        consumer = PushConsumer(cluster, "billing", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", lambda message: None)
+        consumer.start()
+        runner.advance(60_000)
+        consumer.pause()
+        with Producer(cluster, "shop") as producer:
+            for number in range(150):
+                producer.send("orders", b"%d" % number)
+        runner.advance(60_000)
+        kinds = {finding.kind for finding in diagnose(OfAnotherKind(cluster))}
+        assert "idle-with-backlog" not in kinds
+        consumer.shutdown()
 
 
 def test_nothing_is_busy_in_a_store_at_rest(tmp_path: Path) -> None:

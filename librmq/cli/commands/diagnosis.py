@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import LimitReached, Output, ProgressBar, complain, log_bar, watching_bar, write_page
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
-from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
+from librmq.cli._stores import is_url, local_copy, locate, open_source, open_view, storage_options
 from librmq.clock import SystemClock
 from librmq.diagnosis import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
@@ -41,21 +41,25 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     try:
         return _diagnose(arguments, output)
     except CorruptionError:
-        if arguments.volumes or arguments.design:
+        if arguments.volumes or arguments.design or arguments.store is None:
             raise
         return _print(diagnose(arguments.store), output)
 
 
 def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
-    from librmq.diagnosis import design_check, diagnose, topic_volumes
+    from librmq.diagnosis import ClusterView, design_check, diagnose, topic_volumes
 
-    with open_view(arguments) as view:
+    if arguments.route is not None and (arguments.volumes or arguments.design or arguments.verify is not None):
+        raise InputError("--volumes, --design and --verify read a store: expected its folder, found --route")
+    with open_source(arguments) as view:
         for topic in arguments.important or ():
             note_topic(topic, view.topics, output)
+        thresholds = Thresholds(topics=frozenset(arguments.important or ()))
+        if isinstance(view, ClusterView):
+            return _print(diagnose(view, thresholds), output)
         if arguments.volumes:
             output.rows_of(topic_volumes(view))
             return 0
-        thresholds = Thresholds(topics=frozenset(arguments.important or ()))
         if arguments.design:
             return _print(design_check(view, thresholds), output)
         with log_bar("diagnose", view.store.path, 2):  # with --verify the walk over the log takes long

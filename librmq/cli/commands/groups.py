@@ -1,4 +1,4 @@
-"""``groups``, ``lag``, ``expiring``, ``whatif``, ``pending``, ``decide``, ``cancel``, ``timers``, ``dead-letters``.
+"""``groups``, ``lag``, ``top``, ``expiring``, ``whatif``, ``pending``, ``decide``, ``cancel``, ``timers``, and letters.
 
 What consumer groups have left to consume, what waits before they get it, and what they gave up.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import Output, complain
@@ -29,7 +33,7 @@ from librmq.clock import SystemClock
 from librmq.diagnosis import GivenUpMessage, GroupRate, Lag, StoreView, TopicProgress, View
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
-from librmq.diagnosis.view import group_summaries, why_without_groups
+from librmq.diagnosis.view import LiveView, group_summaries, why_without_groups
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
@@ -138,31 +142,77 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     if arguments.by in ("group", "origin"):
         raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
 
-    if arguments.every < _LEAST_S:
-        raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
-
-    def measure(view: View[Any]) -> Lag:
-        own: bool = arguments.all
-        return lag_of(view, group=arguments.group, topic=arguments.topic, times=False, includes_own=own)
-
-    def measure_again() -> Lag:
-        with open_source(arguments) as view:
-            return replace(measure(view), now_ms=clock.now_ms())
-
-    with open_source(arguments) as view:
-        _note_unknown(view, arguments, output)
-        if isinstance(view, StoreView) and view.owner is None:
-            _print_recent_rates(view, measure(view), output)
-            return
-    clock, never = SystemClock(), threading.Event()
-    before = measure_again()
-    while True:
-        clock.wait(never, arguments.every)
-        now = measure_again()
-        for rate in now.rates_since(before):
+    for view, now, rates in _looks(arguments, arguments.group, arguments.topic, includes_own=arguments.all):
+        if rates is None:
+            _note_unknown(view, arguments, output)
+            if isinstance(view, StoreView) and view.owner is None:
+                _print_recent_rates(view, now, output)
+                return
+        for rate in rates or ():
             output.row(rate._asdict())
         output.draw()
+
+
+def _looks(
+    arguments: argparse.Namespace, group: str | None = None, topic: str | None = None, *, includes_own: bool = False
+) -> Iterator[tuple[LiveView, Lag, list[GroupRate] | None]]:
+    """Yield a view every so many seconds, with the lag of groups, and their rates since the view before, if any."""
+    if arguments.every < _LEAST_S:
+        raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
+    clock, never = SystemClock(), threading.Event()
+    before: Lag | None = None
+    while True:
+        with open_source(arguments) as view:
+            now = lag_of(view, group=group, topic=topic, times=False, includes_own=includes_own)
+            now = replace(now, now_ms=clock.now_ms())
+            yield view, now, None if before is None else now.rates_since(before)
         before = now
+        clock.wait(never, arguments.every)
+
+
+def top(arguments: argparse.Namespace, output: Output) -> int:
+    """Print what groups, instances and listeners do; on a terminal each look takes the place of the one before."""
+    is_screen = output.is_on_terminal and arguments.format in (None, "table") and not arguments.once
+    looks = _looks(arguments)
+    while True:
+        notes = io.StringIO()
+        with redirect_stderr(notes) if is_screen else nullcontext():
+            view, now, rates = next(looks)
+        if is_screen:
+            sys.stdout.write(_CLEAR)
+            sys.stderr.write(notes.getvalue())  # below what was cleared
+        running = view.running_groups
+        for rows in (_group_rows(view, now, rates), view.instance_rows(running), view.listener_rows(running)):
+            output.rows_of(islice(rows, _ON_SCREEN if is_screen else None))
+        output.writer.close()  # all of it, with the headings
+        if rates is None and isinstance(view, StoreView) and view.route is None:
+            complain("note: the instances are unknown: no process shares this store")
+        if arguments.once or (isinstance(view, StoreView) and view.owner is None):
+            return 0
+
+
+_CLEAR: Final = "\x1b[H\x1b[J"
+_ON_SCREEN: Final = 12
+"""Rows of a kind that a screen shows, the first ones."""
+
+
+def _group_rows(view: LiveView, now: Lag, rates: list[GroupRate] | None) -> Iterator[dict[str, Any]]:
+    """Yield what flows in each group, the one with the largest lag first."""
+    lags = {group: 0 for group in (*view.groups, *view.running_groups) if not is_own_group(group)}
+    lags |= {row.group: row.lag for row in now.by_group()}
+    stored, consumed = defaultdict[str, float](float), defaultdict[str, float](float)
+    for rate in rates or ():
+        stored[rate.group] += rate.stored_per_s
+        consumed[rate.group] += rate.consumed_per_s or 0
+    for group, lag in sorted(lags.items(), key=lambda item: (-item[1], item[0])):
+        gain = consumed[group] - stored[group]
+        yield {
+            "type": "group", "group": group, "lag": lag,
+            "stored_per_s": None if rates is None else stored[group],
+            "consumed_per_s": None if rates is None else consumed[group],
+            "drain_s": lag / gain if gain > 0 else None,
+            "instances": None if view.route is None else len(view.states(group)),
+        }  # fmt: skip
 
 
 def _note_unknown(view: View[Any], arguments: argparse.Namespace, output: Output) -> None:

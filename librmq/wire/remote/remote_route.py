@@ -307,6 +307,12 @@ class RemoteRoute(AdministeredRoute):
 
     @property
     @override
+    def dead(self) -> bool:
+        """Whether it is closed."""
+        return self._is_closed
+
+    @property
+    @override
     def is_remote(self) -> bool:
         """True: `topic_route` asks a name server."""
         return True
