@@ -859,6 +859,26 @@ def test_the_first_heartbeat_waits_only_for_the_connection(served: Served, monke
     assert runner.shutdown()
 
 
+def test_a_join_waits_for_a_consumer_whose_connection_was_not_open(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker does not know it, and its next regular heartbeat would come after 30 s."""
+    unheard = {"patience_s": 0.0, "opened_late": lambda *_: None}
+    monkeypatch.setattr(
+        "librmq.wire.remote.remote_route.Connections", lambda *words, **fields: Connections(*words, **fields | unheard)
+    )
+    served.broker.create_topic("orders", 2)
+    inbox, runner = Inbox(1), ThreadRunner(Standing())
+    with librmq.connect(served.server.address, runner=runner) as route:
+        consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", inbox)
+        with librmq.Producer(served.broker, "shop") as producer, consumer:
+            producer.send("orders", b"x")
+            route.join(WAIT_S)
+            assert inbox.bodies == [b"x"]
+    assert runner.shutdown()
+
+
 def test_a_shut_down_consumer_polls_no_more(served: Served) -> None:
     consumer = librmq.PullConsumer(served.route, "g")
     consumer.subscribe("orders")

@@ -406,7 +406,7 @@ def test_official_client_keeps_up_with_a_moved_clock(
     assert seen["dead"] == ["x"]
     figure(f"8 hours of retries of an official push consumer in {seen['wall']:.2f} s of real time")
     figure(f"a test with official producer, simple consumer and a message in {seen['one_message']:.3f} s")
-    assert seen["wall"] < 60  # and not hours; what it takes is a figure, which a busy machine changes
+    assert seen["wall"] < 3600  # and not 8 hours; what it takes is a figure, which a busy machine changes
     assert (len(seen["checks"]), seen["committed"]) == (1, ["x"])
     assert (seen["stored"], seen["ids"]) == (3, [seen["sent"]])
     assert "TooManyRequests" in seen["refused"]

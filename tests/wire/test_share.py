@@ -116,7 +116,7 @@ class Worker(Fork):
 
     def wait_sends(self, more: int) -> None:
         count = len(self.sends) + more
-        wait_until(lambda: len(self.sends) >= count, f"{self.name} sends", 60)
+        wait_until(lambda: len(self.sends) >= count, f"{self.name} sends", 120)
 
     def kill(self) -> None:
         self.scene.crashed(self.name, CLOCK.now_ms())
@@ -254,7 +254,7 @@ def end_owners(scene: Scene, way: str, end: Callable[[Worker], None], rounds: It
     settings, slowest = {"timeout": 2, "take_over_stopped": 0.2} if way == "stopped" else {}, 0.0
 
     def start() -> None:
-        patience = {"timeout": 10}  # also on a busy machine
+        patience = {"timeout": 60}  # also on a busy machine
         scene.start(rate=100, queue=queue, group="billing", share=settings, producer=patience).wait_ready()
 
     for _ in range(3):

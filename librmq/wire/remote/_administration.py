@@ -186,6 +186,7 @@ def _save_progress(broker: RemoteBroker) -> None:
 
 def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ...]:
     """Compare stored progress with the queues."""
+    broker.introduce()
     _save_progress(broker)
     if broker.has_receives:
         frame = frame_of(RequestCode.GROUPS_BEHIND)

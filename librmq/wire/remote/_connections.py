@@ -151,7 +151,7 @@ class Connections:
         except TimeoutError:
             if is_first:
                 opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
-            raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
+            raise BrokerUnreachableError("the connection is not open yet: try again") from None
 
     def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
         try:

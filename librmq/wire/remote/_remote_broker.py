@@ -505,6 +505,13 @@ class RemoteBroker(Endpoint):
                 )
         return all_arrived
 
+    def introduce(self) -> None:
+        """Send heartbeats of clients that the broker does not know yet. Waits: never under the runner's lock."""
+        for client_id in self.heartbeats():
+            with suppress(BrokerError):  # it has no rights
+                if self.has_client(client_id):
+                    self._of_client(client_id)
+
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the last heartbeat of each client that has not left, by id."""
         return self._beats.copy()
