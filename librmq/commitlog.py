@@ -153,23 +153,26 @@ class LogReader(LogState):
         file = self._sequence.file_at(physical_offset)  # not a mapping of a file that a recovery has deleted
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
-    def message(self, physical_offset: int, *, check_body: bool = True) -> StoredMessage | None:
+    def message(self, physical_offset: int) -> StoredMessage | None:
         """Return the checked message at ``physical_offset``, None if the log has no bytes there.
-
-        Its body is checked only with ``check_body``.
 
         Raises:
             CorruptionError: There is no sound record.
         """
         raw = self.read(physical_offset)
-        if raw is None:
-            return None
+        return None if raw is None else StoredMessage(self.sound(raw, physical_offset))
+
+    def sound(self, raw: bytes, physical_offset: int) -> bytes:
+        """Return a record whose body matches its checksum.
+
+        Raises:
+            CorruptionError: It does not, or the bytes are no record.
+        """
         try:
-            record.check_record(raw, 0, len(raw), check_body=check_body)
+            record.check_record(raw, 0, len(raw), check_body=True)
         except RecordError as error:
-            path = self._sequence.path(physical_offset - physical_offset % self.file_size)
-            raise frames.damage(path, physical_offset, error) from error
-        return StoredMessage(raw)
+            raise frames.damage(self._sequence.path_at(physical_offset), physical_offset, error) from error
+        return raw
 
     def store_timestamp_ms(self, physical_offset: int, size: int | None = None) -> int | None:
         """Return the store time of the record at ``physical_offset``, None if there is no record."""

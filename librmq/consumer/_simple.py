@@ -180,6 +180,7 @@ class SimpleConsumer(Member):
             metrics: Counts the answers of predicates.
             on_damage: Seconds that a queue waits at a message whose record is damaged, before that becomes a dead
                 letter with the damage as its cause; None: receives raise `BrokerDamageError` until it is repaired.
+                Over `librmq.connect` that is the broker's: ``librmq serve`` waits 60 s, RocketMQ's compares nothing.
             max_process_deaths: Ends of the process, by a crash or a kill while it has received a message alone, before
                 that becomes a dead letter; 0: none makes it one. None: the group's setting, 3.
 

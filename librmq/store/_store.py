@@ -525,8 +525,8 @@ class MessageStore(Closing):
         """
         parts, unindexed = self._handle.with_index()
         if not is_unique:
-            return list(find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, max_messages, exact))
-        messages = find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, 1 << 31, True)
+            return list(find_by_key(self._checks, parts, unindexed, topic, key, begin_ms, end_ms, max_messages, exact))
+        messages = find_by_key(self._checks, parts, unindexed, topic, key, begin_ms, end_ms, 1 << 31, True)
         return list(itertools.islice((message for message in messages if message.unique_key == key), max_messages))
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
@@ -545,7 +545,8 @@ class MessageStore(Closing):
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
-        return find_by_id(*self._handle.with_index(), message_id, topics)
+        parts, unindexed = self._handle.with_index()
+        return find_by_id(self._checks, parts, unindexed, message_id, topics)
 
     def topic_messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield the messages of all queues of a topic in the order of the log, up to their ends now.

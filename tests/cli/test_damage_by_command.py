@@ -399,11 +399,12 @@ def rendered(table: dict[str, dict[str, str]]) -> str:
     rows = [
         [
             name,
-            *(_names([command for command, given in answers.items() if given == kind], answers) for kind in head[1:-1]),
+            *(_names([name for name in given if given[name] == kind], given) for kind in head[1:-1]),
             answers[CONSUMER],
         ]
         for name, answers in table.items()
         if name != "none"
+        for given in [{command: kind for command, kind in answers.items() if command != CONSUMER}]
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
@@ -420,7 +421,7 @@ NAMED = {
 
 
 def _names(commands: list[str], of: Collection[str]) -> str:
-    others = [command for command in of if command not in commands and command != CONSUMER]
+    others = [command for command in of if command not in commands]
     if not others:
         return "all"
     said = commands if len(commands) <= len(others) else others

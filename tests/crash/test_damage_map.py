@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import ENTRY
-from librmq.message.record import QUEUE_ID_AT
+from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
+from librmq.store.format.timerfiles import TimerLog, unit_dtype
 from tests.budget import step
 from tests.conftest import SlowBudget
 from tests.crash.damage_map import Damage, Look, draw, look, places, silent, store
@@ -95,12 +97,25 @@ def renamed(found: Contents) -> Iterator[Damage]:
     """Let the first or last record of a queue name another queue: no later record, or no earlier one, shows a gap."""
     queue = entries(found, queue_file("rmq_sys_wheel_timer"))
     for entry in queue[0], queue[-1]:
-        place, size, _ = ENTRY.unpack(entry)
-        file_size = len(found[f"commitlog/{0:020}"] or b"")
-        path, at = f"commitlog/{place - place % file_size:020}", place % file_size
-        topic_at = (found[path] or b"").index(b"rmq_sys_wheel", at, at + size)
+        path, at, topic_at = record_of(found, entry, b"rmq_sys_wheel")
         yield changed_at(found, path, "bit", (topic_at + 8, b"v"))
         yield changed_at(found, path, "bit", (at + QUEUE_ID_AT + 1, b"\x40"))
+
+
+def misnamed(found: Contents) -> Iterator[Damage]:
+    """Let the record with key k7 name another topic, queue, queue offset or place: the index leads to it."""
+    path, at, topic_at = record_of(found, entries(found, queue_file("T", 1))[3], b"T\0")
+    yield changed_at(found, path, "bit", (topic_at, b"V"))
+    for field in QUEUE_ID_AT, QUEUE_OFFSET_AT, PHYSICAL_OFFSET_AT:
+        yield changed_at(found, path, "bit", (at + field + 3, b"\x40"))
+
+
+def record_of(found: Contents, entry: bytes, topic: bytes) -> tuple[str, int, int]:
+    """Return file and position of an entry's record, and the position of its topic, which ends so."""
+    place, size, _ = ENTRY.unpack(entry)
+    file_size = len(found[f"commitlog/{0:020}"] or b"")
+    path, at = f"commitlog/{place - place % file_size:020}", place % file_size
+    return path, at, (found[path] or b"").index(topic, at, at + size)
 
 
 def forgotten(found: Contents) -> Iterator[Damage]:
@@ -108,8 +123,17 @@ def forgotten(found: Contents) -> Iterator[Damage]:
     yield changed_at(found, "config/timercheck", "zeros", (8, bytes(48)))
 
 
+def passed(found: Contents) -> Iterator[Damage]:
+    """Let the unit of a timer that is rolled later be in a slot that has passed."""
+    path = f"timerlog/{0:020}"
+    fields: Any = unit_dtype().fields
+    unit_at = 5 * TimerLog.UNIT_SIZE
+    yield changed_at(found, path, "bit", (unit_at + fields["write_time_ms"][1] + 4, b"\xcb"))
+    yield changed_at(found, path, "zeros", (unit_at + fields["delay_ms"][1], bytes(4)))
+
+
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
-@pytest.mark.parametrize("damages", [swapped, elsewhere, renamed, forgotten])
+@pytest.mark.parametrize("damages", [swapped, elsewhere, renamed, misnamed, forgotten, passed])
 def test_known_damages_are_not_passed_in_silence(
     closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path
 ) -> None:

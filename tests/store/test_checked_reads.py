@@ -18,6 +18,7 @@ from librmq.columns import reader
 from librmq.errors import CorruptionError, RmqError
 from librmq.message import StoredMessage, record
 from librmq.store import verify
+from librmq.store.engine import saved_state
 from tests.stores import START_MS, from_disk
 
 CONFIG = StoreConfig.tiny()
@@ -175,9 +176,10 @@ def test_a_corrected_entry_is_in_the_file_after_the_close(folder: Path) -> None:
 
 
 def test_after_a_kill_older_entries_are_compared_in_the_background(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recovery begins at the newest file of the log that a flush covers, and leaves out the queues before it."""
+    """The recovery begins at the mark of the last flush, and leaves out the queues before it."""
+    monkeypatch.setattr(saved_state, "WORTH_A_MARK", 1)
     folder, clock, config = tmp_path / "store", ManualClock(START_MS), StoreConfig.tiny(commitlog_file_size=4096)
     store = MessageStore.open(folder, config, clock=clock)
     bodies = [b"%d" % number for number in range(2 * COUNT)]
@@ -207,7 +209,7 @@ def test_last_entries_that_became_zeros_after_a_kill(
     """As zeros they look like entries that no record has written yet; the log has the records, some files before its
     end. A long log is searched at the opening if a close has noted where the queue ended, else in the background."""
     folder, clock = tmp_path / "store", ManualClock(START_MS)
-    config = StoreConfig.tiny(commitlog_file_size=2 << 20 if mib else 4096, max_message_size=1 << 20)
+    config = StoreConfig.tiny(commitlog_file_size=2 << 20 if mib else 4096, max_message_size=1 << 20, max_index_num=4)
     store, size = MessageStore.open(folder, config, clock=clock), 1_000_000 if mib else 100
     bodies = [b"%d" % number for number in range(20)]
     for number, body in enumerate(bodies):
@@ -216,16 +218,19 @@ def test_last_entries_that_became_zeros_after_a_kill(
         store.close()
         store = MessageStore.open(folder, config, clock=clock)
     for _ in range(mib or 100):
-        store.append(Message("others", bytes(size)))
+        store.append(Message("others", bytes(size), keys="k"))  # full files of the index, which a recovery keeps
         clock.advance(seconds=1)
     store.flush()
     store.abandon()
+    with MessageStore.open(folder, read_only=True) as store:
+        assert not store.condition.note  # the mark of the flush says where queues ended
     with (folder / QUEUE).open("r+b") as opened:
         opened.seek(20 * 7)
         opened.write(bytes(20 * 3))
     found_at_opening = closed_before or not mib
     (folder / "librmq/flushed.json").unlink(missing_ok=True)  # it notes the queues too
     with MessageStore.open(folder, read_only=True) as store:
+        assert ("were compared with the log from" in store.condition.note) != found_at_opening
         if found_at_opening:
             assert [message.body for message in store.messages("orders", 0)] == bodies[::2]
     with MessageStore.open(folder, config, clock=clock) as store:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from librmq.protocol import CancelReceive, ChangeInvisible, Receive, ReceiveResp
 from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote._pop_receives import PopReceives
+from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._bodies import write_body
 from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
@@ -83,6 +85,33 @@ def test_a_wait_ends_with_a_message(served: Served) -> None:
         assert consumer.receive(1, invisible=30, wait=0) == []
         send(served, b"later")
         assert [message.body for message in consumer.receive(1, invisible=30, wait=10)] == [b"later"]
+
+
+def test_a_damaged_message_becomes_a_dead_letter_at_a_broker_that_compares(tmp_path: Path) -> None:
+    """A POP has no field for the time to wait: the broker has its own."""
+    clock = Standing()
+    runner, listening = ThreadRunner(clock), listen()
+    config = librmq.StoreConfig.tiny(store_host=f"127.0.0.1:{listening.getsockname()[1]}")
+    with librmq.Broker.open(tmp_path / "s", store_config=config, runner=runner) as broker:
+        broker.create_topic("orders", 1)
+        with librmq.Producer(broker, "shop") as producer:
+            for body in (b"first", b"second"):
+                producer.send("orders", body)
+        with (tmp_path / "s/commitlog" / f"{0:020}").open("r+b") as log:
+            log.seek(log.read().index(b"first"))
+            log.write(b"F")
+        with (
+            RemotingServer(broker, listening=listening) as server,
+            librmq.connect(server.address) as route,
+            librmq.SimpleConsumer(route, "g") as consumer,
+        ):
+            consumer.subscribe("orders")
+            assert consumer.receive(16, invisible=30, wait=0) == []
+            clock.time_ms += 60_000
+            assert [message.body for message in consumer.receive(16, invisible=30, wait=0)] == [b"second"]
+        (letter,) = broker.dead_letters("g")
+        assert "checksum" in letter.properties["DEAD_LETTER_CAUSE"]
+    assert runner.shutdown()
 
 
 def notified(served: Served, poll_ms: int, group: str = "g") -> Frame:

@@ -118,8 +118,7 @@ class EntryChecks:
             if raw is not None:
                 if is_usual(raw, physical_offset, queue_offset, name):
                     return raw
-                is_same = queue_offset in claims(raw, name) and StoredMessage(raw).physical_offset == physical_offset
-                if is_same:
+                if queue_offset in claims(raw, name) and StoredMessage(raw).physical_offset == physical_offset:
                     return self._sound(raw, physical_offset)
         except RecordError as error:
             raw, damage = None, frames.damage(self.log.sequence.path_at(physical_offset), physical_offset, error)
@@ -132,18 +131,10 @@ class EntryChecks:
         return self._derive(queue, name, queue_offset, (physical_offset, size), raw)
 
     def _sound(self, raw: bytes, physical_offset: int) -> bytes:
-        """Return a record whose body matches its checksum.
-
-        Raises:
-            CorruptionError: It does not, or the bytes are no record.
-        """
         try:
-            record.check_record(raw, 0, len(raw), check_body=True)
-        except RecordError as error:
-            raise _with_advice(
-                frames.damage(self.log.sequence.path_at(physical_offset), physical_offset, error)
-            ) from error
-        return raw
+            return self.log.sound(raw, physical_offset)
+        except CorruptionError as error:
+            raise _with_advice(error) from error
 
     # ---- an entry that disagrees
 
@@ -177,9 +168,7 @@ class EntryChecks:
         try:
             return self._sound(message, at)
         except CorruptionError:
-            self._sound(
-                right, at
-            )  # a checksum of the whole record can be of what a broker wrote, or of what damage left
+            self._sound(right, at)  # a checksum of all of it can be of what a broker wrote, or of what damage left
             return message
 
     def _search(self, name: QueueName, queue_offset: int, begin: int, place: int) -> _Found:

@@ -30,7 +30,7 @@ from librmq.consumequeue_entries import (
     entry_dtype,
     places_and_sizes,
 )
-from librmq.errors import CorruptionError, RecordError
+from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue
 from librmq.java.lang import index_key_hash
@@ -42,8 +42,8 @@ from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._entry_checks import EntryChecks, is_usual, usual_tail
-from librmq.store.engine.derivation import Pending, key_hashes
-from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.engine.derivation import Pending, has_queue_entry, key_hashes
+from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -284,14 +284,6 @@ class _UncheckedMessage(StoredMessage):
         record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
 
 
-def _is_sound(raw: bytes) -> bool:
-    try:
-        record_format.check_record(raw, 0, len(raw), check_body=True)
-    except RecordError:
-        return False
-    return True
-
-
 def _cut_out(
     raw_entries: bytes,
     buffer: Buffer,
@@ -350,11 +342,11 @@ def _cut_out(
         ):
             return None
         queue_offset += 1
-        has_own = raw[-1] == 2  # as a checksum of the record ends
+        has_own = raw[-1] == 2 and record_format.has_own_checksum(raw)
         if not checked:
             if not has_own and not flags & _NOT_PLAIN:
                 message._body_end, message._checksum = tail_at, checksum  # type: ignore[attr-defined]
-        elif (has_own or crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum) and not _is_sound(raw):
+        elif has_own or crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum:
             return None
     return messages, total
 
@@ -555,10 +547,33 @@ def offset_at_place(queue: ConsumeQueue, physical_offset: int) -> int:
     return _behind_filler(queue, low, queue.max_offset)
 
 
-def _leads_to(queue: ConsumeQueue, physical_offset: int) -> bool:
-    """Return whether an entry of a queue has this place."""
-    raw = queue.read(offset_at_place(queue, physical_offset), 1)
-    return bool(raw) and bool(ENTRY.unpack(raw)[0] == physical_offset)
+def _leading_to(queues: QueueTable, topic: str | None, place: int) -> Iterator[tuple[QueueName, int, int]]:
+    """Yield queue, queue offset and size of the entries that lead to a place, in the queues of a topic or in all."""
+    for name in [name for name in queues if topic in (None, name[0])]:
+        queue_offset = offset_at_place(queues[name], place)
+        raw = queues[name].read(queue_offset, 1)
+        if raw.startswith(_PLACE.pack(place)):
+            yield name, queue_offset, ENTRY.unpack(raw)[1]
+
+
+def _message_at(checks: EntryChecks, topic: str | None, place: int) -> StoredMessage | None:
+    """Return the message at a place, as the entry says that leads there; ``topic`` is the one of its queue, if known.
+
+    Raises:
+        CorruptionError: The record is damaged.
+    """
+    message = checks.log.message(place)
+    if message is None or not has_queue_entry(message.sys_flag):
+        return message
+    with suppress(CorruptionError, MessageIllegalError):
+        queue, entry = checks.queues.find((message.topic, message.queue_id)), _PLACE.pack(place)
+        if queue and message.physical_offset == place and queue.read(message.queue_offset, 1).startswith(entry):
+            return message
+    for name, queue_offset, size in _leading_to(checks.queues, topic, place):
+        raw = checks.record(checks.queues[name], name, queue_offset, place, size)
+        if raw is not None and StoredMessage(raw).physical_offset == place:
+            return StoredMessage(raw)
+    return message
 
 
 def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
@@ -575,7 +590,8 @@ def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
 _EVER: Final = (1 << 63) - 1
 
 
-def find_by_key(
+def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, and where it looks)
+    checks: EntryChecks,
     parts: Parts,
     unindexed: Sequence[Pending],
     topic: str,
@@ -606,7 +622,7 @@ def find_by_key(
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
-        message = parts.log.message(physical_offset)
+        message = _message_at(checks, topic, physical_offset)
         if message is None or (exact and message.topic != topic):
             continue
         has_key = not exact or key == message.unique_key or key in message.keys
@@ -635,7 +651,7 @@ def _with_records_before_jump(
 
 
 def find_by_id(
-    parts: Parts, unindexed: Sequence[Pending], message_id: str, known_topics: AbstractSet[str]
+    checks: EntryChecks, parts: Parts, unindexed: Sequence[Pending], message_id: str, known_topics: AbstractSet[str]
 ) -> list[StoredMessage]:
     """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
     damage: CorruptionError | None = None
@@ -645,17 +661,17 @@ def find_by_id(
         pass
     else:
         try:
-            message = parts.log.message(physical_offset)
+            message = _message_at(checks, None, physical_offset)
         except CorruptionError as error:
             message = None
             # 32 digits can also be a unique id, and any number can stand for a place where no record begins.
-            damage = error if any(_leads_to(queue, physical_offset) for queue in parts.queues.values()) else None
+            damage = error if any(_leading_to(parts.queues, None, physical_offset)) else None
         if message is not None and message.offset_id == message_id.upper():
             return unwrapped(parts.log, message)
     messages = {
         (message.physical_offset, message.queue_offset): message
         for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
-        for message in find_by_key(parts, unindexed, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
+        for message in find_by_key(checks, parts, unindexed, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
     if not messages:  # unindexed records: of a rollback, or of a topic without a queue; or batches

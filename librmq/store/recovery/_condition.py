@@ -57,7 +57,7 @@ class Condition(NamedTuple):
     begin: Damage | None = None
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
-    """A note that files may be missing, where a kill explains it too; see `missing_first_files`."""
+    """What may be missing: files, where a kill explains it too (`missing_first_files`), or entries not compared."""
     derived: Sequence[Damage] = ()
     """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
     the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
@@ -89,7 +89,9 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
     cut, note = (cut, "") if cut is not None else _cut_before_covered(path, parts, files, was_closed=was_closed)
     begin, begin_note = missing_first_files(path, log, files, config, was_closed=was_closed)
-    note = "; ".join(filter(None, (note, begin_note)))
+    unseen = f"queues, which can lack last entries, were compared with the log from {parts.compared_from} on"
+    unseen = "" if was_closed or parts.knows_ends else f"{unseen}; librmq verify compares all"
+    note = "; ".join(filter(None, (note, begin_note, unseen)))
     if cut is not None or begin is not None or parts.repairs:
         return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
     return Condition(Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE, None, None, note, parts.repairs)

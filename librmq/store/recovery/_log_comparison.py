@@ -108,6 +108,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             # Records from before the scope of their queue are in most blocks where one queue alone lacks its files.
             excluded = check.count_excluded(first, entries)
             if excluded:
+                if not check.left_out:
+                    return False
                 entries = entries[excluded * ENTRY_SIZE :]
                 first = ENTRY.unpack_from(entries)[0] if entries else -1
             if entries and not check.continues(queue_offset + excluded, first):
@@ -151,7 +153,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             since = scope.since.get(name, scope.absent_before if absent else begin)
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
-        is_complete = begin <= self._log.begin
+        is_complete = (max(begin, since) if absent else begin) <= self._log.begin
         check = QueueCheck(
             self.strays, self.queue, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of
         )

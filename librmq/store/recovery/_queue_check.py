@@ -276,6 +276,8 @@ class QueueCheck:
     def offer_entry(self, queue_offset: int, entry: ExpectedEntry) -> None:
         """Take the next record of the queue, which names ``queue_offset``."""
         if entry.physical_offset < self._begin:
+            if not self.left_out:  # this one can be another queue's
+                self._add_stray(queue_offset, entry)
             self.left_out += 1
             return
         if self.claim(queue_offset, entry.physical_offset):

@@ -417,6 +417,7 @@ class Recovery:
         self.lacking = self._lacking_queues(scope)
         if self.lacking:
             begin, scope = self._widened(scope, self.lacking)
+        parts.compared_from = min(parts.compared_from, scope.begin)
         if begin < parts.log.end or self._mode.is_thorough or not self._clean:
             self._reconcile(begin, scope)
         if self._is_preview:
@@ -526,8 +527,7 @@ class Recovery:
         log, index = parts.log, parts.index
         if self._mode.is_thorough:
             absent_before = self._dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
-            since = recreated_queues(log, parts.queues, lambda name: self._unclean.ends_of(name, log.end))
-            return log.begin, Scope(log.begin, since=since, absent_before=absent_before)
+            return log.begin, self._scope(log.begin, absent_before)
         if self._clean:
             dispatched = self._dispatched()
             begin = log.begin if self._changed_queues is not None else min(dispatched, index.end_physical_offset)
@@ -539,8 +539,15 @@ class Recovery:
             self._drop_behind_gap()
             begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
         ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
-        begin = min(begin, self._drop_index(ahead, "the log's end"))
-        return max(begin, log.begin), scope
+        begin = max(min(begin, self._drop_index(ahead, "the log's end")), log.begin)
+        if begin < scope.begin and not self._clean:  # what is read for the index is compared with the queues too
+            scope = self._scope(begin, scope.begin)
+        return begin, scope
+
+    def _scope(self, begin: int, absent_before: int) -> Scope:
+        log, queues = self._parts.log, self._parts.queues
+        since = recreated_queues(log, queues, lambda name: self._unclean.ends_of(name, log.end))
+        return Scope(begin, since=since, absent_before=absent_before)
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
         """Return the queues that lack a file, which a comparison of this scope would not see."""

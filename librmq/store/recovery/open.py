@@ -48,6 +48,7 @@ from librmq.store.engine.saved_state import (
     noted_ends,
     noted_queue_ends,
     read_closed_state,
+    read_mark,
     take_mark,
     withdraw_closed_state,
     write_closed_state,
@@ -276,6 +277,7 @@ class _Opening:
         self._part_files = PartFiles(path, config, files)
         self._recovery: Recovery | None = None
         self._is_recovering = False
+        self._noted_record: int | None = None
 
     def parts(self, levels: DelayLevels, bitmap_of: BitmapOf | None) -> Parts:
         """Open the parts, and recover them.
@@ -329,13 +331,25 @@ class _Opening:
             self._mark.check_files(self._path, self._files, self._config, log)
             return self._mark.last_record
         begin = log.file_before(self.checkpoint.min_timestamp_ms)
+        if self._noted_record is None:  # it is asked twice
+            self._noted_record = self._find_noted_record(log)
+        begin = min(begin, self._noted_record)
         if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
         covered = _covered_record(self._path, self._config, self._files, log, self.checkpoint)
+        covered = min(covered, self._noted_record)
         if covered - begin < _WORTH_PASSING:
             return begin
         self.walked_from = covered
         return covered
+
+    def _find_noted_record(self, log: CommitLog) -> int:
+        """Return up to where a mark says how queues ended, for a view, which takes no more from it; or a log's end."""
+        with suppress(MarkError):
+            if self._mode is RecoveryMode.PREVIEW and (mark := read_mark(self._path, self._files)) is not None:
+                mark.check_files(self._path, self._files, self._config, log)
+                return mark.last_record
+        return log.sequence.end
 
     def open_index(self) -> KeyIndex:
         def opened(repairs: list[Damage] | None, only: str | None, open_index: Callable[[], KeyIndex]) -> KeyIndex:
@@ -461,7 +475,6 @@ class _Opening:
         elif begin is None:
             begin = self._scan_from(log) if self._mark is None else self._mark.last_record
         parts.compared_from = begin
-        parts.knows_ends = self._mark is not None or begin - parts.log.begin <= WORTH_A_MARK
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
         recovery.noted = self.noted
@@ -473,6 +486,8 @@ class _Opening:
         self._is_recovering = True
         try:
             recovery.carry_out()
+            knows_ends = self._mark is not None or (self._noted_record or log.end) < log.end
+            parts.knows_ends = knows_ends or parts.compared_from - log.begin <= WORTH_A_MARK
         except (CorruptionError, NotAStoreError):
             # The store was refused after a clean exit. Nothing was cut and what was repaired is right, so it stays
             # clean; with the marker, the next opening would take it for crashed and cut.
