@@ -16,19 +16,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.columns import DataLossError
 from librmq.columns.planned_store import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.files.interface import make_folders
 from librmq.spark import stores
 from librmq.spark._options import parse_read_options
-from librmq.spark._positions import Document, Key, Positions, nested
+from librmq.spark._positions import Document, Positions, nested
 from librmq.spark.pipelines import LeftOut, find
 from librmq.spark.pipelines._catalog import Inputs, MessageRead, OfMessages
 from librmq.spark.stores import Settings
@@ -124,8 +123,12 @@ def run_incrementally(
             is_damaged = any(store.damage for store in planned.values())
             former = Positions.parse(before.ends)
             moves: dict[Any, Any] = {old: new for old, new in former.present_paths(planned).items() if old != new}
-            last = former.located(planned, None if skips else "setting damaged=skip", set())
-            starting, ending = _range(planned, last.offsets, is_first=not before.run, strict=not skips)
+            unless = "setting damaged=skip" if before.run and not skips else None
+            last = former.located(planned, unless, set())
+            ending = {
+                (path, *name): queue.end for path, store in planned.items() for name, queue in store.queues.items()
+            }
+            starting = {key: last.next_offset(key, planned, unless) for key in ending}
             ends = last.moved_to({**last.offsets, **ending}, planned)
         count = sum(max(0, end - starting[queue]) for queue, end in ending.items())
         run, parts, skipped = before.run + 1, before.parts, LeftOut()
@@ -191,26 +194,6 @@ def _open(read: MessageRead, paths: Sequence[str], opened: ExitStack) -> dict[st
         path: opened.enter_context(PlannedStore.open(path, parse_read_options({**options, "path": path})))
         for path in paths
     }
-
-
-def _range(
-    stores: Mapping[str, PlannedStore], ends: Mapping[Key, int], *, is_first: bool, strict: bool
-) -> tuple[dict[Key, int], dict[Key, int]]:
-    """Return the first offset to read of each wanted queue, and its present end."""
-    starting: dict[Key, int] = {}
-    ending: dict[Key, int] = {}
-    for path, store in stores.items():
-        for (topic, queue_id), queue in store.queues.items():
-            last_end = ends.get((path, topic, queue_id))
-            if strict and queue.begin > (last_end or 0) and not (is_first and last_end is None):
-                before = "it is new since the last run" if last_end is None else f"the last run ended at {last_end}"
-                raise DataLossError(
-                    f"{path}: topic {topic!r}, queue {queue_id}: {before}, but begins at offset {queue.begin}: the "
-                    "messages before were deleted unread (setting damaged=skip continues with the rest)"
-                )
-            starting[path, topic, queue_id] = max(queue.begin, last_end or 0)
-            ending[path, topic, queue_id] = queue.end
-    return starting, ending
 
 
 def _stored_messages(spark: SparkSession, out: str, read: MessageRead, parts: Sequence[str]) -> DataFrame:

@@ -151,6 +151,24 @@ class Positions:
             )
         return True
 
+    def next_offset(self, key: Key, stores: Stores, unless: str | None) -> int:
+        """Return the next offset to read of a queue, which is the first one of a queue that is new.
+
+        Raises:
+            DataLossError: Messages before it were deleted unread, and ``unless``, as of `located`, is not None.
+        """
+        store, last_end = stores.get(key[0]), self.offsets.get(key)
+        queue = None if store is None else store.queues.get(key[1:])
+        begin = 0 if queue is None else queue.begin
+        if unless is not None and begin > (last_end or 0):
+            # Positions hold every queue of the first read, so one that is new was empty or absent then.
+            before = "it is new" if last_end is None else f"read up to offset {last_end}"
+            raise DataLossError(
+                f"{key[0]}: topic {key[1]!r}, queue {key[2]}: {before}, but begins at offset {begin}: the messages "
+                f"before were deleted unread ({unless} reads the rest)"
+            )
+        return max(begin, last_end or 0)
+
     def present_paths(self, stores: Stores) -> dict[str, str]:
         """Return where the stores are now; those that are gone are left out."""
         marks = {path: self._marks_of(path) for path, _, _ in self.offsets}

@@ -104,6 +104,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if options.ending != "latest" or options.selection.end_ms is not None:
             raise ConfigError("options endingOffsets, endingTimestamp, endingOffsetsByTimestamp: a stream has no end")
         self._options = options
+        self._unless = _UNLESS if options.fail_on_data_loss else None
         self._limits = limits
         self._schema = schema
         self._renaming = renaming
@@ -162,10 +163,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the end of the next batch."""
         ends = self._ends()
         former = self._located(start)
-        begins = former.offsets
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
-        lags = {key: max(0, end - self._first_offset(key, begins.get(key))) for key, end in ends.items()}
+        begins = {key: former.next_offset(key, self._stores, self._unless) for key in ends}
+        lags = {key: max(0, end - begins[key]) for key, end in ends.items()}
         counts = lags
         if not isinstance(limit, ReadAllAvailable):
             if self._target is None and self._waits(sum(lags.values())):
@@ -175,10 +176,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._limits.max_bytes is not None:
                 counts = self._within(counts, self._limits.max_bytes, begins)
         # A deleted queue stays in the offset, so that it is not read again if it comes back.
-        offsets = dict(begins) | {
-            key: self._first_offset(key, begins.get(key)) + count
-            for key, count in counts.items()
-            if count or key in begins
+        offsets = dict(former.offsets) | {
+            key: begins[key] + count for key, count in counts.items() if count or key in former.offsets
         }
         end = former.moved_to(offsets, self._stores)
         return start if end == Positions.parse(start) else end.document()
@@ -207,9 +206,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         order = sorted((key for key in lags if lags[key]), key=lambda key: (lags[key], key))
         for key in order:
             share_ = left * lags[key] // behind
-            begin = self._first_offset(key, begins.get(key))
-            until = begin + min(lags[key], share_ // SMALLEST_RECORD)
-            entries = self._stores[key[0]].queues[key[1:]].reader.entries(begin, until)
+            until = begins[key] + min(lags[key], share_ // SMALLEST_RECORD)
+            entries = self._stores[key[0]].queues[key[1:]].reader.entries(begins[key], until)
             sums = np.cumsum(entries["size"].astype(np.int64))
             counts[key] = int(np.searchsorted(sums, share_, "right"))
             left -= int(sums[counts[key] - 1]) if counts[key] else 0
@@ -222,17 +220,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: Document, end: Document) -> list[InputPartition]:
         """Return the tasks of a batch."""
         stores = self._refreshed_stores()
-        begins, ends = self._located(start).offsets, self._located(end).offsets
+        begins, ends = self._located(start), self._located(end).offsets
         options = self._options
         parts: list[InputPartition] = []
         for path, store in stores.items():
             ranges: dict[tuple[str, int], range] = {}
             for key, until in ends.items():
-                if key[0] != path or begins.get(key) == until:
+                if key[0] != path or begins.offsets.get(key) == until:
                     continue
                 name = key[1:]
                 queue = store.queues.get(name)
-                begin = self._first_offset(key, begins.get(key))
+                begin = begins.next_offset(key, stores, self._unless)
                 if options.fail_on_data_loss:
                     if queue is None:
                         raise self._loss_of(store, name, range(begin, until))
@@ -263,23 +261,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             store.close()
         self._stores, self._mirrors = {}, {}
 
-    def _first_offset(self, key: Key, last_end: int | None) -> int:
-        """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
-        store = self._stores.get(key[0])
-        queue = None if store is None else store.queues.get(key[1:])
-        if last_end is None:
-            if queue is not None and queue.begin and self._options.fail_on_data_loss:
-                # The checkpoint holds every queue of the stream's start, so this one was empty or absent then.
-                raise DataLossError(
-                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: it is new to the stream, but begins at offset "
-                    f"{queue.begin}: the messages before were deleted unread (option failOnDataLoss=false reads the "
-                    "rest)"
-                )
-            return 0 if queue is None else queue.begin
-        if queue is not None and not self._options.fail_on_data_loss:
-            return max(last_end, queue.begin)  # triggers don't count messages that retention has deleted
-        return last_end
-
     def _loss_of(self, store: PlannedStore, name: QueueName, offsets: range) -> RmqError:
         """Return the error for a batch with ``offsets`` of a queue that the stream does not have."""
         what = f"{store.path}: topic {name[0]!r}, queue {name[1]}"
@@ -293,8 +274,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _located(self, offset: Document) -> Positions:
         """Return the positions of ``offset`` in the open stores."""
-        unless = _UNLESS if self._options.fail_on_data_loss else None
-        return Positions.parse(offset).located(self._stores, unless, self._warned)
+        return Positions.parse(offset).located(self._stores, self._unless, self._warned)
 
     def _ends(self) -> dict[Key, int]:
         return {

@@ -124,7 +124,7 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     for file in sorted((path / "commitlog").iterdir())[:-1]:
         file.unlink()
     (path / "librmq" / "closed.json").unlink()
-    with pytest.raises(DataLossError, match=r"topic 'Late', queue 0: it is new since the last run, but begins at"):
+    with pytest.raises(DataLossError, match=r"topic 'Late', queue 0: it is new, but begins at"):
         run_incrementally(spark, "duplicates", [str(path), str(other)], out)
 
 

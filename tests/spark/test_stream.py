@@ -205,9 +205,9 @@ def test_a_queue_that_appears_without_its_beginning_is_a_loss(tmp_path: Path) ->
     planned.stop()
     delete_log_files(path, 2)
     stream = reader(path)
-    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new to the stream, but begins at offset \d+"):
+    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new, but begins at offset \d+"):
         stream.latestOffset(checkpoint, stream.getDefaultReadLimit())
-    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new to the stream"):
+    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new"):
         stream.partitions(checkpoint, end)
     stream.stop()
     stream = reader(path, {"failOnDataLoss": "false"})
@@ -339,7 +339,7 @@ def test_a_queue_without_the_last_message_that_was_read(tmp_path: Path, caplog: 
     (line,) = [record.getMessage() for record in caplog.records if record.name == "librmq.spark"]
     assert "retention has deleted the last message that was read of A/0" in line
     for before, deleted, error in ((0, 0, "its log has another record"), (8, 5, "offset 19 is another message"),
-                                   (0, 6, "expected offsets 20 to 40, found 24")):  # fmt: skip
+                                   (0, 6, "read up to offset 20, but begins at offset 24")):  # fmt: skip
         shutil.rmtree(path)
         store_of(store_of(path, 0, before, "Other", START_MS + 1), 0, 40, at_ms=START_MS + 1)
         delete_log_files(path, deleted)
