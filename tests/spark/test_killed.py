@@ -34,6 +34,7 @@ SAMPLE = 3
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
+from pyspark.errors import StreamingQueryException
 from librmq.spark import register, run_incrementally, session
 from librmq.spark._source import RocketMQDataSource
 
@@ -106,7 +107,13 @@ for line in sys.stdin:
     elif request["way"] == "stream":
         stream = spark.readStream.format("rocketmq").options(**options, maxOffsetsPerTrigger="60").load(source)
         writer = stream.writeStream.format("rocketmq").option("checkpointLocation", folder + "/checkpoint")
-        writer.trigger(availableNow=True).start(target).awaitTermination()
+        while True:
+            try:
+                writer.trigger(availableNow=True).start(target).awaitTermination()
+                break
+            except StreamingQueryException as error:
+                if "worker failed to connect back" not in str(error):  # Spark waits 10 s for a process to start
+                    raise
     else:
         found = run_incrementally(spark, "skew", source, folder, {"topic": topic})
         count = spark.read.parquet(found.path).groupBy().sum("messages").first()[0]
