@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from librmq.message import MessageQueue
 
 _LOOK_S: Final = 0.1
+_LOOKS: Final = 100
 _ENDS_S: Final = 60.0
 """Time that the running command has to end."""
 _MOST_CAUSE: Final = 300
@@ -145,8 +146,9 @@ class _Worker:
         route, topic = self.route, self._arguments.topic
         if not names_cluster(self._arguments.place):
             brokers = {queue.broker_name for queue in route.queues(topic)}
-            while any(GroupsBehind.DUE in route.endpoint(name).call(GroupsBehind()) for name in brokers):
-                if ended.wait(_LOOK_S):
+            for _ in range(_LOOKS):  # A full disk, which consuming may free, lets none be delivered.
+                is_due = any(GroupsBehind.DUE in route.endpoint(name).call(GroupsBehind()) for name in brokers)
+                if not is_due or ended.wait(_LOOK_S):
                     break
         bounds = {**route.queues(topic), **route.queues(retry_topic(self._arguments.group))}.items()
         self._ends = {queue: bound.max_offset for queue, bound in bounds if bound.min_offset < bound.max_offset}
