@@ -170,6 +170,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         "group", "lag", ("in/s", _rounded("stored_per_s")), ("out/s", _rounded("consumed_per_s")),
         ("gone in", _drained), "instances",
     ],
+    "instance": ["instance", "group", "busy", "threads", "queues", "held", "state"],
     "listener": [
         ("message", lambda row: row["keys"] or row["message_id"]), ("for", _duration("for_s")), ("stands at", "place"),
         "group", "thread",

@@ -83,15 +83,15 @@ class Members:
         cells = [
             [
                 Cell(client_id),
+                *self._reported(client_id, lags[client_id]),
                 Cell(connections.kind),
                 Cell(connections.model.value),
-                *self._reported(client_id, lags[client_id]),
                 Cell(short(_subscriptions(connections, client_id), 200)),
             ]
             for connections in ([] if self.connections is None else [self.connections])
             for client_id in connections.client_ids[:_ROWS]
         ]
-        columns = ("client", "kind", "model", "threads", "busy", "queues", "lag", "subscriptions")
+        columns = ("client", "lag", "busy", "threads", "queues", "kind", "model", "subscriptions")
         is_cut = self.connections is not None and len(self.connections.client_ids) > _ROWS
         note = f"The first {_ROWS}." if is_cut else ""
         nothing = "Unknown: only the process that has the store open knows them."
@@ -100,8 +100,8 @@ class Members:
     def _reported(self, client_id: str, lag: int) -> list[Cell]:
         state = None if self.states is None else self.states.get(client_id)
         if state is None:
-            return [Cell("does not answer", is_number=True), *[count(None)] * 3]
-        return [count(state.threads), count(state.running), count(len(state.queues)), count(lag, "warn")]
+            return [*[count(None)] * 2, Cell("does not answer", is_number=True), count(None)]
+        return [count(lag, "warn"), count(state.running), count(state.threads), count(len(state.queues))]
 
     def settings_table(self) -> Table:
         """Return the settings, by the options of `librmq group create`."""
@@ -133,46 +133,46 @@ def _subscriptions(connections: GroupConnections, client_id: str) -> str:
 
 
 def queues_of_group(
-    rows: Iterable[tuple[str, QueueLag]], held: Mapping[HeldProgress, str] | None, members: Members
+    rows: Iterable[tuple[str, QueueLag]], held: Sequence[HeldProgress] | None, members: Members
 ) -> Table:
     """Return the queues of a group with lag, instance, and the message that each waits for, if that is known."""
-    waits = {(queue.topic, queue.queue_id): _held(queue, name) for queue, name in (held or {}).items()}
+    waits = {(queue.topic, queue.queue_id): _held(queue) for queue in held or ()}
     cells = []
     for broker_name, row in rows:
         cells.append(
             [
                 topic_link(row.topic),
                 Cell(f"{broker_name} {row.queue_id}".strip(), is_number=True),
+                count(row.lag, "warn"),
+                *([] if held is None else [waits.get((row.topic, row.queue_id), Cell(""))]),
+                Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
                 count(row.consumer_offset),
                 count(row.max_offset),
-                count(row.lag, "warn"),
-                Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
                 Cell(members.owner_of(broker_name, row)),
-                *([] if held is None else [waits.get((row.topic, row.queue_id), Cell(""))]),
             ]
         )
-    columns = ["topic", "queue", "progress", "end", "lag", "oldest", "instance"]
-    columns += [] if held is None else ["waits for"]
+    waits_for = [] if held is None else ["waits for"]
+    columns = ["topic", "queue", "lag", *waits_for, "oldest", "progress", "end", "instance"]
     return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
 
 
-def _held(queue: HeldProgress, name: str) -> Cell:
-    return Cell(short(name, 40), link("message", id=queue.message_id or ""))
+def _held(queue: HeldProgress) -> Cell:
+    return Cell(short(queue.keys or queue.message_id or "", 40), link("message", id=queue.message_id or ""))
 
 
-def stacks(held: Mapping[HeldProgress, str]) -> list[Table]:
-    """Return where the listeners stand that hold queues back, each with the name of its message."""
+def stacks(held: Iterable[HeldProgress]) -> list[Table]:
+    """Return where the listeners stand that hold queues back."""
     busy = [queue for queue in held if queue.stack]
     rows = [
         [
-            Cell(queue.thread or ""),
-            _held(queue, held[queue]),
+            _held(queue),
             Cell(duration(queue.held_s)),
             Cell(queue.place),
+            Cell(queue.thread or ""),
         ]
         for queue in busy[:_ROWS]
     ]
-    return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
+    return [Table("Listeners that hold a queue back", ("message", "for", "stands at", "thread"), rows)] if rows else []
 
 
 def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) -> Table:

@@ -14,6 +14,7 @@ from librmq.console._plots import area
 from librmq.console._tables import Axis, Cell, Fact, Table
 from librmq.diagnosis import StoreView, View
 from librmq.formatting import moment, number, rate
+from librmq.runtime.event_log import counted
 
 _MINUTES: Final = 180
 _MINUTE_MS: Final = 60_000
@@ -48,7 +49,7 @@ def history_of(
     facts = [Fact("stored", rate(stored[-1] / 60), "in the last minute")]
     if not any(stored):
         return History(facts)
-    what = f"{number(sum(stored))} messages in the last three hours, at most {number(max(stored))} in a minute"
+    what = f"{counted(sum(stored), 'message')} in the last three hours, at most {number(max(stored))} in a minute"
     if behind is not None:
         what += f"; {number(sum(waiting))} of them wait for the group"
     axis = Axis([moment(time_ms)[11:16] for time_ms in times[:: _MINUTES // 2]], is_span=True)

@@ -16,7 +16,6 @@ from typing import Any, Final
 from librmq.console._backwards import newest_letters
 from librmq.console._group_parts import Members, causes, queues_of_group, stacks
 from librmq.console._history import history_of
-from librmq.console._messages import name_of
 from librmq.console._place import Look, Place
 from librmq.console._plots import line
 from librmq.console._requested import LETTERS, waiting_by_requests
@@ -73,6 +72,8 @@ _SINCE: Final = {"first": "since", "due": "due since", "oldest age": "the oldest
 """Evidence that says since when something is wrong, with the words for it."""
 _BUTTONS: Final = {
     "dead-letters": "Fix the cause, then send them again from the list behind the name.",
+    "progress-beyond-end": "Find out first whether the log lost its end. Then reset the group, behind the name.",
+    "retries-without-progress": "Reset the group before it starts, behind the name.",
     "given-up-halves": "Look up the transactions in the producer's database, then decide each at Waiting.",
 }
 """What is next where a button of the console does it."""
@@ -164,6 +165,7 @@ class Pages:
         if worst is not None:
             subject, what, evidence, _ = worst.findings[0]
             since = next((f", {_SINCE[name]} {value}" for name, value in evidence if name in _SINCE), "")
+            since = "" if since.rpartition(" for ")[2] in what else since
             group = _names_in(subject.text).get("group", "")
             since = since or (self._oldest(group, query) if lags.get(group) else "")
             amounts = " and ".join(counted(counts[name], name) for name in ("error", "warning") if counts[name])
@@ -298,8 +300,8 @@ class Pages:
 
     def _from_log(
         self, view: View[Any], group: str, rows: Sequence[tuple[str, QueueLag]], query: Query
-    ) -> tuple[Sequence[Table], Mapping[HeldProgress, str] | None]:
-        """Return what came by minute in the queues of a group and what of it waits; and what holds it, with names.
+    ) -> tuple[Sequence[Table], list[HeldProgress] | None]:
+        """Return what came by minute in the queues of a group and what of it waits; and what holds it.
 
         The second is None if no process reports its instances.
         """
@@ -310,12 +312,7 @@ class Pages:
             history = history_of(store_view, queues, query.clock, behind).tables
             if not isinstance(store_view, StoreView) or store_view.route is None or query.at_ms is not None:
                 return history, None
-            held = {}
-            for queue in held_progress(store_view, group=group):
-                at = queue.consumed_offset
-                message = None if at is None else store_view.message(queue.topic, queue.queue_id, at)
-                held[queue] = queue.message_id or "" if message is None else name_of(message)
-        return history, held
+            return history, held_progress(store_view, group=group)
 
     def _notices(self, findings: Iterable[Finding]) -> list[Notice]:
         """Return findings with links; where a button does what is next, that is said instead of a command."""
@@ -398,7 +395,7 @@ class Pages:
             is_at_rest = isinstance(view, StoreView) and view.owner is None
         members = Members() if is_past else Members.of(self.place.route, group, row, is_at_rest=is_at_rest)
         lag = sum(row.lag for _, row in rows)
-        shown = [] if is_past else [*stacks(held or {}), members.table(rows), members.settings_table()]
+        shown = [] if is_past else [*stacks(held or []), members.table(rows), members.settings_table()]
         return Page(
             group,
             [

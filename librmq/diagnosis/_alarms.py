@@ -157,7 +157,7 @@ class Watch:
         return [
             Finding(
                 "instance-gone", "info", f"group {group}",
-                f"{', '.join(sorted(lost_ids))} left; {len(now.get(group, ()))} instances are there.",
+                f"{', '.join(sorted(lost_ids))} left; {counted(len(now.get(group, ())), 'instance')} there.",
                 {"client_ids": sorted(lost_ids), "instances": len(now.get(group, ()))},
                 "None, if it was stopped on purpose; the others take its queues.",
             )

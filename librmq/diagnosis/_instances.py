@@ -63,6 +63,8 @@ class HeldProgress(NamedTuple):
     """Later messages that the instance holds; None if unknown."""
     broker_name: str = ""
     """The broker of the queue; empty if there is only one."""
+    keys: str = ""
+    """The keys of the message; empty without any, or if it can't be read."""
 
     @property
     def place(self) -> str:
@@ -133,6 +135,7 @@ def _held_in_folder(view: LiveView, queue: MessageQueue, row: QueueLag, broker_n
         consumed_offset=None, message_id=None if message is None else message.message_id,
         oldest_timestamp_ms=row.oldest_timestamp_ms, failures=None if message is None else message.reconsume_times,
         client_id=None, held_s=None, thread=None, stack=(), behind=None, broker_name=broker_name,
+        keys="" if message is None else " ".join(message.keys),
     )  # fmt: skip
 
 
@@ -151,6 +154,7 @@ def _held_by_instance(
         oldest_timestamp_ms=None if message is None else message.store_timestamp_ms, failures=held.first_failures,
         client_id=state.client_id, held_s=view.age_s(since_ms), thread=None if call is None else call.thread,
         stack=() if call is None else call.stack, behind=max(0, held.waiting + held.running - 1),
+        keys="" if message is None else " ".join(message.keys),
     )  # fmt: skip
 
 
@@ -190,12 +194,14 @@ def _stuck_message(held: list[HeldProgress]) -> Finding:
     failed = f", after {longest.failures} failures" if longest.failures else ""
     return Finding(
         "stuck-message", "error", f"group {longest.group}, topic {longest.topic}",
-        f"In queue {_name(longest.broker_name, longest.queue_id)} a listener has had message {longest.message_id} for "
-        f"{duration(longest.held_s or 0)}{where}{failed}; {longest.behind} held messages wait for it."
+        f"In queue {_name(longest.broker_name, longest.queue_id)} a listener has had message "
+        f"{longest.keys or longest.message_id} for {duration(longest.held_s or 0)}{where}{failed}; "
+        f"{counted(longest.behind or 0, 'held message')} behind it."
         + f" In {counted(len(held) - 1, 'more queue')} it is alike." * (len(held) > 1),
         {"queue_id": longest.queue_id, "queues": len(held), "queue_ids": id_ranges(queue_ids),
          **cut_evidence(id_ranges(queue_ids).endswith("…")), "queue_offset": longest.consumed_offset,
-         "stored_offset": longest.stored_offset, "message_id": longest.message_id, "held_s": longest.held_s,
+         "stored_offset": longest.stored_offset, "message_id": longest.message_id, "keys": longest.keys or None,
+         "held_s": longest.held_s,
          "failures": longest.failures, "client_id": longest.client_id, "thread": longest.thread,
          "stack": list(longest.stack), "held_behind": longest.behind, "lag": longest.lag},
         "Check that place of the listener: give its wait a timeout, or lower consume_timeout.",
@@ -217,7 +223,8 @@ def _listener_findings(
     paused = [state.client_id for state in push if state.is_paused]
     if paused:
         yield Finding(
-            "paused", "warning", f"group {group}", f"{len(paused)} instances pause while {waiting:,} messages wait.",
+            "paused", "warning", f"group {group}",
+            f"Paused: {counted(len(paused), 'instance')}, while {waiting:,} messages wait.",
             {**evidence, "client_ids": paused}, "Call consumer.resume().",
         )  # fmt: skip
     if places and len(calls) > 1:
@@ -249,7 +256,8 @@ def _listener_findings(
     elif running and running >= threads:
         yield Finding(
             "too-few-threads", "warning", f"group {group}",
-            f"All {threads} threads of {len(push)} instances work, at different places, and {waiting:,} messages wait.",
+            f"No thread of {counted(len(push), 'instance')} is free, {threads} work at different places, and "
+            f"{waiting:,} messages wait.",
             evidence, "Try more threads or instances; if that does not help, the service that they call is the limit.",
         )  # fmt: skip
 
@@ -377,7 +385,8 @@ def _absence_findings(group: str, counts: _Waiting) -> Iterator[Finding]:
     if counts:
         yield Finding(
             "group-not-running", "warning", f"group {group}",
-            f"{sum(counts.values()):,} messages wait in {len(counts)} queues, and the group has no running instance.",
+            f"{counted(sum(counts.values()), 'message')} {'waits' if sum(counts.values()) == 1 else 'wait'} in "
+            f"{counted(len(counts), 'queue')}, and the group has no running instance.",
             {"lag": sum(counts.values()), "queues": len(counts), "instances": 0},
             "Start an instance; or reset an unused group to the end of the topic.",
         )  # fmt: skip
@@ -469,7 +478,7 @@ def _owner_findings(
     if without:
         yield Finding(
             "idle-instances", "info", f"group {group}",
-            f"{len(without)} of {len(states)} instances have no queue: there are more instances than queues.",
+            f"{len(without)} of {counted(len(states), 'instance')} without a queue: more instances than queues.",
             {"client_ids": without, "instances": len(states)},
             "Add queues to the topic, or stop the instances that have none.",
         )  # fmt: skip
@@ -480,7 +489,7 @@ def _share_findings(group: str, topic: str, shares: Mapping[str, int]) -> Iterat
     if largest > smallest + 1:
         yield Finding(
             "uneven-shares", "warning", f"group {group}, topic {topic}",
-            f"One instance has {largest} queues, another {smallest}.", {"queues_by_client_id": dict(shares)},
+            f"One instance has {counted(largest, 'queue')}, another {smallest}.", {"queues_by_client_id": dict(shares)},
             "Check the allocation strategy: the shares of allocate_averagely differ by at most one.",
         )  # fmt: skip
 
@@ -496,14 +505,15 @@ def _ownership_findings(
         unread = sum(waiting.get((name, topic, queue_id), 0) for name, queue_id in unowned)
         yield Finding(
             "queues-without-owner", "error", f"group {group}, topic {topic}",
-            f"{len(unowned)} of {len(owners)} queues have no instance; {unread:,} messages wait there.",
+            f"{len(unowned)} of {counted(len(owners), 'queue')} without an instance; "
+            f"{counted(unread, 'message')} left there.",
             {"queue_ids": [_name(*queue) if queue[0] else queue[1] for queue in unowned], "lag": unread},
             "Check the allocation strategy, and whether all instances use the same one.",
         )  # fmt: skip
     if doubled:
         yield Finding(
             "queues-with-two-owners", "error", f"group {group}, topic {topic}",
-            f"{len(doubled)} queues have more than one instance: their messages are delivered twice.",
+            f"{counted(len(doubled), 'queue')} with more than one instance: their messages are delivered twice.",
             {"client_ids_by_queue_id": doubled},
             "Check the allocation strategy, and whether all instances use the same one.",
         )  # fmt: skip

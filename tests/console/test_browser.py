@@ -134,6 +134,31 @@ def test_a_live_page_shows_what_arrives(chromium: Any, address: str, shop: Any) 
     page.close()
 
 
+def test_a_table_is_sorted_by_its_numbers_and_stays_so(chromium: Any, address: str, shop: Any) -> None:
+    with Producer(shop, "shop") as producer:
+        for number in range(100):
+            producer.send("orders", b"%d" % number)
+        for group, offset in (("a", 98), ("b", 0), ("c", 89)):
+            shop.set_group(group)
+            shop.reset_group(group, "orders", offset)
+        page = chromium.new_page()
+        page.goto(address)
+        page.goto(page.url + "groups")
+        lags = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[2].textContent)"
+        head = page.get_by_role("button", name="lag", exact=True)
+        head.click()
+        assert page.evaluate(lags) == ["101", "100", "12", "3"]
+        assert page.get_by_role("columnheader", name="lag", exact=True).get_attribute("aria-sort") == "descending"
+        head.press("Enter")
+        assert page.evaluate(lags) == ["3", "12", "100", "101"]
+        page.get_by_role("button", name="group", exact=True).click()
+        assert page.evaluate(lags) == ["3", "101", "12", "100"]
+        producer.send("orders", b"one more")
+        page.get_by_role("cell", name="102", exact=True).wait_for(timeout=180_000)  # the page shows itself again
+        assert page.evaluate(lags) == ["4", "102", "13", "101"]
+        page.close()
+
+
 def test_the_slider_of_time_works_by_keyboard(chromium: Any, address: str) -> None:
     page = chromium.new_page()
     page.goto(address)

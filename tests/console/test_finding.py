@@ -26,6 +26,7 @@ from librmq import (
     connect,
 )
 from librmq.console import _search as search
+from librmq.diagnosis import diagnose
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
@@ -339,7 +340,12 @@ def test_the_overview_begins_with_what_is_wrong(broker: Broker, runner: ManualRu
 def test_one_is_not_several(broker: Broker) -> None:
     with Producer(broker, "shop") as producer:
         producer.send("orders", b"one", queue=MessageQueue("orders", broker.name, 0))
-    assert facts(Asked(console(broker)).page("/topic?name=orders"))["messages"] == "1 in 1 queue"
+    page = Asked(console(broker)).page("/topic?name=orders")
+    assert facts(page)["messages"] == "1 in 1 queue"
+    assert "1 message in the last three hours" in page
+    broker.set_group("billing")
+    broker.reset_group("billing", "orders", "begin")
+    assert "1 message waits in 1 queue, and" in "".join(finding.what for finding in diagnose(broker))
 
 
 def test_the_first_look_does_not_decide_how_seldom_a_page_is_renewed(broker: Broker, runner: ManualRunner) -> None:

@@ -84,6 +84,7 @@ def assert_known(findings: list[Finding]) -> None:
     stuck = next(finding for finding in findings if finding.kind == "stuck-message")
     assert stuck.evidence["client_id"]
     assert "wait_for_the_bank" in "".join(stuck.evidence["stack"])
+    assert "has had message o-" in stuck.what
     assert stuck.evidence["thread"]
     assert "group-not-running" not in {finding.kind for finding in findings}
 
@@ -112,6 +113,7 @@ def test_the_console_of_each_process_says_where_a_listener_stands(hanging: Hangi
         assert "wait_for_the_bank" in row["stands at"]
         (shown,) = [row for row in asked.table("/group?name=billing", "Queues") if row["topic"] == "orders"]
         assert (row["message"], shown["waits for"]) == ("o-0", "o-0")
+        assert list(shown)[:4] == ["topic", "queue", "lag", "waits for"]
 
 
 def test_the_page_busy_of_each_process_shows_what_instances_do(hanging: Hanging) -> None:

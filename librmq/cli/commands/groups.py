@@ -210,7 +210,7 @@ def _group_rows(view: LiveView, now: Lag, rates: list[GroupRate] | None) -> Iter
             "type": "group", "group": group, "lag": lag,
             "stored_per_s": None if rates is None else stored[group],
             "consumed_per_s": None if rates is None else consumed[group],
-            "drain_s": lag / gain if gain > 0 else None,
+            "drain_s": 0.0 if not lag else lag / gain if gain > 0 else None,
             "instances": None if view.route is None else len(view.states(group)),
         }  # fmt: skip
 
