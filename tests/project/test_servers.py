@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sqlite3
 import sys
 import threading
@@ -32,7 +31,7 @@ from librmq.testing import check_history
 from librmq.wire._unix_sockets import connect_to, credentials_of, owner_socket
 from librmq.wire.share import SharedBroker
 from tests.conftest import SlowBudget
-from tests.programs import Process, environment
+from tests.programs import Process, environment, free_port
 from tests.project.test_docs import DOCS, blocks
 from tests.soak.worker import Recording
 from tests.wire.stub import wait_until
@@ -100,11 +99,6 @@ def serving(folder: Path, module: str, *words: str, **variables: str) -> Iterato
         server.end()
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return str(listening.getsockname()[1])
-
-
 WEB = {
     "uvicorn": ("app:app", "--workers", "2", "--port"),
     "gunicorn": ("wsgi:app", "--workers", "2", "--threads", "8", "--bind"),
@@ -113,7 +107,7 @@ WEB = {
 
 @pytest.mark.parametrize("module", list(WEB))
 def test_two_workers_of_a_web_server(recipes: Path, module: str) -> None:
-    port = free_port()
+    port = str(free_port())
     bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     started = {"uvicorn": r"Application startup complete", "gunicorn": r"Booting worker with pid: (\d+)"}[module]
     with serving(recipes, module, *WEB[module], bind) as server:
@@ -155,7 +149,7 @@ def test_preloaded_workers_go_on_after_a_restart(recipes: Path) -> None:
     words = ("preloaded:app", "--preload", "--config", "preloaded.conf.py", *WEB["gunicorn"][1:])
     orders: set[str] = set()
     for start in range(2):
-        port = free_port()
+        port = str(free_port())
         with serving(recipes, "gunicorn", *words, f"127.0.0.1:{port}") as server:
             server.wait(r"Booting worker with pid: (\d+)", 2)
             ordered = order_until_both_charge(server, port, f"o-{start}")
@@ -167,7 +161,7 @@ def test_preloaded_workers_go_on_after_a_restart(recipes: Path) -> None:
 @pytest.mark.parametrize("module", list(WEB))
 def test_prometheus_reads_the_owner(tmp_path: Path, module: str) -> None:
     """Also the next owner, after the first was killed."""
-    port, scraped = free_port(), free_port()
+    port, scraped = str(free_port()), str(free_port())
     bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     for block in blocks(DOCS / "howto" / "prometheus.md"):
         if block.file is not None and block.file.endswith(".py"):
@@ -258,7 +252,7 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
     with closing(sqlite3.connect(recipes / "charges.db")) as database:
         database.execute("CREATE TABLE charges (number TEXT)")
     upgrade_tables(create_engine(f"sqlite:///{recipes / 'charges.db'}"))
-    port, clock = free_port(), SystemClock()
+    port, clock = str(free_port()), SystemClock()
     bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     words = [word if word != "2" else "4" for word in WEB[module]]
     crashes: list[dict[str, Any]] = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.programs import free_port
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +24,7 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from librmq.spark.sessions import java_home
 
     spark, folder = Path(pyspark.__file__).parent / "bin", tmp_path_factory.mktemp("standalone")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"spark://127.0.0.1:{port}"
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     variables |= {"JAVA_HOME": str(java_home()), "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1"}

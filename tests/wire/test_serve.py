@@ -29,7 +29,7 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc._protocol import message_class
-from tests.programs import POSIX, Process, environment, start_serve
+from tests.programs import POSIX, Process, environment, free_port, start_serve
 from tests.project.test_docs import DOCS, blocks
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
@@ -424,8 +424,7 @@ def test_the_recipe_for_ci_serves_what_it_creates(empty_folder: Path, monkeypatc
     """A client's calls are in place of ``npm test``."""
     install, begin, tests, end = recipe("wire.md", "yaml").split("- run: ")[1:]
     assert (install.split()[:2], tests.split()[:2]) == (["pip", "install"], ["npm", "test"])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     monkeypatch.setenv("RUNNER_TEMP", str(empty_folder))
     script = begin.removeprefix("|\n").replace("8081", port) + "\necho server $!"
     begun = subprocess.run(["sh", "-ec", script], stdout=subprocess.PIPE, text=True, check=True).stdout
