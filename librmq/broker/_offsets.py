@@ -52,7 +52,7 @@ class GroupOffsets:
         table.rows  # noqa: B018 (makes them, before several threads ask for them)
         self.page = page = None if flush is None else tables.kept_page(flush)
         """The page of groups; None for a replica, and after the end."""
-        self._places: dict[tuple[str, str], dict[int, Place]] = {}
+        self._places: dict[tuple[str, str], dict[int, Place]] = {} if page is None else page.places
         self._states = StateLog(_log, "progress")
         self.saving = saving = table.save_later("the progress of consumers", save, now_ms, save_every_s, wake)
         """Saves the progress, which is durable when a later `TableWriter.write` returns."""
@@ -62,14 +62,13 @@ class GroupOffsets:
         """Groups and topics in which progress went back, as after a reset."""
         self.starts_version = 0
         """Number of marks that `mark_started` made."""
-        for name, place in [] if page is None else page.places():
-            self._places.setdefault((name.group, name.topic), {})[name.queue_id] = place
-            place.changed = self.changed
-        if page is not None:
-            table.before_write = page.table_is_written
-            if page.takes_positions(table.rows):
-                table.is_stored, table.revision = True, table.revision + 1
-                saving.save_soon()
+        for places in self._places.values():
+            for place in places.values():
+                place.changed = self.changed
+        table.page = page
+        if self.adopt():
+            table.is_stored = True
+            saving.save_soon()
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
@@ -77,13 +76,12 @@ class GroupOffsets:
         places = self._places.get((group, topic))
         return row if places is None else {**row, **_positions(places)}
 
-    def adopt(self) -> None:
-        """Take what the holders of queues have reached into the table."""
-        for (group, topic), places in self._places.items():
-            row, positions = self._table.rows.get(f"{topic}@{group}", {}), _positions(places)
-            if not positions.items() <= row.items():
-                self._table.rows[f"{topic}@{group}"] = {**row, **positions}
-                self._table.revision += 1
+    def adopt(self) -> bool:
+        """Take what the holders of queues have reached into the table; return whether it has changed."""
+        if self.page is None or not self.page.takes_positions(self._table.rows):
+            return False
+        self._table.revision += 1
+        return True
 
     def place(
         self, topic: str, group: str, queue_id: int, *, is_held: bool = False, was_left: bool = False
@@ -111,12 +109,6 @@ class GroupOffsets:
         """Note that there is something to save."""
         if not self.saving.has_changed:
             self.saving.save_soon()
-
-    def prepare_save(self) -> None:
-        """Take what holders have reached into the table, and copy what else the page has, before both are saved."""
-        self.adopt()
-        if self.page is not None:
-            self.page.copy()
 
     def end(self) -> None:
         """Let no place be written any more: another process can own the store."""
@@ -449,7 +441,7 @@ class Persistence:
 
     def save_all(self, why: str) -> None:
         """Save every changed table for the last time; later callers get ``why``."""
-        self.offsets.prepare_save()
+        self.offsets.adopt()
         self._save_filters()
         self._writing.end_writing(why)
         self._flush()
@@ -458,7 +450,7 @@ class Persistence:
             self.offsets.page.is_in_table = True
 
     def _save_offsets(self) -> None:
-        self.offsets.prepare_save()
+        self.offsets.adopt()
         self._writing.save(self._tables.offsets, self._now_ms(), after_flush=True)
 
     def _save_filters(self) -> None:

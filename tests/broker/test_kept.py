@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ from librmq import (
     BrokerConfig,
     ConsumeFrom,
     DeliveredMessage,
+    Message,
     Metrics,
     Producer,
     PullConsumer,
@@ -30,6 +32,7 @@ from librmq.broker import AdministeredRoute
 from librmq.diagnosis import lag
 from librmq.override import override
 from librmq.protocol import Endpoint, PullMessage, Request, Route, RouteWrapper, UpdateOffset
+from tests.conftest import StoreCopy
 from tests.programs import Fork
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
@@ -251,6 +254,52 @@ def test_a_kill_repeats_what_was_in_work_and_nothing_else(is_shared: bool, tmp_p
         consumer = PushConsumer(broker, "g")
         consumer.subscribe("t", lambda message: again.append(int(message.body)))
         with consumer:
+            broker.join()
+    assert len([number for number in again if number % 10]) <= 16 - 10
+    assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))
+
+
+def leave_much(path: Path, lines: Path) -> None:
+    """Move a group, acknowledge behind a message, and let listeners wait, with a table that is not saved meanwhile."""
+    broker = opened(path, is_shared=False)
+    assert isinstance(broker, Broker)
+    for number in range(16):  # each of the four queues has three already
+        broker.send("p", Message("RetryTopic", b""), number % 4, 0, ("127.0.0.1", 0))
+    broker.set_group("received")
+    consumer = SimpleConsumer(broker, "received").start()
+    consumer.subscribe("RetryTopic")
+    broker.reset_group("received", "RetryTopic", to="begin")
+    messages = consumer.receive(32)
+    consumer.ack(*(message for message in messages if message.queue_offset))
+    for queue_id, queue_offset in enumerate((4, 5, 6)):
+        broker.call(UpdateOffset("g_retry", "RetryTopic", queue_id, queue_offset))
+    listen_and_stop_at(broker, lines)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_broker_s_table_wins_for_the_queues_that_it_has_moved(store_copy: StoreCopy, tmp_path: Path) -> None:
+    """Librmq and a broker have a folder in turns; what the broker's table has as before stays as librmq answered."""
+    path, lines = store_copy("clients-retry-dlq"), tmp_path / "lines"
+    table = path / "config" / "consumerOffset.json"
+    with Fork(leave_much, path, lines) as child:
+        child.process.join()
+        assert child.process.exitcode == -signal.SIGKILL
+    for moved, expected in [("0:3,1:3,2:1", (4, 5, 1, 3)), ("0:2,1:5,2:1", (2, 5, 1, 3))]:
+        text = re.sub(r'("RetryTopic@g_retry":\{)0:\d+,1:\d+,2:\d+', rf"\g<1>{moved}", table.read_text())
+        table.with_suffix(".json.bak").write_bytes(table.read_bytes())
+        table.write_text(text)  # as a broker does whose consumers, or a person, have moved a group
+        assert lag(path, group="g_retry", topic="RetryTopic").total == 4 * 7 - sum(expected)
+        with Broker.open(path) as broker:
+            assert tuple(broker.consumer_offset("g_retry", "RetryTopic", queue) for queue in range(4)) == expected
+            broker.call(UpdateOffset("g_retry", "RetryTopic", 0, 4))
+    again: list[int] = []
+    with Broker.open(path) as broker, SimpleConsumer(broker, "received") as consumer:
+        consumer.subscribe("RetryTopic")
+        assert {message.queue_offset for message in consumer.receive(32, wait=0)} <= {0}
+    with Broker.open(path) as broker:
+        listener = PushConsumer(broker, "g")
+        listener.subscribe("t", lambda message: again.append(int(message.body)))
+        with listener:
             broker.join()
     assert len([number for number in again if number % 10]) <= 16 - 10
     assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))

@@ -17,7 +17,7 @@ from librmq.files import File
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import PullMessage, SendBack, Subscription, UpdateOffset
 from librmq.runtime import ManualRunner
-from librmq.store.format.group_page import FlightRow, GroupPage, PlaceName, table_digest
+from librmq.store.format.group_page import FlightRow, GroupPage, PlaceName
 from tests.budget import examples
 from tests.file_seams import CrashImages, Event, FailingFiles, RecordingFiles, on_a_disk
 
@@ -50,18 +50,20 @@ def replayed(trace: list[Event]) -> SameMachine:
             files.open(path, writable=True).buffer[offset : offset + len(data)] = data
         elif call == "delete":
             files.delete(path)
+        elif call == "replace":
+            files.write(path, data)
     return files
 
 
 def positions(page: GroupPage | None) -> dict[PlaceName, int]:
-    return {} if page is None else {name: place.position for name, place in page.opened}
+    return {} if page is None else {name: place.position for name, place in page.named()}
 
 
 @given(st.lists(st.tuples(NAMES, st.sampled_from(["advance", "set"]), st.integers(0, 9)), max_size=40))
 @settings(max_examples=examples(50))
 def test_a_kill_leaves_what_each_write_has_made(moves: list[tuple[PlaceName, str, int]]) -> None:
     files = type("Recorded", (RecordingFiles,), {"identity_in_memory": lambda self, path: "this machine"})()
-    page, places, expected, seen = GroupPage.make(files, STORE, (1, 2)), {}, {}, []
+    page, places, expected, seen = GroupPage.make(files, STORE), {}, {}, []
     for name, move, position in moves:
         if name not in places:
             places[name], expected[name] = page.add(name, -1), -1
@@ -77,14 +79,14 @@ def test_a_kill_leaves_what_each_write_has_made(moves: list[tuple[PlaceName, str
             places[name] = held
         seen.append((len(files.trace), dict(expected)))
     for events, state in seen[:: max(1, len(seen) // 5)]:
-        assert positions(GroupPage.open(replayed(files.trace[:events]), STORE, lambda: 2)) == state
+        assert positions(GroupPage.open(replayed(files.trace[:events]), STORE, dict)) == state
     for events in range(0, len(files.trace), 7):  # within a change too
-        found = positions(GroupPage.open(replayed(files.trace[:events]), STORE, lambda: 1))
+        found = positions(GroupPage.open(replayed(files.trace[:events]), STORE, dict))
         assert not found or any(found == state for _, state in seen) or len(found) == len(expected)
 
 
 def test_a_place_that_was_set_back_is_not_moved_by_a_former_holder() -> None:
-    page = GroupPage.make(MemoryFiles(), STORE, (0, 0))
+    page = GroupPage.make(MemoryFiles(), STORE)
     name = PlaceName("g", "t", 0)
     place = page.add(name, 7)
     holder = page.at(place.number, name)
@@ -97,10 +99,11 @@ def test_a_place_that_was_set_back_is_not_moved_by_a_former_holder() -> None:
 
 def test_more_places_than_a_segment_has() -> None:
     files = MemoryFiles()
-    page = GroupPage.make(files, STORE, (0, 0))
+    page = GroupPage.make(files, STORE)
     for queue_id in range(5000):
         page.add(PlaceName(f"g{queue_id % 7}", "t", queue_id), queue_id)
-    found = positions(GroupPage.open(files, STORE, lambda: 0))
+    rows = {f"t@g{number}": {queue_id: queue_id for queue_id in range(5000)} for number in range(7)}
+    found = positions(GroupPage.open(files, STORE, lambda: rows))
     assert len(found) == 5000
     assert all(name.queue_id == position for name, position in found.items())
 
@@ -109,18 +112,20 @@ def test_more_places_than_a_segment_has() -> None:
 @settings(max_examples=examples(100))
 def test_a_damaged_page_is_refused_or_has_places(at: int, data: bytes) -> None:
     files = MemoryFiles()
-    page = GroupPage.make(files, STORE, (0, 0))
+    page = GroupPage.make(files, STORE)
     for queue_id in range(20):
         page.add(PlaceName(f"group {queue_id}", "t", queue_id), 1)
     files.open(SEGMENT, writable=True).buffer[at : at + len(data)] = data
-    found = positions(GroupPage.open(files, STORE, lambda: 0))
+    found = positions(
+        GroupPage.open(files, STORE, lambda: {f"t@group {queue_id}": {queue_id: 1} for queue_id in range(20)})
+    )
     assert all(position >= -1 for position in found.values())
 
 
 def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> None:
     """The page is refused with a warning, or says what it said, or less: then messages come again."""
     files = SameMachine()
-    page = GroupPage.make(files, STORE, (1, 2))
+    page = GroupPage.make(files, STORE)
     names = [PlaceName("g", "t", 0), PlaceName("g", "u", 1)]
     for name in names:
         place = page.add(name, 2)
@@ -139,12 +144,13 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
         page.end_flight(cell)
 
     def read() -> tuple[dict[PlaceName, int], dict[PlaceName, set[int]], list[int | None], set[FlightRow]] | None:
-        found = GroupPage.open(files, STORE, lambda: 2)
+        found = GroupPage.open(files, STORE, lambda: {"t@g": {0: 2}, "u@g": {1: 2}})
         if found is None:
             return None
         rows = {row for flights in found.flights.values() for row in flights}
-        places = [place for _, place in found.opened]
-        finished = {name: place.finished() for name, place in found.opened}
+        opened = dict(found.named())
+        places = [*opened.values()]
+        finished = {name: place.finished() for name, place in opened.items()}
         for suspects in [place.suspects() for place in places]:
             assert suspects.keys() <= {4112, -1}
             assert not any(suspect.deaths_alone for suspect in suspects.values()), "it could be convicted"
@@ -166,21 +172,13 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
             if found is None:
                 assert "known as of the last save of the table" in caplog.text, (at, bit)
                 continue
-            assert found[0] == sound[0], (at, bit)
-            assert all(found[1][name] <= sound[1][name] for name in names), (at, bit)
+            # A place lacks if its table counts, because what was saved is not known.
+            assert found[0].items() <= sound[0].items(), (at, bit)
+            assert all(finished <= sound[1][name] for name, finished in found[1].items()), (at, bit)
             assert all(queue_offset in (4120, None) for queue_offset in found[2]), (at, bit)
             assert {row._replace(visible_ms=65) for row in found[3]} == sound[3] or any(
                 row.visible_ms == 0 and row[:4] in {other[:4] for other in sound[3]} for row in found[3]
             ), (at, bit)
-
-
-def test_an_order_of_rows_makes_no_other_table() -> None:
-    one, other = (
-        b'{"offsetTable":{"t@g":{0:1,1:2},"u@g":{0:3}}}',
-        b'{\n\t"offsetTable":{"u@g":{0:3\n},"t@g":{0:1,1:2}}}',
-    )
-    assert table_digest(one) == table_digest(other)
-    assert table_digest(one) != table_digest(one.replace(b"0:3", b"0:4"))
 
 
 # ------------------------------------------------------------------------------------------------------------ brokers
@@ -217,6 +215,33 @@ def test_tables_of_another_broker_win() -> None:
     table = json.dumps({"offsetTable": {"t@g": {"0": 2}}}).replace('"0"', "0").encode()
     files.write(f"{STORE}/config/consumerOffset.json", table)
     assert opened(files).consumer_offset("g", "t") == 2
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_kill_within_saves_takes_nothing_back(is_changed: bool) -> None:
+    """Nor does it if another broker has moved another group then."""
+    files = type("Recorded", (RecordingFiles,), {"identity_in_memory": lambda self, path: "this machine"})()
+    broker, answered = opened(files), [(0, 0)]
+    broker.create_topic("t", 1)
+    for _ in range(10):
+        broker.send("p", Message("t", b""), 0, 0, ("127.0.0.1", 0))
+    broker.call(UpdateOffset("h", "t", 0, 1))
+    assert isinstance(broker.runner, ManualRunner)
+    for number, seconds in enumerate((6, 0, 6, 6, 0, 6), 1):
+        broker.call(UpdateOffset("g", "t", 0, number))
+        answered.append((len(files.trace), number))
+        broker.runner.advance(1000 * seconds)
+    table = f"{STORE}/config/consumerOffset.json"
+    saves = [number for number, event in enumerate(files.trace) if event.path == table]
+    assert len(saves) == 4
+    for events in sorted({save + near for save in saves for near in range(-6, 7)}):
+        killed = replayed(files.trace[:events])
+        if is_changed and events > saves[0]:
+            killed.write(table, killed.read(table).replace(b'"t@h":{0:1', b'"t@h":{0:5'))
+        reopened = opened(killed)
+        assert reopened.consumer_offset("h", "t") == (5 if is_changed and events > saves[0] else 1)
+        assert (reopened.consumer_offset("g", "t") or 0) >= max(done for at, done in answered if at <= events), events
+        reopened.abandon()
 
 
 def test_without_the_page_the_tables_count() -> None:
@@ -306,7 +331,7 @@ def rewrite_as_a_broker(path: Path, **moved: int) -> dict[str, int]:
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
 def test_a_folder_that_librmq_and_a_broker_have_in_turns(tmp_path: Path) -> None:
-    """A table in another order leaves the page its word; one with another row wins."""
+    """A table in another order leaves the page its word; where it has another row it wins, and there alone."""
     table, expected = tmp_path / "config" / "consumerOffset.json", dict[str, int]()
     turns = [("close", {}), ("kill", {}), ("kill", {"h": 90}), ("close", {"g": 95}), ("kill", {}), ("close", {})]
     for turn, (end, moved) in enumerate(turns):
@@ -321,8 +346,7 @@ def test_a_folder_that_librmq_and_a_broker_have_in_turns(tmp_path: Path) -> None
             broker.call(UpdateOffset(group, "t", 0, queue_offset))
         broker.close() if end == "close" else broker.abandon()
         rows = rewrite_as_a_broker(table, **moved)
-        if end == "close" or moved:
-            expected = rows
+        expected = rows if end == "close" else {**expected, **moved}
 
 
 def test_no_power_cut_undoes_a_durable_acknowledgement() -> None:

@@ -57,7 +57,6 @@ from librmq.store.format.documents import (
 from librmq.store.format.group_page import (
     GroupPage,
     KeptPage,
-    table_digest,
     take_former_flights,
     take_positions,
 )
@@ -175,16 +174,17 @@ class BrokerTables:
         if self.database is not None:  # a broker that has run since does not change the file here
             return None
         store = os.path.dirname(self._folder)
-        return GroupPage.open(self._files, store, lambda: self.offsets.digest, writable=writable)
+        is_backup = self.offsets.replaced is not None
+        return GroupPage.open(self._files, store, lambda: self.offsets.rows, is_backup=is_backup, writable=writable)
 
     def kept_page(self, flush: Callable[[], object]) -> KeptPage:
         """Return the page of groups for the broker that owns the store; ``flush()`` flushes the log."""
         store, table, page = os.path.dirname(self._folder), self.offsets, self._page(writable=True)
-        kept, files = KeptPage(self._files, store, table.digest, flush, page), self._files
+        kept, files = KeptPage(self._files, store, flush, page), self._files
         received = take_former_flights(files, store)
-        if page is None and self.database is None and (saved := GroupPage.saved(files, store, lambda: table.digest)):
+        if page is None and self.database is None and (saved := GroupPage.saved(files, store, lambda: table.rows)):
             received += [
-                (name, place.next_offset or 0, saved.flights.get(place.number, [])) for name, place in saved.opened
+                (name, place.next_offset or 0, saved.flights.get(place.number, [])) for name, place in saved.named()
             ]
         with full_disk_suffered(store, "messages in flight"):
             for name, next_offset, rows in received:
@@ -487,9 +487,8 @@ class ConfigTable:
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._left_out: list[Any] = []  # keys of rows that can't be written
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
-        self._content: bytes | None = None  # what was read, perhaps from the backup, or written last
-        self.before_write: Callable[[bytes], None] | None = None
-        """Called with the content that is about to replace the file's."""
+        self.page: KeptPage | None = None
+        """The page of groups, which a write of the progress is noted on."""
         self.is_stored: bool = False
         """Whether the file, or its backup, has content."""
         self.replaced: str | None = None
@@ -560,11 +559,6 @@ class ConfigTable:
         time_ms = version.get("timestamp") if isinstance(version, dict) else None
         return time_ms if type(time_ms) is int else 0
 
-    @property
-    def digest(self) -> int:
-        """The `table_digest` of the content that was read, or written last."""
-        return table_digest(self._content)
-
     def save_later(
         self,
         what: str,
@@ -602,6 +596,8 @@ class ConfigTable:
             data = self._encoded(self.rows)
         except (MalformedError, UnicodeEncodeError, RecursionError) as error:
             data = self._encoded(self._writable_rows(error))
+        if self.page is not None:
+            self.page.copy(data)
         return with_checksum(data) if self._is_own else data
 
     def _encoded(self, rows: Rows) -> bytes:
@@ -637,16 +633,17 @@ class ConfigTable:
 
         The table can change meanwhile. Make one call at a time.
         """
-        if self.before_write is not None:
-            self.before_write(data)
-        if data == self._stored:
-            return
-        self._files.make_folder(os.path.dirname(self.path))
-        if self._stored is not None:
-            self._files.write(self.path + _BACKUP, self._stored)
-        self._files.write(self.path, data)
-        self._stored = self._content = data
-        self.is_stored = True
+        if self.page is not None:
+            self.page.begin_write(data)
+        if data != self._stored:
+            self._files.make_folder(os.path.dirname(self.path))
+            if self._stored is not None:
+                self._files.write(self.path + _BACKUP, self._stored)
+            self._files.write(self.path, data)
+            self._stored = data
+            self.is_stored = True
+        if self.page is not None:
+            self.page.end_write()
 
     def _load_stored(self, stored: StoredTable) -> dict[str, Any]:
         """Return the document of a table in RocksDB, or the file's if it has more changes, as a broker does."""
@@ -684,7 +681,7 @@ class ConfigTable:
                 wrong = wrong or ("is missing" if file_size(self._files, self.path) is None else "is empty")
                 name = os.path.basename(path)
                 self.replaced = f"{self.path} {wrong}, so {name} was read, as a broker does: it can be a save older"
-            self._content, self.is_stored = data, True
+            self.is_stored = True
             return document
         if damage is not None:
             advice = repair_advice(self.path, self._files)

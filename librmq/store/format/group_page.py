@@ -5,7 +5,7 @@
     librmq/groups/0000, 0001, …   segments of 256 KiB, words of 8 bytes in the machine's order, cells of 8 words
 
     cells 0 to 7, the header      0 magic, 1 the number of used cells
-                                  2 and 3 digests of ``consumerOffset.json``: as written last, and before that
+                                  2 sealed, whether ``consumerOffset.json`` is being written
                                   8 to 63 the identity of folder and machine: length, checksum << 16; then its bytes
     a place, 2 cells              0 PLACE, checksum of its number and words 3 to 5 << 8
                                   1 position: the queue offset of the next message, -1 without one
@@ -14,6 +14,7 @@
                                   6 the queue offset that a receive reads next, sealed with word 2 of when that was
                                   8 the cell of its window, 0 without one; 9 that of its first suspect, sealed
                                   10 sealed, how many ends of its process the group lets a message have
+                                  11 and 12 sealed, the positions in the tables that were saved last, and before that
     a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
                                   remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
                                   << 56, of a message that is finished although the position has not passed it; with
@@ -34,8 +35,8 @@ The word of used cells is stored last, so what a kill has left half made is not 
 which a kill does not tear. Each place has one writer at a time: the consumer that holds the queue, in the process of
 the broker or in another one of a share. No lock is on its way.
 
-**A flipped bit passes no message.** The number of used cells, digests, positions and word 6 are sealed: each is a
-number plus one, and the remainder of that << 48. A damaged page is refused, and the tables count. A slot or word 6 with
+**A flipped bit passes no message.** The number of used cells, positions and word 6 are sealed: each is a number plus
+one, and the remainder of that << 48. A damaged page is refused, and the tables count. A slot or word 6 with
 another remainder does not count, and a message whose times do not match is visible at once, as after a kill between
 the two writes of a change.
 
@@ -45,8 +46,8 @@ finds are those of a process that has ended by surprise, and the broker makes su
 **When the page counts.** A kill undoes no write, so in the same folder on a machine that has not restarted, the page is
 newer than the broker's tables, and what it passes is in the log. After a loss of power neither is sure: the kernel
 writes a mapped page when it likes, perhaps before the retry copy of a message that a position passes. Then the tables
-count, which are saved after a flush of the log. They count too if their file is none of the two that librmq noted: a
-broker has run, or a backup came back. Without the page, they count as they do for a broker.
+count, which are saved after a flush of the log. They count too for each queue in which they say something else than
+librmq has saved: a broker has run, or a backup came back. Without the page, they count as they do for a broker.
 
 Nothing of the original mirrors it: there the broker outlives its consumers, and reads its progress from the tables.
 """
@@ -59,11 +60,10 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Buffer, File, Files, file_size
@@ -77,11 +77,12 @@ _CELL: Final = 8  # words
 _CELLS: Final = 4096
 _SEGMENT_SIZE: Final = _CELLS * _CELL * 8
 _HEADER_CELLS: Final = 8
-_USED, _DIGESTS, _IDENTITY = 1, 2, 8
+_USED, _IS_WRITING, _IDENTITY = 1, 2, 8
 _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
 _PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW, _SUSPECT = 1, 2, 3, 4, 5, 6, 7, 8
 _PLACE_CELLS: Final = 2
 _POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS, _DEATHS = 1, 2, 3, 4, 5, 6, 8, 9, 10
+_SAVED_LAST, _SAVED_BEFORE = 11, 12
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
 BEGUN: Final = -1 << 56
@@ -317,6 +318,19 @@ class Place:
         words, at = self._words, self._at
         words[at + _NEXT] = _sealed(queue_offset, 7919 * words[at + _SET_BACK])
 
+    @property
+    def saved(self) -> tuple[int | None, int | None]:
+        """The positions in the tables that were saved last, and before that."""
+        words, at = self._words, self._at
+        return _unsealed(words[at + _SAVED_LAST]), _unsealed(words[at + _SAVED_BEFORE])
+
+    def note_saved(self, position: int, *, is_again: bool = False) -> None:
+        """Note the position in the table that is saved next; ``is_again`` if the last one noted was not saved."""
+        words, at = self._words, self._at
+        if not is_again:
+            words[at + _SAVED_BEFORE] = words[at + _SAVED_LAST]
+        words[at + _SAVED_LAST] = _sealed(position)
+
     def set(self, position: int) -> None:
         """Set the position, also back; what a holder reaches from before then counts no more. -1 removes it."""
         words, at, number = self._words, self._at, position + 1
@@ -392,9 +406,17 @@ class PlaceName(NamedTuple):
     queue_id: int
 
 
+Places: TypeAlias = dict[tuple[str, str], dict[int, Place]]
+"""Places by group and topic, and by queue id."""
+
+
+Rows: TypeAlias = Mapping[str, Mapping[int, int]]
+"""The rows of ``consumerOffset.json``: positions by queue id, by ``topic@group``."""
+
+
 _SAVED: Final = os.path.join(OWN_FOLDER, "groups.saved")
-_SAVED_MAGIC: Final = 0x6C696272_67730003
-_SAVED_HEADER: Final = struct.Struct("=4q")  # magic, the two digests, the checksum of the page
+_SAVED_MAGIC: Final = 0x6C696272_67730004
+_SAVED_HEADER: Final = struct.Struct("=2q")  # magic, the checksum of the page
 
 
 class FlightRow(NamedTuple):
@@ -423,8 +445,8 @@ class GroupPage:
         self.words: list[_Words] = []
         """The words of its segments."""
         self._names: dict[str, int] = {}
-        self.opened: list[tuple[PlaceName, Place]] = []
-        """The places that it had when it was opened."""
+        self.opened: Places = {}
+        """The places that it had when it was opened, and that count."""
         self.flights: dict[int, list[FlightRow]] = {}
         """What was received by then, by number of the place."""
         self._free: list[int] = []
@@ -432,10 +454,13 @@ class GroupPage:
         self._with_window: list[int] = []
 
     @classmethod
-    def open(cls, files: Files, store: str, table: Callable[[], int], *, writable: bool = False) -> GroupPage | None:
-        """Return the page of the store in a folder; None if there is none, or if the tables count in its place.
+    def open(
+        cls, files: Files, store: str, rows: Callable[[], Rows], *, is_backup: bool = False, writable: bool = False
+    ) -> GroupPage | None:
+        """Return the page of the store in a folder; None if there is none, or if the table counts in its place.
 
-        ``table()`` returns the `table_digest` of the progress in the broker's tables.
+        ``rows()`` returns the rows of the table, or of its backup. Where they win, a page to write takes their
+        positions, and another lacks the places.
         """
         if not (names := files.names(os.path.join(store, GROUPS_FOLDER))):
             return None
@@ -444,10 +469,12 @@ class GroupPage:
             if identity is None or names[0] != _segment_name(0):
                 return None
             page._map(0)
-            if page.identity != identity or table() not in page.digests:
+            if page.identity != identity:
                 return None
             page._map((page._used - 1) // _CELLS)
-            page.opened += page._places()
+            page._add_opened(rows(), before_too=is_backup or _unsealed(page.words[0][_IS_WRITING]) != 0)
+            if writable:
+                page.note_write(False)
         except StoreIOError:  # another process deletes it meanwhile
             return None
         except CorruptionError as error:
@@ -456,8 +483,8 @@ class GroupPage:
         return page
 
     @classmethod
-    def make(cls, files: Files, store: str, digests: tuple[int, int]) -> GroupPage:
-        """Make an empty page; ``digests`` are those of the tables that are there, or are being written.
+    def make(cls, files: Files, store: str) -> GroupPage:
+        """Make an empty page.
 
         Raises:
             StoreIOError: The disk refuses.
@@ -469,7 +496,7 @@ class GroupPage:
         page._segments[0].buffer[8 * (_IDENTITY + 1) : 8 * (_IDENTITY + 1) + len(text)] = text
         words = page.words[0]
         words[_IDENTITY], page._used = len(text) | zlib.crc32(text) << 16, _HEADER_CELLS
-        page.note(digests)
+        page.note_write(False)
         words[0] = _MAGIC
         return page
 
@@ -481,8 +508,14 @@ class GroupPage:
     @property
     def has_left(self) -> bool:
         """Whether messages behind a position are finished or suspects, which the tables do not say."""
-        opened = [place.number for _, place in self.opened if place.window is not None]
+        opened = [place.number for _, place in self.named() if place.window is not None]
         return any(Place(self, number).has_left for number in [*opened, *self._with_window])
+
+    def named(self) -> Iterator[tuple[PlaceName, Place]]:
+        """Yield the places of `opened`."""
+        for names, row in self.opened.items():
+            for queue_id, place in row.items():
+                yield PlaceName(*names, queue_id), place
 
     def copied(self) -> bytes:
         """Return a copy, for `save`."""
@@ -490,29 +523,23 @@ class GroupPage:
         return b"".join(file.buffer[:] for file in self._segments)[:size]
 
     @staticmethod
-    def save(files: Files, store: str, copied: bytes, digests: tuple[int, int]) -> None:
-        """Save a copy of the page, after a flush of the log, for an opening after a loss of power; b"" deletes it.
-
-        ``digests`` are those of the table of progress that is written next, and of the one before.
-        """
+    def save(files: Files, store: str, copied: bytes) -> None:
+        """Save a copy of the page, after a flush of the log, for an opening after a loss of power; b"" deletes it."""
         path = os.path.join(store, _SAVED)
         if copied:
-            header = _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, 0)
-            files.write(
-                path, _SAVED_HEADER.pack(_SAVED_MAGIC, *digests, zlib.crc32(copied, zlib.crc32(header))) + copied
-            )
+            files.write(path, _SAVED_HEADER.pack(_SAVED_MAGIC, zlib.crc32(copied)) + copied)
         elif file_size(files, path) is not None:
             files.delete(path)
 
     @classmethod
-    def saved(cls, files: Files, store: str, table: Callable[[], int]) -> GroupPage | None:
-        """Return the copy that was saved last, to read; None without one that fits the folder and the table."""
+    def saved(cls, files: Files, store: str, rows: Callable[[], Rows]) -> GroupPage | None:
+        """Return the copy that was saved last, to read; None without one that fits the folder."""
         try:
-            digests, copied = cls._checked(files, store)
+            copied = cls._checked(files, store)
         except CorruptionError as error:
             _log.warning("messages in flight are delivered again: %(error)s", error=error)
             return None
-        if not copied or table() not in digests:
+        if not copied:
             return None
         page = cls(files, store, writable=False)
         for begin in range(0, len(copied), _SEGMENT_SIZE):
@@ -523,15 +550,15 @@ class GroupPage:
         try:
             if files.is_shared and folder_part(page.identity) != folder_part(_identity(files, store) or ""):
                 return None
-            page.opened += page._places()
+            page._add_opened(rows(), before_too=True)  # it is as old as the table that is written after it
         except CorruptionError as error:
             _log.warning("messages in flight are delivered again: %(error)s", error=error)
             return None
         return page
 
     @staticmethod
-    def _checked(files: Files, store: str) -> tuple[tuple[int, int], bytes]:
-        """Return what `save` has written: two digests and a copy, which is empty if it has not.
+    def _checked(files: Files, store: str) -> bytes:
+        """Return the copy that `save` has written; it is empty if it has not.
 
         Raises:
             CorruptionError: It is damaged.
@@ -539,12 +566,11 @@ class GroupPage:
         path = os.path.join(store, _SAVED)
         data = read_replaced(files, path)
         if not data:
-            return (0, 0), b""
+            return b""
         if len(data) > _SAVED_HEADER.size + _HEADER_CELLS * _CELL * 8:
-            magic, *digests, checksum = _SAVED_HEADER.unpack_from(data)
-            header, copied = _SAVED_HEADER.pack(magic, *digests, 0), data[_SAVED_HEADER.size :]
-            if magic == _SAVED_MAGIC and checksum == zlib.crc32(copied, zlib.crc32(header)):
-                return (digests[0], digests[1]), copied
+            (magic, checksum), copied = _SAVED_HEADER.unpack_from(data), data[_SAVED_HEADER.size :]
+            if magic == _SAVED_MAGIC and checksum == zlib.crc32(copied):
+                return copied
         raise CorruptionError(path, 0, "checksum", "no copy of a page of groups of this version: delete the file")
 
     @classmethod
@@ -585,21 +611,25 @@ class GroupPage:
     def _used(self, cells: int) -> None:
         self.words[0][_USED] = _sealed(cells)
 
-    @property
-    def digests(self) -> tuple[int, int]:
-        """The digests of the tables that librmq has written last."""
-        last, before = (_unsealed(self.words[0][at]) for at in (_DIGESTS, _DIGESTS + 1))
-        if last is None or before is None:
-            raise self._damage(0, "expected digests of tables")
-        return last, before
-
-    def note(self, digests: tuple[int, int]) -> None:
-        """Note the digests of the table that is about to be written, and of the one before. Thread-safe."""
-        words = self.words[0]
-        words[_DIGESTS + 1] = _sealed(digests[1])
-        words[_DIGESTS] = _sealed(digests[0])
+    def note_write(self, is_writing: bool) -> None:
+        """Note whether the table is being written. Thread-safe."""
+        self.words[0][_IS_WRITING] = _sealed(is_writing)
 
     # ---- places
+
+    def _add_opened(self, rows: Rows, *, before_too: bool) -> None:
+        """Add all places to `opened`, but those in which the table says something else than was saved."""
+        for name, place in self._places():
+            position = rows.get(f"{name.topic}@{name.group}", {}).get(name.queue_id, -1)
+            last, before = place.saved
+            if position != last:
+                if position != place.position and not (before_too and position == before):
+                    if not self._writable:
+                        continue
+                    place.set(position)
+                if self._writable:
+                    place.note_saved(position)
+            self.opened.setdefault((name.group, name.topic), {})[name.queue_id] = place
 
     def _places(self) -> Iterator[tuple[PlaceName, Place]]:
         """Yield all places, in the order in which they were made; raise `CorruptionError` for a damaged page."""
@@ -671,7 +701,8 @@ class GroupPage:
         group, topic = self._named(name.group), self._named(name.topic)
         number = self._room(_PLACE_CELLS)
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
-        words[at + _POSITION], words[at + _SET_BACK], words[at + _QUEUE] = _sealed(position), 0, name.queue_id
+        words[at + _POSITION] = words[at + _SAVED_LAST] = _sealed(position)
+        words[at + _SET_BACK], words[at + _SAVED_BEFORE], words[at + _QUEUE] = 0, 0, name.queue_id
         words[at + _GROUP], words[at + _TOPIC] = group, topic
         words[at] = _kind_of_place(number, name.queue_id, group, topic)
         self._used = number + _PLACE_CELLS
@@ -829,32 +860,22 @@ def _identity(files: Files, store: str) -> str | None:
     return of_memory(store)
 
 
-# ---- the tables beside it
+# ---- the table beside it
 
 
-def table_digest(data: bytes | None) -> int:
-    """Return a digest of the rows of ``consumerOffset.json``, in whatever order it has them; 0 without the file."""
-    if not data:
-        return 0
-    rows = data.translate(None, b" \t\r\n").strip(b"{}").split(b"},")
-    digest = blake2b(digest_size=5)
-    for row in sorted(row.removeprefix(b'"offsetTable":{') for row in rows):
-        digest.update(row + b"\n")
-    return int.from_bytes(digest.digest()) or 1
-
-
-def take_positions(places: Iterable[tuple[PlaceName, Place]], rows: dict[str, dict[int, int]]) -> bool:
-    """Take the positions of places into the rows of a table, by ``topic@group``; return whether they have changed."""
-    has_changed = False
-    for name, place in places:
-        row, position = rows.get(f"{name.topic}@{name.group}", {}), place.position
-        if position != row.get(name.queue_id, -1):
-            has_changed = True
-            if position < 0:  # it was deleted
-                del row[name.queue_id]
-            else:
-                rows.setdefault(f"{name.topic}@{name.group}", row)[name.queue_id] = position
-    return has_changed
+def take_positions(places: Places, rows: dict[str, dict[int, int]]) -> list[tuple[Place, int]]:
+    """Take the positions of places into the rows of a table; return the places that have changed, with the position."""
+    changed = list[tuple[Place, int]]()
+    for (group, topic), of_topic in places.items():
+        key, positions = f"{topic}@{group}", {queue_id: place.position for queue_id, place in of_topic.items()}
+        row = rows.get(key, {})
+        if positions.items() <= row.items():
+            continue
+        moved = {queue_id: position for queue_id, position in positions.items() if position != row.get(queue_id, -1)}
+        if moved:
+            changed += [(of_topic[queue_id], position) for queue_id, position in moved.items()]
+            rows[key] = {queue_id: position for queue_id, position in {**row, **moved}.items() if position >= 0}
+    return changed
 
 
 # ---- the page of the broker that owns the store
@@ -870,19 +891,18 @@ class KeptPage:
         self,
         files: Files,
         store: str,
-        table: int,
         flush: Callable[[], object],
         page: GroupPage | None,
     ) -> None:
-        """Go on with a page, if there is one.
-
-        ``table`` is the digest of the table of progress that is there, and ``flush()`` flushes the log.
-        """
+        """Go on with a page, if there is one; ``flush()`` flushes the log."""
         self._files, self._store = files, store
-        self._digests = table, table
         self._flush = flush
         self._page = page
-        self._copied: bytes | None = None
+        self._adopted: dict[Place, int] = {}  # what the table has taken since the last copy
+        self._copies: list[tuple[bytes, dict[Place, int], bytes]] = []  # of each table that is not written yet
+        self._noted = set[Place]()  # the places with a new position in a table whose write has begun, and not ended
+        self.places: Places = {} if page is None else page.opened
+        """The places that it has had from its opening on, to which the broker adds."""
         self.received: list[tuple[PlaceName, Place]] = []
         """The places with something in `GroupPage.flights`."""
         self.is_of_killed: bool = page is not None
@@ -892,7 +912,7 @@ class KeptPage:
         self.is_needed = False
         """Whether other processes can have the page, or have ended with messages in flight."""
         if page is not None:
-            self.received = [opened for opened in page.opened if opened[1].number in page.flights]
+            self.received = [opened for opened in page.named() if opened[1].number in page.flights]
 
     def restore(self, name: PlaceName, position: int, next_offset: int, rows: list[FlightRow]) -> None:
         """Put what was saved on the page; raise `StoreIOError` if the disk refuses."""
@@ -905,40 +925,48 @@ class KeptPage:
             if not row.is_in_flight:
                 page.end_flight(row.cell)
         place.set_next_offset(next_offset)
+        self.places.setdefault((name.group, name.topic), {})[name.queue_id] = place
         self.received.append((name, place))
 
-    def places(self) -> list[tuple[PlaceName, Place]]:
-        """Return the places that the page had when it was opened."""
-        return self._page.opened if self._page is not None and self._page.opened else self.received
-
     def takes_positions(self, rows: dict[str, dict[int, int]]) -> bool:
-        """Take the present positions of `places` into the rows of a table; return whether they have changed."""
-        return take_positions(self.places(), rows)
+        """Take the present positions of `places` into the rows of the table; return whether they have changed."""
+        changed = take_positions(self.places, rows)
+        self._adopted.update(changed)
+        return bool(changed)
 
     def add(self, name: PlaceName, position: int) -> Place:
         """Add a place; raise `StoreIOError` if the disk refuses."""
         if self._page is None:
-            self._page = GroupPage.make(self._files, self._store, self._digests)
-            self._page.note(self._digests)  # a table can have been written meanwhile
+            self._page = GroupPage.make(self._files, self._store)
         return self._page.add(name, position)
 
-    def copy(self) -> None:
-        """Copy the page, to be saved with the table of progress that is copied now."""
+    def copy(self, content: bytes) -> None:
+        """Copy the page, to be saved with the content of the table, which is written later."""
         if self._page is not None:
-            self._copied = self._page.copied() if self._page.has_flights else b""
+            self._copies.append((content, self._adopted, self._page.copied() if self._page.has_flights else b""))
+            self._adopted = {}
 
-    def table_is_written(self, content: bytes) -> None:
+    def begin_write(self, content: bytes) -> None:
         """Note that librmq is about to write a table of progress, and save the copy. Called without the lock."""
-        digest = table_digest(content)
-        if digest != self._digests[0]:
-            self._digests = digest, self._digests[0]
         if self._page is not None:
-            self._page.note(self._digests)
-        copied, self._copied = self._copied, None
-        if copied:
-            self._flush()  # the copy can be newer than the table, for which the log was flushed
-        if copied is not None:
-            GroupPage.save(self._files, self._store, copied, self._digests)
+            self._page.note_write(True)
+        number = next((number for number, copy in enumerate(self._copies, 1) if copy[0] is content), 0)
+        copies = self._copies[:number]  # the tables before it are not written any more
+        for _, adopted, _ in copies:
+            for place, position in adopted.items():
+                place.note_saved(position, is_again=place in self._noted)
+                self._noted.add(place)
+        for _, _, copied in copies[-1:]:
+            if copied:
+                self._flush()  # the copy can be newer than the table, for which the log was flushed
+            GroupPage.save(self._files, self._store, copied)
+        del self._copies[:number]
+
+    def end_write(self) -> None:
+        """Note that the table is written. Called without the lock."""
+        if self._page is not None:
+            self._page.note_write(False)
+        self._noted.clear()
 
     def close(self) -> None:
         """Let no place be written any more, and delete a page whose content is saved."""
