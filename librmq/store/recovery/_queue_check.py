@@ -55,8 +55,17 @@ def _is_better_first(claimed: int, following: int, place: int) -> bool:
 class QueueCheck:
     """Comparison of one queue with its records, in the order of the log.
 
-    Entries collect in ``entries`` and are compared together. Most records take a short cut that the caller has inline:
-    they have the queue offset ``expected``, which is impossible while the short cut is closed.
+    Its states, in which a record finds it:
+
+    - *unopened*, ``first`` is -1: no record came, or each continued the count that the first one named,
+      ``_named_first``. The queue was not looked at.
+    - *empty*, ``_due`` is None: the queue is open, and neither a record nor an older entry begins its count.
+    - *counting*: ``_due`` is the queue offset of the next record, and the last in ``entries`` is directly below it.
+    - *undecided*: ``_undecided`` is a record that names another offset than the due one; the next record decides.
+
+    Entries collect in ``entries`` and are compared together. Most records take a short cut that the caller has inline,
+    unopened or counting: they have the queue offset ``expected``, and ``_due`` follows at `take_over`. In other states,
+    and where a queue has an extension, ``expected`` is an impossible offset.
     """
 
     def __init__(
@@ -94,14 +103,13 @@ class QueueCheck:
         self._is_complete = is_complete
         self._repair = repair
         self._delayed = topic == SystemTopic.SCHEDULE
-        self._is_light = topic.startswith(
-            TopicPrefix.LIGHT
-        )  # its records are those of other queues, and stay as they are
-        self._claimed = -1  # the first record names this queue offset, until the queue is opened
+        # Records of a light queue are those of other queues, and stay as they are.
+        self._is_light = topic.startswith(TopicPrefix.LIGHT)
+        self._named_first = -1  # without a record, and once the queue is open
         self.first = -1
         """First checked queue offset; entries below belong to older records."""
-        self._next: int | None = None
-        self._held: tuple[int, ExpectedEntry] | None = None
+        self._due: int | None = None
+        self._undecided: tuple[int, ExpectedEntry] | None = None
         self._compared_end = 0  # the last record that `_compare` took ends here in the log
         self._units: dict[int, ExpectedEntry] = {}  # a queue with extension keeps its entries here, by queue offset
 
@@ -130,7 +138,7 @@ class QueueCheck:
         first, end = start + older // ENTRY_SIZE, start + len(stored) // ENTRY_SIZE
         if not stored or older < 0 or not stored.endswith(expected):
             return None
-        if expected and (first != self._claimed or self.expected != end):
+        if expected and (first != self._named_first or self.expected != end):
             return None
         if not (older or first == 0 or self._is_complete):
             return None  # earlier records may be missing
@@ -145,48 +153,48 @@ class QueueCheck:
             deleted = np.count_nonzero(places < log_begin) if log_begin else 0
             min_offset += int(deleted) if expected or deleted < len(places) else 0
         place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
-        self.first, self._next, self._claimed = first, end, -1
+        self.first, self._due, self._named_first = first, end, -1
         return QueueState(min_offset, end, place + size)
 
     def is_plain(self) -> bool:
         """Open the queue, and return whether all records are in its count and it ends with them."""
         if self.first < 0:
             self._find_first()
-            if self._claimed >= 0:
+            if self._named_first >= 0:
                 return False
-        if self._held is not None:
+        if self._undecided is not None:
             return False
         if self.expected != _NONE:
-            self._next = self.expected
-        return self.queue.max_offset <= (self.first if self._next is None else self._next)
+            self._due = self.expected
+        return self.queue.max_offset <= (self.first if self._due is None else self._due)
 
     def open_queue(self) -> None:
         """Open the queue; earlier records that do not continue its count are taken again."""
         if self.first < 0:
             self._find_first()
-        if self._claimed >= 0:
-            claimed, self._claimed = self._claimed, -1
+        if self._named_first >= 0:
+            claimed, self._named_first = self._named_first, -1
             entries, self.entries, self.expected = self.entries, [], _NONE
             for queue_offset, packed in enumerate(entries, claimed):
                 self.offer_entry(queue_offset, ExpectedEntry(packed, 0, b""))
 
     def _find_first(self) -> None:
         """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
-        queue, entries, claimed = self.queue, self.entries, self._claimed
+        queue, entries, claimed = self.queue, self.entries, self._named_first
         at = queue.min_offset
         is_there = bool(entries) and self._is_first(claimed, entries[0])
         self.first = claimed if is_there else offset_at_place(queue, self._begin)
         while self.first > queue.stored_begin and self._is_torn(self.first - 1):
             self.first -= 1
-        self._next = self.first if self.first > at else None
+        self._due = self.first if self.first > at else None
         if not entries:
             return
-        if self._next is None and (claimed == 0 or self._is_complete):
+        if self._due is None and (claimed == 0 or self._is_complete):
             is_new = queue.max_offset == 0 and len(entries) > 1
             if is_new or (is_there and claimed == at):
-                self.first = self._next = claimed
-        if self._next == claimed:
-            self._next, self._claimed = claimed + len(entries), -1
+                self.first = self._due = claimed
+        if self._due == claimed:
+            self._due, self._named_first = claimed + len(entries), -1
             self._expect()
 
     def _is_first(self, queue_offset: int, entry: bytes) -> bool:
@@ -217,22 +225,22 @@ class QueueCheck:
 
     def _expect(self) -> None:
         """Open the short cut for the next record unless it needs a full check."""
-        short = self._next is not None and self._held is None and self.queue.ext is None
-        self.expected = self._next if short and self._next is not None else _NONE
+        short = self._due is not None and self._undecided is None and self.queue.ext is None
+        self.expected = self._due if short and self._due is not None else _NONE
 
     @property
     def waits(self) -> bool:
         """Whether a record waits for the next one to decide its place."""
-        return self._held is not None
+        return self._undecided is not None
 
     def take_over(self) -> None:
         """Take over the records of the short cut."""
         if self.first < 0:
             self._find_first()
-            if self._claimed >= 0:
+            if self._named_first >= 0:
                 self._strays.open_all()
         if self.expected != _NONE:
-            self._next = self.expected
+            self._due = self.expected
         if len(self.entries) >= COMPARED:
             self._compare()
             if not self._repair:
@@ -242,7 +250,7 @@ class QueueCheck:
         """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
         if self.first >= 0 or self.entries or not _is_possible(queue_offset) or physical_offset < self._begin:
             return False
-        self._claimed = self.expected = queue_offset
+        self._named_first = self.expected = queue_offset
         return True
 
     def continues(self, queue_offset: int, physical_offset: int) -> bool:
@@ -287,14 +295,11 @@ class QueueCheck:
         if self.first < 0:
             self._strays.open_all()
         self.take_over()
-        if self._held is not None:
-            claimed, held = self._held
-            self._held = None
-            self._place_held(claimed, held, queue_offset, entry.physical_offset)
-        if queue_offset == self._next:
+        self._decide(queue_offset, entry.physical_offset)
+        if queue_offset == self._due:
             self._accept(queue_offset, entry, queue_offset)
         else:
-            self._held = queue_offset, entry
+            self._undecided = queue_offset, entry
             self._add_stray(queue_offset, entry)
         self._expect()
 
@@ -314,14 +319,17 @@ class QueueCheck:
 
     def release_entry(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
-        if self._held is not None and self._held[1] is entry:
-            self._held = None
-            self.released_all = self._next is None and self.queue.max_offset == 0
+        if self._undecided is not None and self._undecided[1] is entry:
+            self._undecided = None
+            self.released_all = self._due is None and self.queue.max_offset == 0
             self._expect()
 
-    def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None, place: int = 0) -> None:
-        """Decide the queue offset of a record outside of the count, by the queue and the next record, at ``place``."""
-        due = self._next
+    def _decide(self, following: int | None, place: int = 0) -> None:
+        """Decide the queue offset of an undecided record, by the queue and the next record, at ``place``."""
+        if self._undecided is None:
+            return
+        (claimed, entry), self._undecided = self._undecided, None
+        due = self._due
         possible = _is_possible(claimed)
         if due is None:
             # Two records that follow each other are right, and a queue that is elsewhere had its file renamed.
@@ -367,22 +375,22 @@ class QueueCheck:
 
     def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
         """Return whether the log has room for the records that would be missing before this one."""
-        assert self._next is not None
+        assert self._due is not None
         if self.entries:
             place, size, _ = ENTRY.unpack(self.entries[-1])
         else:
-            raw = self.queue.read(self._next - 1, 1) if self._next else b""
+            raw = self.queue.read(self._due - 1, 1) if self._due else b""
             place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
         end = max(self._compared_end, place + (0 if size == HOLE_SIZE else size))
         room: int = entry.physical_offset - end
-        return (claimed - self._next) * _SMALLEST <= room
+        return (claimed - self._due) * _SMALLEST <= room
 
     def _move_lone_first(self, claimed: int, following: ExpectedEntry) -> bool:
         """Put the only record so far directly before two that agree; return False if it must stay.
 
         It stays if no log of this length can have had as many records as the two say.
         """
-        is_lone = self._next == self.first + 1 and len(self.entries) == 1 and not self._compared_end
+        is_lone = self._due == self.first + 1 and len(self.entries) == 1 and not self._compared_end
         is_new = self._is_complete and self.queue.max_offset == 0 and not self._is_light
         if not (is_lone and is_new) or claimed * _SMALLEST > following.physical_offset:
             return False
@@ -390,7 +398,7 @@ class QueueCheck:
         self.damages.append(misaddressed(self._log, place, at, self.first, claimed - 1, self._repair))
         if self.first in self._units:
             self._units[claimed - 1] = self._units.pop(self.first)
-        self.first, self._next = claimed - 1, claimed
+        self.first, self._due = claimed - 1, claimed
         return True
 
     def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
@@ -403,14 +411,14 @@ class QueueCheck:
         if queue_offset != claimed and not self._is_light:
             at = record.QUEUE_OFFSET_AT
             self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._repair))
-        if self._next is None:
+        if self._due is None:
             if queue_offset and not self._is_complete:
                 raise GapError((self._topic, self._queue_id))
             self.first = queue_offset
             self._take_before(entry.physical_offset)
-        elif queue_offset != self._next:
+        elif queue_offset != self._due:
             self._jump(queue_offset, entry)
-        self._next = queue_offset + 1
+        self._due = queue_offset + 1
         self.entries.append(entry.packed)
         if self.queue.ext is not None:
             self._units[queue_offset] = entry
@@ -433,13 +441,13 @@ class QueueCheck:
 
     def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
         """Continue the count at another queue offset."""
-        assert self._next is not None
-        gap = queue_offset - self._next
+        assert self._due is not None
+        gap = queue_offset - self._due
         if gap > 0 and not self._is_complete:
             raise GapError((self._topic, self._queue_id))
         if 0 < gap <= _LARGEST_GAP:
-            after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._next)
-            for lacking in range(self._next, queue_offset):
+            after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._due)
+            for lacking in range(self._due, queue_offset):
                 entry = self._find_missing(lacking, after, following.physical_offset)
                 if entry is None:
                     self.entries.append(hole(self._log, following))
@@ -453,10 +461,10 @@ class QueueCheck:
         self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
         if gap < 0:
             replaced = min(-gap, len(self.entries))
-            for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
+            for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._due - replaced):
                 self._add_stray(number, ExpectedEntry(packed, 0, b""))
             del self.entries[len(self.entries) - replaced :]
-            self._next -= replaced
+            self._due -= replaced
             self._compare()
             self.first = min(self.first, queue_offset)
         else:
@@ -511,35 +519,32 @@ class QueueCheck:
 
     def _compare(self) -> None:
         if self.entries:
-            assert self._next is not None
-            self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
+            assert self._due is not None
+            self._entry_check.compare(self.queue, self._due - len(self.entries), self.entries, self._units)
             self._compared_end = sum(ENTRY.unpack(self.entries[-1])[:2])
             self.entries, self._units = [], {}
 
     def finish_queue(self) -> None:
         """Finish after the last record."""
         self.take_over()
-        if self._held is not None:
-            claimed, held = self._held
-            self._held = None
-            self._place_held(claimed, held, None)
+        self._decide(None)
         self._compare()
         queue = self.queue
-        if self._next is None:  # there is no record, so every entry must belong to an older one
-            self._next = self.first
-        while queue.max_offset > self._next and not self.released_all:
-            entry = self._find_missing(self._next, self._place_before(self._next), self._log.end)
+        if self._due is None:  # there is no record, so every entry must belong to an older one
+            self._due = self.first
+        while queue.max_offset > self._due and not self.released_all:
+            entry = self._find_missing(self._due, self._place_before(self._due), self._log.end)
             if entry is None:
                 break
             self.entries.append(entry.packed)
             if queue.ext is not None:
-                self._units[self._next] = entry
-            self._next += 1
+                self._units[self._due] = entry
+            self._due += 1
         self._compare()
-        if queue.max_offset > self._next:
-            self._report_ahead(self._next)
+        if queue.max_offset > self._due:
+            self._report_ahead(self._due)
             if self._repair:
-                queue.truncate_to(self._next)
+                queue.truncate_to(self._due)
         if self._is_complete:
             self._check_older()
         elif not self._repair:
