@@ -51,6 +51,7 @@ from librmq import (
     protocol,
 )
 from librmq.clock import SystemClock
+from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError, FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
 from librmq.message.topics import TopicType
 from librmq.store.engine import _append_page as append_page
@@ -299,6 +300,11 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
         wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
 
 
+def progress_in_folder(scene: Scene) -> dict[int, int]:
+    with StoreView.open(scene.store) as view:
+        return dict(view.progress.get(("billing", "orders"), {}))
+
+
 @pytest.mark.slow
 def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """The first request that has no answer takes its time; those for each queue and client take none.
@@ -313,7 +319,8 @@ def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCapt
         with consumer, Producer(shared, "shop") as producer:
             for queue in range(queues):
                 producer.send("orders", b"a coat", queue=queue)
-            wait_until(lambda: len(heard) == queues, "the messages are consumed", 30)
+            wait_until(lambda: len(heard) == queues, "the messages are heard")
+            wait_until(lambda: progress_in_folder(scene) == dict.fromkeys(range(queues), 1), "they are consumed")
             owner.stop()
             begin = CLOCK.monotonic()
     assert CLOCK.monotonic() - begin < 2 * queues
