@@ -21,8 +21,9 @@ EXAMPLES = CHECKOUT / "examples"
 
 @pytest.fixture
 def broker() -> Iterator[Broker]:
-    """Groups give up after one retry, and open transactions are checked after half a second."""
-    config = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig(timeout_s=0, interval_s=0.5))
+    """Groups give up after one retry; what is open for three seconds is checked until its client has decided."""
+    checks = TransactionConfig(timeout_s=3, interval_s=0.5, check_max=10_000)
+    config = BrokerConfig(timers=TimerConfig(), transactions=checks)
     with Broker.temporary(config) as made:
         made.set_group("workers", retry_max_times=1)
         made.set_group("in-order", retry_max_times=1, is_ordered=True)
