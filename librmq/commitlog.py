@@ -14,13 +14,13 @@ Until all of them are there, the mark replaces size and magic of the first, so r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple, Self
 
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError, StoreClosedError
-from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files import Buffer, Damage, DiskFiles, File, Files
 from librmq.files.interface import without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import Message, StoredMessage, frames, record
@@ -78,6 +78,8 @@ class LogReader(LogState):
         self._looked_at = -1
         self.unreadable: CorruptionError | None = None
         """The first place that was left out because no record is there, as a caller knew of one."""
+        self.gaps: Sequence[Damage] = ()
+        """For a reader: what the files lack between other bytes, where a read finds no record, and files of others."""
 
     @property
     def begin(self) -> int:
@@ -88,6 +90,10 @@ class LogReader(LogState):
     def sequence(self) -> MappedFileQueue:
         """The files."""
         return self._sequence
+
+    def is_missing(self, physical_offset: int) -> bool:
+        """Return whether the files lack this byte, between others that they have."""
+        return any(gap.offset <= physical_offset < gap.offset + gap.bytes for gap in self.gaps)
 
     def third_last_file(self) -> int:
         """Return the start of the third last file, or of the first; after a clean exit all before it is sound."""
@@ -110,7 +116,9 @@ class LogReader(LogState):
         return left if is_blank else 0
 
     def read(self, physical_offset: int, size: int | None = None) -> bytes | None:
-        """Return the raw record at ``physical_offset``, None below the log's first byte: retention has deleted it.
+        """Return the raw record at ``physical_offset``, None where the log has none any more.
+
+        That is below its first byte, which retention deletes, and in `gaps`.
 
         Without ``size``, which is that of the entry that leads there, None is also returned behind the log's end.
 
@@ -136,6 +144,8 @@ class LogReader(LogState):
             or (size is not None and length != size)
             or not record.FIXED_SIZE <= length <= self.file_size - at
         ):
+            if self.is_missing(physical_offset):
+                return None
             kind = "a record" if size is None else f"a record of {size} bytes"
             actual = f"one of {length} bytes" if magic in frames.MAGICS else f"magic {magic:08x}, which no record has"
             raise CorruptionError(file.path, physical_offset, "record", f"expected {kind}, found {actual}")
@@ -185,7 +195,8 @@ class LogReader(LogState):
 
     def leave_out(self, error: CorruptionError) -> None:
         """Note that a caller reads on behind a damaged record, so that its user learns of it at the end."""
-        self.unreadable = self.unreadable or error
+        if not self.is_missing(error.offset):  # its user learns of `gaps` at the beginning
+            self.unreadable = self.unreadable or error
 
     def scan(
         self, begin: int | None = None, end: int | None = None, *, check_body: bool = True

@@ -22,15 +22,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError, NotAStoreError
 from librmq.files import Damage, DiskFiles, Files, OverlayFiles, is_folder
 from librmq.runtime.event_log import held_back
-from librmq.store.format.directory import (
-    COMMITLOG,
-    MISSING_LOG,
-    broker_names,
-    check_config,
-    check_kind,
-    derived_remedy,
-    infer_config,
-)
+from librmq.store.format import directory
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.log_paths import name_paths
 
@@ -71,7 +63,7 @@ def folder_of_place(place: str, log_paths: Sequence[str] = (), hint: str = "") -
     if not os.path.isdir(place):
         raise InputError(f"{place}: expected the folder of a store, or the HOST:PORT of a name server{hint}")
     folder = locate(place, log_paths)
-    check_kind(folder, DiskFiles())
+    directory.check_kind(folder, DiskFiles())
     return folder
 
 
@@ -85,11 +77,11 @@ def locate(path: str, log_paths: Sequence[str] = ()) -> str:
         InputError: Several stores are below the path.
         NotAStoreError: One of ``log_paths`` has no files of a log.
     """
-    name_paths(os.path.join(path, COMMITLOG), log_paths, DiskFiles())
-    if log_paths or os.path.lexists(os.path.join(path, COMMITLOG)):
+    name_paths(os.path.join(path, directory.COMMITLOG), log_paths, DiskFiles())
+    if log_paths or os.path.lexists(os.path.join(path, directory.COMMITLOG)):
         return path
     absolute = os.path.abspath(path)
-    stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == COMMITLOG else sorted(_below(path))
+    stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == directory.COMMITLOG else sorted(_below(path))
     if len(stores) > 1:
         names = ", ".join(stores[:5])
         raise InputError(f"{path}: no store, but {len(stores)} stores are below it ({names}): name one of them")
@@ -111,8 +103,8 @@ def _below(path: str) -> Iterator[str]:
                 if visited > _MOST_FOLDERS:
                     return
                 following += inside
-        yield from (folder for folder in following if os.path.isdir(os.path.join(folder, COMMITLOG)))
-        level = [folder for folder in following if not os.path.isdir(os.path.join(folder, COMMITLOG))]
+        yield from (folder for folder in following if os.path.isdir(os.path.join(folder, directory.COMMITLOG)))
+        level = [folder for folder in following if not os.path.isdir(os.path.join(folder, directory.COMMITLOG))]
 
 
 # ---- URLs
@@ -240,13 +232,13 @@ def settle_config(store: str, files: Files, config_file: str | None) -> StoreCon
     Raises:
         InputError: A setting is unknown or out of range, or contradicts the store's files.
     """
-    config = infer_config(store, files)
+    config = directory.infer_config(store, files)
     if config_file is None:
         return config
     row = read_config(config_file)
     try:
         config = StoreConfig.from_row(row, config)
-        check_config(store, config, files)
+        directory.check_config(store, config, files)
     except ConfigError as error:
         raise InputError(f"{config_file}: {error}") from None
     return config
@@ -262,7 +254,7 @@ def files_and_config(arguments: argparse.Namespace, *, writable: bool = False) -
     files: Files = DiskFiles(follow_links=getattr(arguments, "follow_links", False))
     if getattr(arguments, "dry_run", False):
         files = OverlayFiles()
-    check_kind(arguments.store, files, writable=writable)
+    directory.check_kind(arguments.store, files, writable=writable)
     return files, settle_config(arguments.store, files, arguments.config)
 
 
@@ -456,6 +448,18 @@ def check_queues(
         compare(store)
 
 
+def report_gaps(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
+    """Report what the log lacks between other files, as commands do that read messages."""
+    from librmq.store import MessageStore
+
+    with (
+        suppress(CorruptionError, NotAStoreError),
+        MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
+    ):
+        for gap in store.condition.gaps:
+            report_cut(arguments, gap)
+
+
 def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:
     """Say once that the store may lack files of its log's begin."""
     if condition.note and not getattr(arguments, "has_noted_begin", False):
@@ -466,26 +470,10 @@ def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:
 def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
     """Report once that the store is short of something: what follows the log's end, or files that are missing."""
     reported = vars(arguments).setdefault("is_cut_short", set())  # a command can open its store many times
-    is_of_log = damage.kind == MISSING_LOG or os.path.basename(os.path.dirname(damage.file)) == COMMITLOG
-    name = damage.kind if is_of_log else damage.file
-    if name in reported:
-        return
-    reported.add(name)
-    missing = (
-        "copy the missing {} of commitlog/ from the store that this is a copy of, or name the other paths of the log "
-        "(storePathCommitLog) with --log-path; without it these messages are lost"
-    )
-    if not is_of_log:
-        what = f"{damage.file}: at {damage.offset}: {damage.what}; {derived_remedy(damage.file, DiskFiles())}"
-    elif damage.kind == MISSING_LOG:
-        what = f"{damage.what}: {missing.format('begin')}"
-    elif damage.bytes:
-        what = f"the log ends at {damage.offset}; {damage.bytes} bytes with sound records follow ({damage.what}): "
-        what += "librmq salvage saves them"
-    else:
-        what = f"the log ends at {damage.offset}; {damage.what}: {missing.format('end')}, and librmq recover cuts the "
-        what += "store there"
-    complain(f"librmq {arguments.command.name}: {arguments.store}: {what}")
+    name = (damage.kind, damage.file)
+    if name not in reported:
+        reported.add(name)
+        complain(f"librmq {arguments.command.name}: {arguments.store}: {directory.told(damage)}")
 
 
 def report_record(arguments: argparse.Namespace, physical_offset: int, what: str) -> None:
@@ -530,10 +518,10 @@ def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> 
     from librmq.runtime import ManualRunner
 
     files, config = files_and_config(arguments, writable=makes_store)
-    if makes_store and not is_folder(files, os.path.join(arguments.store, COMMITLOG)):
+    if makes_store and not is_folder(files, os.path.join(arguments.store, directory.COMMITLOG)):
         complain(f"note: {arguments.store} had no store: a new one is made there")
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
-    name, cluster = broker_names(arguments.store, files)  # with others it would make topics of its own
+    name, cluster = directory.broker_names(arguments.store, files)  # with others it would make topics of its own
     with announced(arguments):
         broker = Broker.open(
             arguments.store, name=name, cluster_name=cluster, runner=runner, files=files, store_config=config

@@ -24,7 +24,7 @@ from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIELDS, FIXED_COLUMN
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
-from librmq.consumequeue_entries import LAST_EXT_ADDRESS, entry_dtype
+from librmq.consumequeue_entries import HOLE_SIZE, LAST_EXT_ADDRESS, entry_dtype
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files import Damage, DiskFiles, File, Files, is_folder
 from librmq.files.rolling import file_name
@@ -279,6 +279,8 @@ class _Task:
         if bad_entries.any():
             yield from self.malformed.bad_entries(rows.take(bad_entries))
             rows = rows.take(~bad_entries)
+        if self._options.view != "queues" and (holes := rows.sizes == HOLE_SIZE).any():  # they stand for no message
+            rows = rows.take(~holes)
         if self._entries_only:
             yield from self._entry_batches(rows)
             return

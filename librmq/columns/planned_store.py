@@ -124,8 +124,8 @@ class PlannedStore(Closing):
     log_begin: int
     log_end: int
     queues: dict[QueueName, QueueRange]
+    store: MessageStore
     damage: list[Damage] = field(default_factory=list)
-    _store: MessageStore | None = None
     _files: Files = field(default_factory=DiskFiles)
     _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # mappings of the queues opened here
     _opened: list[ConsumeQueue] = field(default_factory=list)
@@ -147,22 +147,13 @@ class PlannedStore(Closing):
 
         Raises:
             NotAStoreError: There is no store in ``path``.
-            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``, or its queues are not in files;
-                read as recovered, a log that ends before sound records is not.
+            CorruptionError: The store is visibly damaged, and the mode is ``FAILFAST``; read as recovered, a log that
+                ends before sound records is not.
         """
         files = files or DiskFiles()
-        fails = options.mode == "FAILFAST"
-        damage: list[Damage] = []
-        try:
-            store: MessageStore | None = opened or MessageStore.open(path, read_only=True, files=files)
-        except CorruptionError as error:
-            if fails or directory.recognise(path, files).derives_queues:
-                raise
-            store = None
-            damage.append(_damage_of(error))
-        config = directory.infer_config(path, files) if store is None else store.config
-        planned = cls(path, options, config, 0, 0, {}, damage, store, files, _is_lent=opened is not None)
-        if fails and options.as_recovered and options.checksums and store is not None:
+        store = opened or MessageStore.open(path, read_only=True, files=files)
+        planned = cls(path, options, store.config, 0, 0, {}, store, _files=files, _is_lent=opened is not None)
+        if planned._fails and options.as_recovered and options.checksums:
             planned._cut = store.check_covered()
         try:
             if options.at is not None:
@@ -176,8 +167,7 @@ class PlannedStore(Closing):
 
     def refresh(self) -> None:
         """Plan again with what the writer has stored since."""
-        if self._store is not None:
-            self._store.refresh()
+        self.store.refresh()
         self._plan_queues()
 
     @property
@@ -186,28 +176,25 @@ class PlannedStore(Closing):
         return self.options.mode == "FAILFAST"
 
     def _plan_queues(self) -> None:
-        files, store, as_recovered = self._files, self._store, self.options.as_recovered
-        condition = None if store is None else self._noted(store.condition)
-        cut = None if condition is None else condition.cut
-        known = 0 if condition is None else len(condition.derived)
-        if condition is not None and not as_recovered:
+        files, store, as_recovered = self._files, self.store, self.options.as_recovered
+        condition = self._noted(store.condition)
+        cut, known = condition.cut, len(condition.derived)
+        if not as_recovered:
             self._refuse_short(condition)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
         self._ends_as_recovered = self._fails or as_recovered or (cut is None and has_abort(files, self.path))
-        self.config = config = self.config if store is None else store.config
+        self.config = config = store.config
         self.queues = {}
         self._close_opened()
-        if store is not None:
-            self.log_begin, self.log_end = store.log.begin, store.log.end
-        if store is None or not self._ends_as_recovered:
+        self.log_begin, self.log_end = store.log.begin, store.log.end
+        if not self._ends_as_recovered:
             starts = _log_files(self.path, config, files)
-            self.log_begin = min(starts, default=0) if store is None else self.log_begin
             self.log_end = max(starts) + config.commitlog_file_size if starts else 0
         if self._cut is not None:
             self.log_end = self._cut.offset
         if self._past_end is not None:
             self.log_end = min(self.log_end, self._past_end)
-        for name in sorted(self._names()):
+        for name in sorted(store.queues):
             if self.options.selection.has_queue(*name):
                 try:
                     self.queues[name] = self._before_end(self._queue(name))
@@ -216,7 +203,7 @@ class PlannedStore(Closing):
                         raise
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
-        if condition is not None and not as_recovered and len(condition.derived) > known:
+        if not as_recovered and len(condition.derived) > known:
             self._refuse_short(condition)  # the store has made queues again that could not be opened
 
     def _noted(self, condition: Condition) -> Condition:
@@ -237,40 +224,29 @@ class PlannedStore(Closing):
                         hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
                         what += f"; {damage.bytes} bytes with sound records follow {hint}"
                 raise CorruptionError(damage.file, damage.offset, damage.kind, what)
-            is_noted = damage is not condition.cut or has_abort(self._files, self.path)
-            if is_noted and not (damage is condition.cut and damage.bytes) and damage not in self.damage:
+            if not (damage is condition.cut and damage.bytes) and damage not in self.damage:
                 self.damage.append(damage)
-
-    @property
-    def store(self) -> MessageStore | None:
-        """The open store; None if it is too damaged to be opened."""
-        return self._store
 
     @property
     def topics(self) -> set[str]:
         """The topics of the store, also those that the read leaves out."""
-        return {topic for topic, _ in self._names()}
+        return {topic for topic, _ in self.store.queues}
 
     @property
     def has_batches(self) -> bool:
         """Whether a record of the log can be a batch of messages."""
-        return self._store is not None and not self._store.queues.has_files
+        return not self.store.queues.has_files
 
     @property
     def is_cut_short(self) -> bool:
         """Whether messages are left out, because files of the log are missing, or sound records follow its end."""
-        return self._cut is not None or (self._store is not None and bool(self._store.condition.lost))
-
-    def _names(self) -> Iterable[QueueName]:
-        return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
+        return self._cut is not None or bool(self.store.condition.lost)
 
     @override
     def close(self) -> None:
         """Close the store, and unmap its files."""
-        if self._store is not None:
-            if not self._is_lent:
-                self._store.close()
-            self._store = None
+        if not self._is_lent:
+            self.store.close()
         self._close_opened()
 
     def _close_opened(self) -> None:
@@ -279,11 +255,10 @@ class PlannedStore(Closing):
         self._opened = []
 
     def _queue(self, name: QueueName) -> QueueRange:
-        store = self._store
-        differs = store is not None and store.queues.differs(name)
-        queue = self._stored_queue(name) if store is None else store.queues[name]
+        differs = self.store.queues.differs(name)
+        queue = self.store.queues[name]
         begin, end = self._first_kept(queue), queue.max_offset
-        if differs or (store is not None and store.queues.differs(name)):  # opening it can show that a file is damaged
+        if differs or self.store.queues.differs(name):  # opening it can show that a file is damaged
             return self._recovered(name, queue, begin)
         if self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
             return QueueRange(begin, end, queue.stored_begin, queue.in_memory, queue)
@@ -299,52 +274,36 @@ class PlannedStore(Closing):
 
     def _recovered(self, name: QueueName, queue: ConsumeQueue, begin: int) -> QueueRange:
         """Return the range of a queue that a recovery in memory changed."""
-        assert self._store is not None
         end = queue.max_offset
         try:
             stored = self._stored_queue(name)
         except CorruptionError:  # a crash left a file of another length
             return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
         crashed = self._ends_as_recovered and (self.options.as_recovered or has_abort(self._files, self.path))
-        if stored.max_offset > end and self._store.recovered and not crashed:
+        if stored.max_offset > end and self.store.recovered and not crashed:
             # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
             behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
             if any(self._is_record(stored, at) for at in behind):
                 if self._fails:
-                    cut = self._store.recovered[0]
+                    cut = self.store.recovered[0]
                     raise CorruptionError(
                         cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
                     )
                 return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
-            if not has_abort(self._files, self.path):  # it was closed, so the messages were in the log
-                self._report_lost(name, range(end, stored.max_offset))
-        inline_from = _first_difference(queue, stored, thorough=bool(self._store.recovered))
+        inline_from = _first_difference(queue, stored, thorough=bool(self.store.recovered))
         inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
         return QueueRange(begin, end, inline_from, inline, queue)
-
-    def _report_lost(self, name: QueueName, offsets: range) -> None:
-        lost = Damage(
-            directory.queue_folder(self.path, *name),
-            offsets.start * ENTRY_SIZE,
-            "missing",
-            f"the log lacks the messages of queue offsets {offsets.start} to {offsets.stop - 1}: its last files are "
-            "missing or damaged",
-        )
-        if self._fails:
-            raise CorruptionError(lost.file, lost.offset, lost.kind, f"{lost.what} (mode PERMISSIVE reads the rest)")
-        if lost not in self.damage:
-            self.damage.append(lost)
 
     def fingerprint_at(self, physical_offset: int) -> str | None:
         """Return a digest of a record's first bytes, with times and ids; None if the log no longer has that place.
 
         It tells stores apart, and a place where no record begins from every record.
         """
-        if self._store is None or physical_offset < self.log_begin:
+        if physical_offset < self.log_begin:
             return None
         self._fetch(np.array([physical_offset]), np.array([_FINGERPRINTED]))
-        size = int.from_bytes(self._store.log.data_at(physical_offset, 4), "big")
-        beginning = self._store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
+        size = int.from_bytes(self.store.log.data_at(physical_offset, 4), "big")
+        beginning = self.store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
         return hashlib.blake2b(beginning, digest_size=8).hexdigest()
 
     @property
@@ -382,10 +341,9 @@ class PlannedStore(Closing):
         return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 
     def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
-        assert self._store is not None
         with contextlib.suppress(StoreError, RecordError, AttributeError):
             entry = stored.entry(queue_offset)
-            log = self._store.log
+            log = self.store.log
             raw = b"" if entry is None else log.data_at(entry.physical_offset, min(entry.size, 64))
             return len(raw) >= 36 and int.from_bytes(raw[28:36], "big") == entry.physical_offset  # type: ignore[union-attr]
         return False
@@ -406,9 +364,7 @@ class PlannedStore(Closing):
         else:
             bound = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]), default)
             if isinstance(offsets, OffsetTimes) and bound >= 0:
-                if self._store is not None:
-                    return self.first_at(name, bound)
-                bound = default
+                return self.first_at(name, bound)
         return queue.begin if bound == EARLIEST else queue.end if bound == LATEST else int(bound)
 
     def _bounds_of_store(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -418,26 +374,20 @@ class PlannedStore(Closing):
         return bounds
 
     def first_at(self, name: QueueName, timestamp_ms: int) -> int:
-        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later.
-
-        In a store that is too damaged to open it is the first offset of the queue.
-        """
+        """Return the first queue offset whose message was stored at ``timestamp_ms`` or later."""
         queue = self.queues[name]
-        if self._store is None:
-            return queue.begin
         return self.times.first_from(queue, timestamp_ms, range(queue.begin, queue.end))
 
     def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it is unreadable."""
-        return None if self._store is None else self.times.stored_at(self.queues[name], queue_offset)
+        return self.times.stored_at(self.queues[name], queue_offset)
 
     @property
     def times(self) -> StoreTimes:
-        """The store times of the messages, by queue, if the store can be opened."""
-        assert self._store is not None
-        order = self._store.times.order
+        """The store times of the messages, by queue."""
+        order = self.store.times.order
         fetches = isinstance(self._files, RemoteFiles)
-        return StoreTimes(self._store.log, order, self._fetch if fetches else None)
+        return StoreTimes(self.store.log, order, self._fetch if fetches else None)
 
     def _fetch(self, places: Ints, sizes: Ints) -> None:
         """Fetch records of the log, which is remote."""
@@ -469,7 +419,7 @@ class PlannedStore(Closing):
                 self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
             begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
             chosen = range(begin, max(begin, end))
-            if chosen and conditions.has_times and self._store is not None:  # else rows are compared
+            if chosen and conditions.has_times:
                 chosen = self.times.span(queue, *conditions.window_ms, chosen)
             if chosen:
                 ranges[name] = chosen
@@ -529,7 +479,7 @@ class PlannedStore(Closing):
         for topic, ids in self._bounds_of_store(offsets).items():
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
-                    queues = {f"{name[0]}:{name[1]}" for name in self._names() if not is_system_topic(name[0])}
+                    queues = {f"{name[0]}:{name[1]}" for name in self.store.queues if not is_system_topic(name[0])}
                     hint = suggest(f"{topic}:{queue_id}", queues)
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"

@@ -12,6 +12,7 @@ too long.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -121,6 +122,10 @@ def queue_parts(
     With ``entries_only`` a task gets more entries, because it reads no messages. The parts of a store among ``mirrors``
     are for processes without its mirror.
     """
+    gaps = _bounds_of_gaps(store)
+    if gaps and not entries_only:  # what leads to bytes that the log lacks is left out
+        pieces = [(name, store.queues[name].pieces(offsets, gaps)) for name, offsets in ranges]
+        ranges = [(name, piece) for name, parts in pieces for piece in parts[::2] if piece]
     samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // PARTITION_BYTES))
     rows = sum(len(offsets) for _, offsets in ranges)
     if not rows:
@@ -141,9 +146,19 @@ def log_parts(
     samples = _samples(store, ranges, max(min_parts, (end - begin) // bytes_a_part))
     count = max(min_parts, -(-(end - begin) // bytes_a_part))
     bounds = _quantiles([(place, weight) for place, _, weight in samples], count)
-    bounds = [place for place in bounds if begin < place < end]
+    gaps = _bounds_of_gaps(store)
+    bounds = sorted({place for place in (*bounds, *gaps) if begin < place < end})
     stretches = zip([begin, *bounds], [*bounds, end], _shares(store, ranges, bounds), strict=True)
-    return [replace(_part(store, slices), walk=(first, last)) for first, last, slices in stretches if first < last]
+    return [
+        replace(_part(store, slices), walk=(first, last))
+        for first, last, slices in stretches
+        if first < last and not bisect_right(gaps, first) % 2
+    ]
+
+
+def _bounds_of_gaps(store: PlannedStore) -> list[int]:
+    """Return begin and end of each part of the log that its files lack."""
+    return [at for gap in store.store.log.gaps for at in (gap.offset, gap.offset + gap.bytes)]
 
 
 def _stretch(store: PlannedStore, times: ReadSelection) -> tuple[int, int]:
@@ -153,7 +168,7 @@ def _stretch(store: PlannedStore, times: ReadSelection) -> tuple[int, int]:
     of its times is not known; rows are compared anyway.
     """
     begin, end = store.log_begin, store.log_end
-    if not times.has_times or store.store is None or not (stored := store.times).covers_log:
+    if not times.has_times or not (stored := store.times).covers_log:
         return begin, end
     begin_ms, end_ms = times.window_ms
     for queue in store.queues.values():
@@ -334,7 +349,7 @@ class _Facts:
             first, last = (pa.scalar(queue.place_of(at), pa.int64()) for at in (offsets[0], offsets[-1]))
             facts &= _between("physicalOffset", first, last)
         if "storeTimestamp" in self._columns:
-            times = None if self._store.store is None else self._store.times.bounds_of(queue, offsets)
+            times = self._store.times.bounds_of(queue, offsets)
             if times is not None and -LAST_MS <= times[0] <= times[1] <= LAST_MS:
                 first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times)
                 facts &= _between("storeTimestamp", first, last)

@@ -155,6 +155,7 @@ class _Site:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log
                 content.notes = [*content.notes, f"No past moments: {error}"]
+            content.missing = place.missing
             if query.at_ms is None:
                 content.notes = [*content.notes, *place.unknown]
             content.is_live = content.is_live and query.at_ms is None
@@ -193,7 +194,9 @@ class _Site:
             if shown is not None and (form := shown.text("export")):
                 return _exported(page, form)
         except (RmqError, OSError) as error:
-            return self._rendered(request, Page("Not shown", notes=[str(error)], is_live=False), 400, shown)
+            missing = self._pages.place.missing
+            content = Page("Not shown", notes=[str(error)], missing=missing, is_live=False)
+            return self._rendered(request, content, 400, shown)
         if page.location:
             return RedirectResponse(at_moment(page.location, "" if shown is None else shown.text("at")), 303)
         return self._rendered(request, page, query=shown)

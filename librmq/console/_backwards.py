@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from librmq.diagnosis import GivenUpMessage, View
+from librmq.diagnosis import GivenUpMessage, StoreView, View
 from librmq.diagnosis.deadletters import given_up
+from librmq.errors import CorruptionError
 from librmq.message import StoredMessage, dead_letter_topic
 
 QUEUES: Final = 25
@@ -46,5 +47,18 @@ def queue_backwards(view: View[Any], queue: Any, ids: range, limit: int) -> Iter
     end = ids.stop
     while end > ids.start and ids.stop - end < limit:
         begin = max(ids.start, end - min(limit, 32))
-        yield from reversed(list(view.messages(queue, range(begin, end))))
+        yield from reversed(_readable(view, queue, range(begin, end)))
         end = begin
+
+
+def _readable(view: View[Any], queue: Any, offsets: range) -> list[StoredMessage]:
+    """Return the messages of a queue without damaged ones, which the place tells."""
+    try:
+        return list(view.messages(queue, offsets))
+    except CorruptionError as error:
+        if not isinstance(view, StoreView):
+            raise
+        if len(offsets) == 1:
+            view.store.log.leave_out(error)
+            return []
+    return [message for at in offsets for message in _readable(view, queue, range(at, at + 1))]

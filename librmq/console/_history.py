@@ -51,7 +51,7 @@ def history_of(
         return History(facts)
     what = f"{counted(sum(stored), 'message')} in the last three hours, at most {number(max(stored))} in a minute"
     if behind is not None:
-        what += f"; {number(sum(waiting))} of them wait for the group"
+        what += f"; {number(sum(waiting))} of them wait for the group. No file keeps when it consumed the others"
     axis = Axis([moment(time_ms)[11:16] for time_ms in times[:: _MINUTES // 2]], is_span=True)
     title = "Stored by minute" if behind is None else "Stored by minute, and what waits of it"
     plot = Cell(area(stored, what, () if behind is None else waiting), "", "plot")

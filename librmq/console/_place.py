@@ -21,12 +21,15 @@ from librmq.diagnosis.view import why_without_groups
 from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.java.json import NumberColumns
 from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.directory import CONFIG
+from librmq.store.format import directory
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.share_links import OwnedStore, connect_to_sharing
 
 _MUCH: Final = 1 << 20
 """Bytes of saved progress above which no page asks its owner for all of it."""
+
+_MANY_QUEUES: Final = 1_000
+_PARTS: Final = ("commitlog", "consumequeue", "index", "checkpoint")
 
 
 class _Kept(NamedTuple):
@@ -64,6 +67,10 @@ class Place:
 
         self.unknown: list[str] = []
         """Why progress was unknown at the last view of the folder, and what to do."""
+
+        self.missing: list[str] = []
+        """What the folder's store is short of, as commands say it."""
+        self._missing_at: object = None
 
         self.unanswered: str = ""
         """Why the broker beside the folder did not answer when it was last asked; empty if it did."""
@@ -126,7 +133,7 @@ class Place:
         if folder is None:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
-            version, kept = _state_of(os.path.join(folder, CONFIG)), self._kept
+            version, kept = _state_of(os.path.join(folder, directory.CONFIG)), self._kept
             with ExitStack() as opened:
                 owner = self._answering(opened) if asks_owner else None
                 if owner is not None:
@@ -138,6 +145,9 @@ class Place:
                 self._note_extent(view)
                 with self._keeping(view, version):
                     yield view
+                if (damage := view.store.log.unreadable) is not None:
+                    what = f"the record at {damage.offset} is damaged: {damage.what}"
+                    self.missing += [what] if what not in self.missing else []
             return
         moment = datetime.fromtimestamp(at_ms / 1000, UTC)
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
@@ -163,7 +173,7 @@ class Place:
         """Whether the progress of a broker elsewhere is shown as it was last saved, because there is so much of it."""
         if self.folder is None or self.route is None or self.broker is not None:
             return False
-        path = os.path.join(self.folder, CONFIG, "consumerOffset.json")
+        path = os.path.join(self.folder, directory.CONFIG, "consumerOffset.json")
         return os.path.isfile(path) and os.path.getsize(path) > _MUCH
 
     @property
@@ -237,7 +247,13 @@ class Place:
         if self.route is None:  # else its broker says them
             reasons = (view.unknown_progress, view.unknown_delays, why_without_groups(view))
             self.unknown = [reason for reason in reasons if reason is not None]
-        log = view.store.log
+        store, log = view.store, view.store.log
+        marks = log.end, *map(_changed_at, (os.path.join(store.path, name) for name in _PARTS))
+        if not self._missing_at and not log.gaps and len(store.queues) > _MANY_QUEUES and store.cut_short is None:
+            self._missing_at = "the second look"  # the first one does not wait for a look at each queue's files
+        elif marks != self._missing_at:
+            self.missing = [directory.told(damage) for damage in store.condition.damage]
+            self._missing_at = marks
         first_ms = log.first_store_timestamp_ms(log.begin) if log.begin < log.end else None
         if first_ms is not None and view.now_ms is not None:
             self._extent = first_ms, max(first_ms, view.now_ms)
@@ -251,6 +267,10 @@ class Look(NamedTuple):
     """Whether bodies of messages are shown."""
     allow_changes: bool
     """Whether pages offer changes."""
+
+
+def _changed_at(path: str) -> int:
+    return os.stat(path).st_mtime_ns if os.path.exists(path) else 0
 
 
 def _state_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:

@@ -120,6 +120,8 @@ class Page:
     template: str = "page.html.j2"
     is_live: bool = True
     """Whether the page shows itself again every few seconds."""
+    missing: Sequence[str] = ()
+    """What the store is short of."""
     refresh_s: int = 5
     """Seconds between two looks of a live page."""
     may_change: bool = True

@@ -224,8 +224,15 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
             {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
             _NEXT if has_files else _SALVAGE,
         )  # fmt: skip
+    for gap in condition.gaps:
+        what, _, remedy = directory.told(gap).rpartition(": ")
+        yield Finding(
+            "damage", "error", f"store {view.store.path}", f"The log is not whole: {what}.",
+            {"places": 1, "kinds": [gap.kind], "offset": gap.offset, "bytes": gap.bytes},
+            f"{remedy[0].upper()}{remedy[1:]}.",
+        )  # fmt: skip
     queues = os.path.join(view.store.path, directory.CONSUMEQUEUE, "")
-    for damage in view.store.condition.derived:
+    for damage in condition.derived:
         is_missing_queue = damage.kind == "missing" and damage.file.startswith(queues)
         if damage.kind not in ("entry", "record") and not (missing and is_missing_queue):  # those are found above
             file = os.path.relpath(damage.file, view.store.path)

@@ -39,6 +39,7 @@ from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import has_abort
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
+from librmq.store.recovery.open import readable_files
 
 KEPT: Final = 4096
 """Most entries, and most records with keys, to hold, unless the writer is further behind."""
@@ -374,12 +375,14 @@ class FollowedParts:
 
     parts: Parts
 
-    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+    def __init__(self, path: str, config: StoreConfig, files: Files, *, is_written: bool) -> None:
+        files, gaps = readable_files(path, files, config.commitlog_file_size, is_written=is_written)
         self._levels = DelayLevels.parse(config.message_delay_level)
         self._checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
         pool = MappingPool(_LOG_FILES_MAPPED)
         folder = os.path.join(path, directory.COMMITLOG)
         log = CommitLog(LiveSequence(folder, config.commitlog_file_size, files, pool, writable=False))
+        log.gaps = gaps
         self._log = log
         self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
         self._begin = log.begin
@@ -420,7 +423,7 @@ class LiveParts(FollowedParts):
             NotAStoreError: A record is a batch of 5.x, which the files of queues show as one message; `follow_log`
                 raises it too.
         """
-        super().__init__(path, config, files)
+        super().__init__(path, config, files, is_written=True)
         self._index = LiveIndex(
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
         )

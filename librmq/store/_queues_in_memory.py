@@ -48,7 +48,7 @@ from librmq.store.format._keyindex import KeyIndex
 
 _TOGETHER: Final = 4096
 """Most entries of a queue, and most records with keys, to add together."""
-_LARGEST_GAP: Final = 100_000  # as for a recovery of files
+_LARGEST_GAP: Final = 100_000  # of a queue with batches; the log's room bounds that of others
 _LARGEST_OFFSET: Final = 1 << 58
 _pack = ENTRY.pack
 
@@ -130,7 +130,7 @@ class DerivedQueue(ConsumeQueue):
         if following == self.expected:  # one of two records at this place belongs elsewhere
             return
         if jumps and 0 <= claimed < _LARGEST_OFFSET and self._has_room(gap, entry):
-            if 0 < gap <= _LARGEST_GAP:
+            if gap > 0 and (gap <= _LARGEST_GAP or not self._has_batches):
                 hole = _pack(ENTRY.unpack(entry)[0], HOLE_SIZE, 0)
                 for _ in range(gap):
                     self.add_next(hole)
@@ -214,7 +214,7 @@ class DerivedParts(FollowedParts):
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, is_written: bool) -> None:
         """Derive the queues; ``is_written`` says that another process writes to the store."""
-        super().__init__(path, config, files)
+        super().__init__(path, config, files, is_written=is_written)
         self._queues = DerivedQueues(path, config)
         self._index = KeyIndex.open(
             os.path.join(path, directory.INDEX),

@@ -34,9 +34,8 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
-from librmq.files import Damage, Files, OverlayFiles, file_size
+from librmq.files import Damage, Files, OverlayFiles
 from librmq.files.interface import read_replaced
-from librmq.files.rolling import file_name
 from librmq.message import DelayLevels
 from librmq.override import override
 from librmq.runtime import critical
@@ -251,13 +250,18 @@ class ReadOnlyView(StoreHandle):
             elif live is None:
                 if self._read_state() != self._marks:
                     self._open()
-            elif live.has_lost_end() or self._can_infer_more():
-                self._open()
             else:
                 try:
-                    self.version += live.follow_log()
+                    if live.has_lost_end() or self._can_infer_more():
+                        self._open()
+                    else:
+                        self.version += live.follow_log()
                 except NotAStoreError:  # a new record is a batch
                     self._open()
+                except CorruptionError as error:
+                    if error.kind not in ("name", "size"):
+                        raise
+                    self._open()  # the log lacks a file now
             return self.version != before
 
     def complete(self) -> None:
@@ -279,11 +283,11 @@ class ReadOnlyView(StoreHandle):
             return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
         return None
 
-    def condition(self) -> Condition:
+    def condition(self, *, looks_at_queues: bool = True) -> Condition:
         """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
         if self.moment is not None:
             return Condition(Wholeness.RECOVERABLE)
-        if not self._has_all_files:
+        if looks_at_queues and not self._has_all_files:
             self._has_all_files = True
             self._open_queue_without_files()
         is_written = self._live is not None
@@ -291,17 +295,17 @@ class ReadOnlyView(StoreHandle):
 
     def _open_queue_without_files(self) -> None:
         """Open a queue that lacks a file of those at the close, so that the view makes it again."""
-        queues, size = self.parts.queues, self.config.consumequeue_file_size
+        queues, size, look_at = self.parts.queues, self.config.consumequeue_file_size, self.files.status
         if queues.rebuild is None:
             return
-        for name, state in queues.states().items():
-            if not queues.is_open(name) and state.min_offset < state.max_offset:
+        for name, (first, end, _) in queues.states().items():  # a plain loop, because there can be many thousands
+            if first < end and not queues.is_open(name):
                 folder = directory.queue_folder(self.path, *name)
-                first, end = (offset * ENTRY_SIZE for offset in (state.min_offset, state.max_offset))
-                starts = range(first - first % size, end, size)
-                if any(file_size(self.files, os.path.join(folder, file_name(start))) != size for start in starts):
-                    queues[name]
-                    return
+                for start in range(first * ENTRY_SIZE // size * size, end * ENTRY_SIZE, size):
+                    found = look_at(f"{folder}{os.sep}{start:020d}")
+                    if found is None or found.size != size:
+                        queues[name]
+                        return
 
     def read(
         self,
@@ -450,7 +454,7 @@ class ReadOnlyView(StoreHandle):
         start = log.sequence.start_of(log.end)
         behind = None
         if start is not None:
-            with suppress(StoreIOError):  # if the file is deleted, the listing shows it
+            with suppress(StoreIOError, CorruptionError):  # if the file is deleted or empty, the listing shows it
                 at = log.end - start
                 behind = self.files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
         return *self._read_marks(), behind

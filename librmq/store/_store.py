@@ -289,7 +289,7 @@ class MessageStore(Closing):
         last nonzero one, which a recovery would cut and ``librmq salvage`` returns. They are 0 if nothing follows: the
         queues of a closed store, its checkpoint or its last flush reach beyond the end, because the log lacks files.
         """
-        return self.condition.cut
+        return None if self._view is None else self._view.condition(looks_at_queues=False).cut
 
     def check_covered(self) -> Damage | None:
         """Return the first damage among all records up to the log's end, for a read-only store; None without any.

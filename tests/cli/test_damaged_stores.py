@@ -11,6 +11,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns import reader
+from librmq.message.record import QUEUE_ID_AT
 from librmq.store import Wholeness
 from tests.budget import many, some
 from tests.cli.stand import Shell
@@ -324,7 +325,7 @@ def test_reads_say_that_queues_lead_beyond_the_log(shell: Shell, orders: Path, w
     for words in (*some(READS), ["dump"], ["dump", "--all"]):
         answer = shell(words[0], orders, *words[1:])
         assert answer.status == 1, words
-        assert f"queues have entries up to {whole_end}, beyond the log's end: copy the missing end" in answer.said
+        assert f"queues have entries up to {whole_end}, beyond the log's end: without " in answer.said
         accepted = shell(words[0], orders, *words[1:], "--as-recovered")
         assert (accepted.status, accepted.rows) == (0, answer.rows), words
 
@@ -539,6 +540,16 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_show_compares_what_follows_a_missing_file_with_the_queues(shell: Shell, orders: Path) -> None:
+    _, missing, behind, *_ = sorted((orders / "commitlog").iterdir())
+    missing.unlink()
+    assert "names another" not in shell("show", orders).said
+    data = bytearray(behind.read_bytes())
+    data[QUEUE_ID_AT + 3] ^= 1  # of its first record
+    behind.write_bytes(data)
+    assert "names another" in shell("show", orders).said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["count", "lag", "stats", "topics", "show", "dump"])
 def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command: str) -> None:
@@ -552,7 +563,7 @@ def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command
     remove_first_files(path, 11)
     answer = shell(command, path)  # a round of retention deletes at most ten files
     assert answer.status == 1
-    assert f"the log begins at {12 * 4096}, but {first} {2 * 4096}: copy the missing begin" in answer.said
+    assert f"the log begins at {12 * 4096}, but {first} {2 * 4096}: copy the missing part" in answer.said
 
 
 @pytest.mark.slow

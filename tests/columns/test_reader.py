@@ -384,8 +384,8 @@ def test_a_condition_on_tags_leaves_out_records_by_the_hash_in_their_entries(pat
             reader(tmp_path / "s", filter=wanted).read_all()
 
 
-def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: Path) -> None:
-    """Its times can't be looked up, so each message is compared, and an offset by time is the end of the queue."""
+def test_an_end_by_time_in_a_killed_store_with_a_damaged_queue(path: Path, tmp_path: Path) -> None:
+    """The other queues are found by time as ever."""
     shutil.copytree(path, tmp_path / "s")
     (file,) = (tmp_path / "s" / "consumequeue" / "B" / "1").iterdir()
     os.truncate(file, 30)
@@ -406,8 +406,8 @@ def test_an_end_by_time_in_a_store_that_cannot_be_opened(path: Path, tmp_path: P
         ending=OffsetTimes({"A": {"0": middle}}),
     )
     with PlannedStore.open(str(tmp_path / "s"), options) as planned:
-        end = planned.queues["A", 0].end
-        assert planned.narrowed()["A", 0] == range(3, end)
+        assert planned.narrowed()["A", 0] == range(3, planned.first_at(("A", 0), middle))
+        assert planned.damage
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import Message, Producer, PushConsumer, share
+from librmq import Message, MessageStore, Producer, PushConsumer, StoreConfig, share
 from tests.console.pages import MARKUP
 from tests.programs import Process
 
@@ -61,7 +62,14 @@ def shop(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def address(shop: Any) -> Iterator[str]:
     """Start the command beside the owner of the store, and return the link that it prints."""
-    command = [sys.executable, "-P", "-m", "librmq", "console", shop.path, "--allow-changes"]
+    with served(shop.path, "--allow-changes") as url:
+        yield url
+
+
+@contextmanager
+def served(path: object, *options: str) -> Iterator[str]:
+    """Start the command, and return the link that it prints."""
+    command = [sys.executable, "-P", "-m", "librmq", "console", str(path), *options]
     with Process(command, stdout=subprocess.PIPE, text=True) as process:
         yield json.loads(process.stdout.readline())["url"]
         process.terminate()
@@ -92,6 +100,31 @@ def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: s
     assert [problem for problem in problems if "status of 400" not in problem] == []
     ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert contrast(ink, paper) > 7
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_what_is_missing_stands_at_the_top_and_fits(chromium: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    path = tmp_path / "store" / ("long" * 20)
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=4096)) as store:
+        for number in range(40):
+            store.append(Message("T", bytes(200)), number % 2)
+    sorted((path / "commitlog").iterdir())[1].unlink()
+    context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
+    page = context.new_page()
+    with served(path) as address:
+        page.goto(address)
+        base = page.url
+        for name in ("", "topics", "topic?name=T", "groups", "findings"):
+            page.goto(base + name)
+            banner = page.locator("main > *").first
+            assert "Something is missing." in banner.inner_text()
+            ink, paper = (
+                banner.evaluate(f"of => getComputedStyle(of).{part}") for part in ("color", "borderLeftColor")
+            )
+            assert ink != paper, "its edge has the colour of an error"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
     context.close()
 
 

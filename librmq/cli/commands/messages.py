@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -31,18 +30,16 @@ from librmq.cli._selection import (
 from librmq.cli._stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.errors import CorruptionError, InputError
-from librmq.files import Damage, DiskFiles, Files, OverlayFiles
-from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files import Damage, DiskFiles
 from librmq.message import DelayLevels, StoredMessage, frames
 from librmq.message.batch import is_batch
 from librmq.store.engine.derivation import claims, has_queue_entry
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_times import StoreTimes
-from librmq.store.format.directory import COMMITLOG, has_abort
-from librmq.store.recovery.open import clear_leftovers
+from librmq.store.format.directory import has_abort
+from librmq.store.recovery.open import readable_log
 from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
@@ -53,21 +50,20 @@ if TYPE_CHECKING:
 
 # ---- the log
 
-_FILES_MAPPED: Final = 32
-
 
 def dump(arguments: argparse.Namespace, output: Output) -> int:
     """Print every record up to the first damage; with ``--all`` also the records behind it."""
     files, config = files_and_config(arguments)
-    sequence = _log_files(arguments.store, files, config)
+    log = readable_log(arguments.store, files, config.commitlog_file_size)
     levels = DelayLevels.parse(config.message_delay_level)
     damages: list[CorruptionError] = []
+    begin = log.begin
     if arguments.at is not None:
         items = _scanned(arguments)
     else:
-        items = _items(arguments, sequence, sequence.begin, damages.append if arguments.all else None)
-    begin = sequence.begin
-    with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
+        items = _items(arguments, log, begin, damages.append if arguments.all else None)
+        check_queues(arguments, files, config)
+    with ProgressBar("dump", log.end - begin, quiet=output.is_on_terminal) as bar:
 
         def lines() -> Iterator[str]:
             for physical_offset, size, raw in items:
@@ -78,13 +74,11 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
                 is_sound = not arguments.all or StoredMessage(raw).crc_ok  # otherwise the walk has compared it
                 yield message_line(raw, levels, physical_offset, is_sound=is_sound)
                 if not is_sound:
-                    path = sequence.path_at(physical_offset)
+                    path = log.sequence.path_at(physical_offset)
                     damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
 
         output.lines(lines())
     output.close()
-    if arguments.at is None:
-        check_queues(arguments, files, config)
     for damage in damages:
         complain(f"librmq dump: {damage}")
     return DAMAGED if damages else 0
@@ -96,18 +90,9 @@ def _scanned(arguments: argparse.Namespace) -> Iterator[frames.LogItem]:
         yield from store.log.scan()
 
 
-def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue:
-    """Return the files of the log, without those of length zero that a kill has left at its end."""
-    folder = os.path.join(store, COMMITLOG)
-    if has_abort(files, store):
-        files = OverlayFiles(files)
-        clear_leftovers(store, files, queues=False)
-    return MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False)
-
-
 def _items(
     arguments: argparse.Namespace,
-    sequence: MappedFileQueue,
+    log: CommitLog,
     begin: int,
     damaged: Callable[[CorruptionError], object] | None = None,
 ) -> Iterator[frames.LogItem]:
@@ -121,46 +106,37 @@ def _items(
     at: int | None = begin
     while at is not None:
         try:
-            yield from _whole_files(sequence, at, check_body=damaged is None)
+            for item in log.scan(at, check_body=damaged is None):
+                if item[2] is None and item[0] + item[1] == log.end:
+                    return  # the log ends before the blank of its last file
+                yield item
             return
         except CorruptionError as error:
-            if error.kind == "size":
-                raise
-            if ends_at(sequence, error.offset):
+            if ends_at(log, error.offset):
                 return
             if damaged is None:
-                is_torn_end = has_abort(DiskFiles(), arguments.store) and cut_at(sequence, error) is None
+                is_torn_end = has_abort(DiskFiles(), arguments.store) and cut_at(log, error) is None
                 if arguments.as_recovered or is_torn_end:
                     return
                 raise
             damaged(error)
-            at = find_record(sequence, error.offset + 1, check_body=False)
+            at = find_record(log.sequence, error.offset + 1, check_body=False)
 
 
-def _whole_files(sequence: MappedFileQueue, begin: int, *, check_body: bool) -> Iterator[frames.LogItem]:
-    """Yield records and blanks to the end of the last file, except a blank there, before which the log ends."""
-    log = CommitLog(sequence)
-    log.end = sequence.end
-    for physical_offset, size, raw in log.scan(begin, check_body=check_body):
-        if raw is None and physical_offset + size == sequence.end:
-            return
-        yield physical_offset, size, raw
-
-
-def cut_at(sequence: MappedFileQueue, error: CorruptionError) -> Damage | None:
+def cut_at(log: CommitLog, error: CorruptionError) -> Damage | None:
     """Return the damage that ends the log, if sound records follow it."""
-    log, at = CommitLog(sequence), error.offset
+    at = error.offset
     cut = Damage(error.file, at, error.kind, error.what, log.data_behind(at))
-    following = find_record(sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
+    following = find_record(log.sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
     return None if following is None else cut
 
 
-def ends_at(sequence: MappedFileQueue, physical_offset: int) -> bool:
+def ends_at(log: CommitLog, physical_offset: int) -> bool:
     """Return whether the log ends here: only zeros follow in all files, or a batch that is not completely written."""
-    unfinished = CommitLog(sequence).unfinished_at(physical_offset)
+    unfinished = log.unfinished_at(physical_offset)
     if unfinished:
-        return find_record(sequence, physical_offset + unfinished) is None
-    return not sequence.data_behind(physical_offset)
+        return find_record(log.sequence, physical_offset + unfinished) is None
+    return not log.data_behind(physical_offset)
 
 
 _POLL_S: Final = 0.2
@@ -221,15 +197,17 @@ def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Ou
     """Print the selected records of the log, and compare them with the queues afterwards."""
     files, config = files_and_config(arguments)
     levels = DelayLevels.parse(config.message_delay_level)
-    sequence = _log_files(arguments.store, files, config)
-    named = _NamedOffsets(CommitLog(sequence))
+    log = readable_log(arguments.store, files, config.commitlog_file_size)
+    named = _NamedOffsets(log)
     compare = partial(named.compare, arguments)
-    with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
+    if log.gaps:
+        check_queues(arguments, files, config)
+    with ProgressBar("show", log.end - log.begin, quiet=output.is_on_terminal) as bar:
         try:
             messages = _in_log(arguments, selection, bar, named)
             output.lines(message_line(message.raw, levels, form=arguments.body) for message in messages)
         except CorruptionError as error:
-            cut = None if error.kind == "size" else cut_at(sequence, error)
+            cut = cut_at(log, error)
             if cut is None:
                 raise
             report_cut(arguments, cut)
@@ -257,13 +235,13 @@ def _in_log(
         CorruptionError: The bytes are neither a record nor the log's end.
     """
     test = selection.test()
-    log, sequence = named.log, named.log.sequence
-    log.end = sequence.end
-    begin = sequence.begin
+    log, begin = named.log, named.log.begin
     if selection.has_times:
         begin = StoreTimes.noted(arguments.store, DiskFiles(), log).first_file(selection.begin_ms)
-    for physical_offset, _, raw in _items(arguments, sequence, begin):
-        bar.to(physical_offset - sequence.begin)
+    for physical_offset, _, raw in _items(arguments, log, begin):
+        bar.to(physical_offset - log.begin)
+        if raw is None and log.is_missing(physical_offset):
+            named.expect_any()
         if raw is not None:
             message = StoredMessage(raw)
             if message.physical_offset != physical_offset:
@@ -299,6 +277,10 @@ class _NamedOffsets:
         if run.stop <= queue_offset or not queue_offset:  # a new topic of this name begins at 0
             self._runs[name] = range(run.start, queue_offset + 1)
 
+    def expect_any(self) -> None:
+        """Let the next record of each queue have any offset, because the log lacks those before it."""
+        self._runs.clear()
+
     def compare(self, arguments: argparse.Namespace, store: MessageStore) -> None:
         """Report a record to which a queue leads and that names another place.
 
@@ -307,14 +289,15 @@ class _NamedOffsets:
         """
         if store.log.end < self._end:
             report_record(arguments, store.log.end, "the next opening ends the log here")
+        begins = [self._begin, *(gap.offset + gap.bytes for gap in self.log.gaps)]
         for name, state in store.queues.states().items():
             run = self._runs.get(name, range(-1))
             if name not in self.gaps and (run.start, run.stop) == (state.min_offset, state.max_offset):
                 continue
             queue = store.queues[name]
-            first = offset_at_place(queue, self._begin)
-            for found in map(queue.first_message, {first, self.gaps.get(name, first), run.stop}):
-                if found is not None and self._begin <= found[1] < self._end:
+            firsts = [offset_at_place(queue, begin) for begin in begins]
+            for found in map(queue.first_message, {*firsts, self.gaps.get(name, run.stop), run.stop}):
+                if found is not None and self._begin <= found[1] < self._end and not self.log.is_missing(found[1]):
                     raw = self.log.read(found[1])
                     if raw is None or found[0] not in claims(raw, name):
                         what = f"queue offset {found[0]} of {name[0]}/{name[1]} leads there, and it names another"

@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files import File, Files, FolderEntry, file_size, is_folder
+from librmq.files import Damage, DiskFiles, File, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_queue
@@ -306,6 +306,25 @@ def derived_remedy(file: str, files: Files) -> str:
         if separator and not numbered_files(files, os.path.join(root, COMMITLOG)):
             return f"{COMMITLOG}/ has no file to make it again from: copy it from the store that this is a copy of"
     return "the log has the messages: librmq recover makes the file again"
+
+
+def told(damage: Damage) -> str:
+    """Return what a store is short of as commands and the console say it, and what to do."""
+    missing = (
+        "copy the missing {} of commitlog/ from the store that this is a copy of, or name the other paths of the log "
+        "(storePathCommitLog) with --log-path; without it these messages are lost"
+    )
+    if damage.kind != MISSING_LOG and os.path.basename(os.path.dirname(damage.file)) != COMMITLOG:
+        return f"{damage.file}: at {damage.offset}: {damage.what}; {derived_remedy(damage.file, DiskFiles())}"
+    if damage.kind in ("name", "size"):
+        return f"{damage.file}: {damage.what}"
+    if damage.kind == MISSING_LOG:
+        return f"{damage.file}: {damage.what}: {missing.format('part')}"
+    if damage.bytes:
+        ends = f"the log ends at {damage.offset}; {damage.bytes} bytes with sound records follow"
+        return f"{ends} ({damage.what}): librmq salvage saves them"
+    what = f"the log ends at {damage.offset}; {damage.what}: {missing.format('end')}"
+    return f"{what}, and librmq recover cuts the store there"
 
 
 def lock_path(path: str) -> str:

@@ -18,20 +18,27 @@ those of a killed one do not, because the log's pages can be lost when the queue
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.files import Damage, Files
+from librmq.formatting import moment
+from librmq.runtime.event_log import counted
 from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
-from librmq.store.engine.store_parts import Parts
-from librmq.store.format.directory import has_abort
+from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.format.directory import MISSING_LOG, has_abort
 from librmq.store.recovery.log_end import beyond_checkpoint
 from librmq.store.recovery.salvage import find_record
+
+_QUEUES_SHOWN: Final = 5
+_WHOLE: Final = "no message is missing, but no writer opens the store until {}"
 
 
 class Wholeness(enum.Enum):
@@ -58,6 +65,8 @@ class Condition(NamedTuple):
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
     """What may be missing: files, where a kill explains it too (`missing_first_files`), or entries not compared."""
+    gaps: Sequence[Damage] = ()
+    """What the log lacks between other bytes, and files that are none of it."""
     derived: Sequence[Damage] = ()
     """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
     the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
@@ -65,24 +74,28 @@ class Condition(NamedTuple):
     @property
     def lost(self) -> tuple[Damage, ...]:
         """Where the log lacks messages."""
+        gaps = [gap for gap in self.gaps if gap.kind == MISSING_LOG]
         lost = [damage for damage in self.derived if damage.kind == "record"]
-        return tuple(damage for damage in (self.cut, self.begin, *lost) if damage is not None)
+        return tuple(damage for damage in (self.cut, self.begin, *gaps, *lost) if damage is not None)
 
     @property
     def damage(self) -> tuple[Damage, ...]:
         """What makes the store short."""
-        return (*self.lost, *(damage for damage in self.derived if damage.kind != "record"))
+        others = [damage for damage in (*self.gaps, *self.derived) if damage not in self.lost]
+        return (*self.lost, *others)
 
 
 def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
     """Return the condition of the store in ``path``, by its parts as a recovery would leave them in memory.
 
-    Of a store that is being written, or whose queues are in no files, only what follows the log's end counts.
+    Of a store that is being written, or whose queues are in no files, only what the log lacks counts.
     """
     log = parts.log
     cut = cut_before_records(log, parts.cuts)
+    gaps = [_with_messages(gap, parts) for gap in log.gaps]
     if is_written:
-        return Condition(Wholeness.SOUND if cut is None else Wholeness.SHORT, cut)
+        return Condition(Wholeness.SHORT if cut or gaps else Wholeness.SOUND, cut, gaps=gaps)
+    of_end = next((number for number, gap in enumerate(gaps) if gap.bytes and gap.offset >= log.end), None)
     was_closed = not has_abort(files, path)
     if cut is None:
         has_log = bool(log.sequence.starts)  # a kill leaves the files of a log whose entries are there
@@ -92,9 +105,19 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     unseen = f"queues, which can lack last entries, were compared with the log from {parts.compared_from} on"
     unseen = "" if was_closed or parts.knows_ends else f"{unseen}; librmq verify compares all"
     note = "; ".join(filter(None, (note, begin_note, unseen)))
-    if cut is not None or begin is not None or parts.repairs:
-        return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
-    return Condition(Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE, None, None, note, parts.repairs)
+    if of_end is not None:  # a copy of the last file was not completed
+        gap, ends = log.gaps[of_end], [noted.log_end for noted in noted_ends(path, files)]
+        if cut is not None:
+            cut = dataclasses.replace(cut, what=f"{gap.file}: {gap.what}; {cut.what}")
+            del gaps[of_end]
+        elif log.end in (*ends, *[parts.queues.max_physic_offset] * was_closed):
+            is_empty = gap.bytes == log.file_size
+            remedy = "librmq recover has deleted the file" if is_empty else "the file has been copied again"
+            gaps[of_end] = dataclasses.replace(gap, kind="size", what=f"{gap.what}: {_WHOLE.format(remedy)}")
+    begin = begin and _with_messages(begin, parts)
+    is_short = cut is not None or begin is not None or gaps or parts.repairs
+    kind = Wholeness.SHORT if is_short else Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE
+    return Condition(kind, cut, begin, note, gaps, parts.repairs)
 
 
 def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
@@ -117,14 +140,18 @@ def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
 
 def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Damage | None:
     """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
-    end = parts.queues.max_physic_offset
+    end, lost = parts.queues.max_physic_offset, {}
     for cut in parts.cuts:
-        if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
-            folder = os.path.dirname(cut.file)
+        folder = os.path.dirname(cut.file)
+        if cut.kind == "ahead" and cut.bytes and os.path.basename(folder).isdigit():  # a recovery in memory cut a queue
             queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, writable=False)
+            name = os.path.basename(os.path.dirname(folder)), int(os.path.basename(folder))
+            lost[name] = range(parts.queues[name].max_offset, queue.max_offset)
             end = max(end, queue.max_physic_offset)
             queue.close()
-    return None if end <= parts.log.end else _lost_end(parts.log, f"queues have entries up to {end}")
+    if end <= parts.log.end:
+        return None
+    return _with_messages(_lost_end(parts.log, f"queues have entries up to {end}"), parts, lost)
 
 
 def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bool) -> tuple[Damage | None, str]:
@@ -138,7 +165,7 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
             what = f"{end.what} noted that it reached {end.log_end}"
             is_of_copy = end.by_flush and end.log_end <= log.sequence.end
             break
-    if not what and (what := beyond_checkpoint(parts)):
+    if not what and not log.is_missing(log.end - 1) and (what := beyond_checkpoint(parts)):  # a gap says more
         is_of_copy = True
     if not what:
         return None, ""
@@ -152,3 +179,50 @@ def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bo
 
 def _lost_end(log: CommitLog, what: str) -> Damage:
     return Damage(log.sequence.path_at(log.end), log.end, "ahead", f"{what}, beyond the log's end")
+
+
+def _entries_between(parts: Parts, gap: Damage) -> dict[QueueName, range]:
+    """Return the entries of messages in a part of the log that is missing."""
+    lost, states = {}, parts.queues.states()
+    for name in parts.queues:
+        if name in states and states[name].max_physic_offset <= gap.offset:
+            continue  # a look at the others takes long where there are many
+        queue = parts.queues[name]
+
+        def place(at: int, queue: ConsumeQueue = queue) -> int:
+            return int.from_bytes(queue.read(at, 1)[:8])
+
+        first, end = queue.stored_begin, queue.max_offset
+        first = bisect_left(range(end), gap.offset, first, key=place)
+        last = bisect_left(range(end), gap.offset + gap.bytes, first, key=place)
+        if not parts.queues.has_files and (found := queue.first_message(last)) is not None:
+            last = found[0]  # holes before a message stand for those that the log lacks
+        lost[name] = range(first, last)
+    return {name: offsets for name, offsets in lost.items() if offsets}
+
+
+def _with_messages(gap: Damage, parts: Parts, lost: Mapping[QueueName, range] | None = None) -> Damage:
+    """Say of a part of the log that is missing when its messages were stored, and which queues have entries of them."""
+    if lost is None:
+        if not gap.bytes:
+            return gap
+        lost = _entries_between(parts, gap)
+    times: dict[str, list[int]] = {"after": [], "before": []}
+    if gap.offset >= parts.log.end and parts.log.last_write is not None:
+        times["after"] += filter(None, [parts.log.store_timestamp_ms(parts.log.last_write)])
+    for name, offsets in lost.items():
+        for side, at in (("after", offsets.start - 1), ("before", offsets.stop)):
+            queue = parts.queues[name]
+            entry = queue.entry(at) if queue.min_offset <= at < queue.max_offset else None
+            stored = None if entry is None else parts.log.store_timestamp_ms(entry.physical_offset, entry.size)
+            times[side] += [] if stored is None else [stored]
+    known = [("after", max(times["after"], default=None)), ("before", min(times["before"], default=None))]
+    when = " and ".join(f"{side} {moment(at)}" for side, at in known if at is not None)
+    queues = [f"{topic}/{queue_id} {ids.start}-{ids.stop - 1}" for (topic, queue_id), ids in sorted(lost.items())]
+    more = [f"and {counted(len(queues) - _QUEUES_SHOWN, 'more queue')}"] if queues[_QUEUES_SHOWN:] else []
+    shown = f" ({', '.join(queues[:_QUEUES_SHOWN] + more)})" if queues else ""
+    count = counted(sum(map(len, lost.values())), "message") if lost else "an unknown number of messages"
+    if lost and not parts.queues.has_files:  # of a queue without earlier or later messages nothing is known
+        count = f"at least {count}"
+    what = f"{gap.what}: without {count}{shown}, stored {when or 'at an unknown time'}"
+    return dataclasses.replace(gap, what=what)

@@ -25,7 +25,7 @@ from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, RecordError
 from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import flush_all, make_folders, numbered_files
-from librmq.files.rolling import MappingPool, file_name
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
@@ -68,6 +68,7 @@ _WORTH_PASSING: Final = 16 << 20
 """Bytes of covered records from which a brief view passes over them."""
 _QUEUES_ASKED: Final = 256
 """Most queues that are looked into for the last covered record."""
+_LOG_FILES_MAPPED: Final = 32
 _QUEUE_DIGITS: Final = 20  # digits of a file's name
 _INDEX_DIGITS: Final = 17
 
@@ -95,6 +96,26 @@ def clear_leftovers(
     if file_size(files, checkpoint) == 0:
         leftovers.append(checkpoint)
     return _clear(leftovers, files)
+
+
+def readable_files(path: str, files: Files, size: int, *, is_written: bool = False) -> tuple[Files, list[Damage]]:
+    """Return files in which the log can be read, without those that a crash has left, and what it lacks."""
+    from librmq.files import OverlayFiles
+    from librmq.store.recovery._gaps import bridged
+
+    if has_abort(files, path) and not is_written:
+        overlay = OverlayFiles(files)
+        files = overlay if clear_leftovers(path, overlay, queues=False) else files
+    return bridged(path, files, size, is_written=is_written)
+
+
+def readable_log(path: str, files: Files, size: int) -> CommitLog:
+    """Return the log up to the end of its files, as `readable_files` show it."""
+    files, gaps = readable_files(path, files, size)
+    folder, pool = os.path.join(path, directory.COMMITLOG), MappingPool(_LOG_FILES_MAPPED)
+    log = CommitLog(MappedFileQueue(folder, size, files, pool, writable=False))
+    log.end, log.gaps = log.sequence.end, gaps
+    return log
 
 
 def _clear(leftovers: Sequence[str], files: Files) -> list[Damage]:
@@ -315,7 +336,14 @@ class _Opening:
 
     def open_log(self) -> CommitLog:
         on_record = self._findings if self._writable and not self._clean else None
-        return self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
+        gaps: list[Damage] = []
+        if self._mode is RecoveryMode.PREVIEW:
+            from librmq.store.recovery._gaps import bridged
+
+            _, gaps = bridged(self._path, self._files, self._config.commitlog_file_size)
+        log = self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
+        log.gaps = gaps
+        return log
 
     def _scan_from(self, log: CommitLog) -> int:
         """Return where the walk over the log begins."""
@@ -445,10 +473,10 @@ class _Opening:
             folder = directory.queue_folder(self._path, *name)
             is_closed = self._mode is RecoveryMode.CLOSED_COPY
             leftovers = [] if is_closed else _beside_missing(folder, self._files, log_begin)
-            if not leftovers and not self._thorough:
+            if not leftovers and not self._thorough and self._mode is not RecoveryMode.PREVIEW:
                 raise
             self.cuts += _clear(leftovers, self._files)
-            if not self._thorough:  # a check of all opens what is left, and repairs it
+            if leftovers and not self._thorough:  # a check of all, or of none, opens what is left, and repairs it
                 self._unclean.list_files(name)
 
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
