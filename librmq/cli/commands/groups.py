@@ -11,8 +11,8 @@ import io
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, nullcontext, redirect_stderr
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
@@ -142,20 +142,22 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
     if arguments.by in ("group", "origin"):
         raise InputError(f"--every measures by group and topic: expected no --by {arguments.by}")
 
-    for view, now, rates in _looks(arguments, arguments.group, arguments.topic, includes_own=arguments.all):
-        if rates is None:
-            _note_unknown(view, arguments, output)
-            if isinstance(view, StoreView) and view.owner is None:
-                _print_recent_rates(view, now, output)
-                return
-        for rate in rates or ():
-            output.row(rate._asdict())
-        output.draw()
+    looks = _looks(arguments, arguments.group, arguments.topic, includes_own=arguments.all)
+    with closing(looks):  # which closes the last view, also where an error ends this
+        for view, now, rates in looks:
+            if rates is None:
+                _note_unknown(view, arguments, output)
+                if isinstance(view, StoreView) and view.owner is None:
+                    _print_recent_rates(view, now, output)
+                    return
+            for rate in rates or ():
+                output.row(rate._asdict())
+            output.draw()
 
 
 def _looks(
     arguments: argparse.Namespace, group: str | None = None, topic: str | None = None, *, includes_own: bool = False
-) -> Iterator[tuple[LiveView, Lag, list[GroupRate] | None]]:
+) -> Generator[tuple[LiveView, Lag, list[GroupRate] | None], None, None]:
     """Yield a view every so many seconds, with the lag of groups, and their rates since the view before, if any."""
     if arguments.every < _LEAST_S:
         raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
@@ -173,22 +175,22 @@ def _looks(
 def top(arguments: argparse.Namespace, output: Output) -> int:
     """Print what groups, instances and listeners do; on a terminal each look takes the place of the one before."""
     is_screen = output.is_on_terminal and arguments.format in (None, "table") and not arguments.once
-    looks = _looks(arguments)
-    while True:
-        notes = io.StringIO()
-        with redirect_stderr(notes) if is_screen else nullcontext():
-            view, now, rates = next(looks)
-        if is_screen:
-            sys.stdout.write(_CLEAR)
-            sys.stderr.write(notes.getvalue())  # below what was cleared
-        running = view.running_groups
-        for rows in (_group_rows(view, now, rates), view.instance_rows(running), view.listener_rows(running)):
-            output.rows_of(islice(rows, _ON_SCREEN if is_screen else None))
-        output.writer.close()  # all of it, with the headings
-        if rates is None and isinstance(view, StoreView) and view.route is None:
-            complain("note: the instances are unknown: no process shares this store")
-        if arguments.once or (isinstance(view, StoreView) and view.owner is None):
-            return 0
+    with closing(_looks(arguments)) as looks:
+        while True:
+            notes = io.StringIO()
+            with redirect_stderr(notes) if is_screen else nullcontext():
+                view, now, rates = next(looks)
+            if is_screen:
+                sys.stdout.write(_CLEAR)
+                sys.stderr.write(notes.getvalue())  # below what was cleared
+            running = view.running_groups
+            for rows in (_group_rows(view, now, rates), view.instance_rows(running), view.listener_rows(running)):
+                output.rows_of(islice(rows, _ON_SCREEN if is_screen else None))
+            output.writer.close()  # all of it, with the headings
+            if rates is None and isinstance(view, StoreView) and view.route is None:
+                complain("note: the instances are unknown: no process shares this store")
+            if arguments.once or (isinstance(view, StoreView) and view.owner is None):
+                return 0
 
 
 _CLEAR: Final = "\x1b[H\x1b[J"
