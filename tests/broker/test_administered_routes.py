@@ -244,7 +244,8 @@ def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_pat
         asked.delete_topic("orders")
         assert asked.clean_unused_topics() == []
     calls = {name for name in dir(AdministeredRoute) if not name.startswith("_")} - set(dir(librmq.protocol.Route))
-    assert calls - asked.used == {"close", "run_async", "join_async"}  # shown by the block, and by a test below
+    # The first two are shown by the block, the others by a test below.
+    assert calls - asked.used == {"close", "dead", "run_async", "join_async"}
 
 
 def test_topics_and_queues(route: AdministeredRoute) -> None:

@@ -287,9 +287,12 @@ def test_event_loops_of_two_threads_append_by_themselves(peer: AtAppends) -> Non
         results.update(zip(bodies, (result.queue_offset for result in sent), strict=True))
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(asyncio.run, map(send, "ab")))
+        for number in range(20):  # the owner stores those for which it has prepared no room yet
+            list(pool.map(asyncio.run, map(send, (f"a{number}", f"b{number}"))))
+            if peer.appended:
+                break
     assert {offset - 3: body for body, offset in results.items()} == dict(enumerate(peer.bodies()))
-    assert peer.appended  # the owner stores those for which it has prepared no room yet
+    assert peer.appended
 
 
 @pytest.mark.parametrize("of_owner", [False, True])
