@@ -278,7 +278,7 @@ class DelaySchedule:
         for level in self._levels:
             queue, queue_offset = self._store.queue(SystemTopic.SCHEDULE, level.queue_id), level.next_offset
             raw = b"" if queue is None else queue.read(queue_offset, 1)
-            if queue is not None and raw and self._count_due(level, queue, queue_offset, raw, now_ms)[0]:
+            if queue is not None and raw and self._due_ms(level, queue, queue_offset, *ENTRY.unpack(raw)) <= now_ms:
                 return True
         return False
 

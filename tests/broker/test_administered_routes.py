@@ -342,6 +342,16 @@ def test_join_waits_for_what_is_due(tmp_path: Path) -> None:
     assert bodies == [b"due"]
 
 
+def test_join_waits_for_nothing_that_is_not_due(tmp_path: Path) -> None:
+    """Also where it was stored after the last look at delays."""
+    runner = librmq.ManualRunner()
+    with librmq.Broker.open(tmp_path, runner=runner) as broker, librmq.Producer(broker, "shop") as producer:
+        runner.advance(5)
+        producer.send("orders", b"waits", delay_level=5)
+        producer.send("orders", b"waits too", delay=3600)
+        broker.join(timeout=10)
+
+
 def test_join_waits_for_running_groups(
     route: AdministeredRoute, producer: librmq.Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
