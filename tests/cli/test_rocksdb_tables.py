@@ -110,7 +110,12 @@ def test_a_copy_has_the_progress(moved: tuple[Shell, list[Any]]) -> None:
 
 
 def test_a_running_broker_keeps_its_database(shell: Shell) -> None:
+    """All but what its RocksDB tells of itself, a few seconds after it was opened too."""
     pytest.importorskip("rocksdict")
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        return {path: held for path, held in state_of(config).items() if path != os.path.join("consumerOffsets", "LOG")}
+
     config = shell.folder / "store" / "config"
     expected = shell("lag", "store").out
     write_tables(config, "separate", tables_of(config))
@@ -126,11 +131,11 @@ def test_a_running_broker_keeps_its_database(shell: Shell) -> None:
     )  # fmt: skip
     with holder:
         assert holder.stdout.readline() == b"open\n"
-        before = state_of(config)
+        before = state()
         tables = BrokerTables.open(str(config))
         assert tables.consumer_offset("new", "group", 0) == 5, "only in RocksDB's own log"
         assert set(expected.splitlines()) <= set(shell("lag", "store").out.splitlines())
-        assert state_of(config) == before
+        assert state() == before
         holder.stdin.close()
     assert holder.returncode == 0
 

@@ -171,12 +171,12 @@ def test_a_delay_is_cancelled_in_the_process(shell: Shell, application: Sharing)
 @pytest.mark.slow
 def test_a_running_group_is_reset(shell: Shell, application: Sharing) -> None:
     application("[fails.clear(), consumer.start()] and None")
-    wait_until(lambda: application("len(heard)") == 10, "all is heard", 30)
+    wait_until(lambda: application("len(heard)") == 10, "all is heard")
     assert shell("reset", "live", "--group", "billing", "--topic", "orders", "--to", "begin", "--dry-run").status == 0
     assert application("len(heard)") == 10
     answer = shell("reset", "live", "--group", "billing", "--topic", "orders", "--offset", "3", "--queue", "1")
     assert (answer.status, answer.said, [row["after"] for row in answer.rows]) == (0, "", [3])
-    wait_until(lambda: application("heard[10:]") == ["7", "9"], "two are heard again", 30)
+    wait_until(lambda: application("heard[10:]") == ["7", "9"], "two are heard again")
     far = shell("reset", "live", "--group", "billing", "--topic", "orders", "--offset", "1000", "--queue", "1")
     assert (far.status, "expected a queue offset up to 5" in far.said) == (2, True)
 
@@ -223,16 +223,16 @@ def test_a_group_that_runs_is_not_moved_back(shell: Shell, application: Sharing)
 @pytest.mark.slow
 def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None:
     application("[consumer.start()] and None")
-    wait_until(lambda: len(application("[m.offset_id for m in broker.dead_letters('billing')]")) == 10, "dead", 60)
+    wait_until(lambda: len(application("[m.offset_id for m in broker.dead_letters('billing')]")) == 10, "dead")
     application("fails.clear()")
     answer = shell("dead-letters", "live", "--group", "billing", "--resend", "--dry-run")
     assert (answer.status, len(answer.rows), application("heard")) == (0, 10, [])
     assert {row["resent_at_ms"] for row in shell("dead-letters", "live").rows} == {None}
     answer = shell("dead-letters", "live", "--group", "billing", "--resend", "--limit", "4")
     assert (answer.status, answer.said, len(answer.rows)) == (0, "", 4)
-    wait_until(lambda: len(application("heard")) == 4, "four are heard", 30)
+    wait_until(lambda: len(application("heard")) == 4, "four are heard")
     assert len(shell("dead-letters", "live", "--resend", "--group", "billing").rows) == 6
-    wait_until(lambda: sorted(application("heard")) == [str(n) for n in range(10)], "all are heard", 30)
+    wait_until(lambda: sorted(application("heard")) == [str(n) for n in range(10)], "all are heard")
     assert application("broker.resend_dead_letters('billing')") == 0
 
 

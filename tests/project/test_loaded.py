@@ -20,7 +20,7 @@ with Broker.open("data") as broker, Producer(broker, "shop") as producer:
     billing.subscribe("orders", lambda message: got.append(message.json()["number"]))
     with billing:
         producer.send("orders", json={"number": "o-1"})
-        broker.join(timeout=10)
+        broker.join(timeout=300)
 assert got == ["o-1"]
 """,
     "shop by hand": """

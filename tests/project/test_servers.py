@@ -78,7 +78,7 @@ class Server:
     def wait(self, pattern: str, count: int) -> None:
         """Wait for so many different matches."""
         try:
-            wait_until(lambda: len(set(self.found(pattern))) >= count or self.process.poll() is not None, pattern, 60)
+            wait_until(lambda: len(set(self.found(pattern))) >= count or self.process.poll() is not None, pattern)
         finally:
             assert len(set(self.found(pattern))) >= count, self.text
 
@@ -111,13 +111,13 @@ def test_two_workers_of_a_web_server(recipes: Path, module: str) -> None:
     bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     started = {"uvicorn": r"Application startup complete", "gunicorn": r"Booting worker with pid: (\d+)"}[module]
     with serving(recipes, module, *WEB[module], bind) as server:
-        wait_until(lambda: len(server.found(started)) >= 2, "two workers", 60)
+        wait_until(lambda: len(server.found(started)) >= 2, "two workers")
         served = set()
         for number in range(40):
             request = urllib.request.Request(f"http://127.0.0.1:{port}/orders/o-{number}", method="POST")
             with urllib.request.urlopen(request, timeout=60) as response:
                 served.add(response.read().decode().strip())
-        wait_until(lambda: len(set(server.found(r"charged (o-\d+)"))) == 40, "40 orders are charged", 60)
+        wait_until(lambda: len(set(server.found(r"charged (o-\d+)"))) == 40, "40 orders are charged")
         charged = server.found(r"(\d+) charged (o-\d+)")
         # A queue that moves to another worker can be read by both for a moment, so an order can be charged again.
         assert {order for _, order in charged} == {f"o-{number}" for number in range(40)}
@@ -176,7 +176,7 @@ def test_prometheus_reads_the_owner(tmp_path: Path, module: str) -> None:
         return sum(float(number) for number in re.findall(rf'^{name}{{.*topic="orders".*}} (\S+)$', metrics(), re.M))
 
     with serving(tmp_path, module, *WEB[module], bind) as server:
-        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the lag of the group", 60)
+        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the lag of the group")
         owner, served = owner_of(tmp_path / "shop"), set()
         for _ in range(20):
             request = urllib.request.Request(f"http://127.0.0.1:{port}/orders/o", method="POST")
@@ -184,7 +184,7 @@ def test_prometheus_reads_the_owner(tmp_path: Path, module: str) -> None:
                 served.add(response.read().decode())
         assert count_of("librmq_messages_in_total") == 20, f"of all workers that served: {served}"
         os.kill(owner, signal.SIGKILL)
-        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the metrics of the next owner", 60)
+        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the metrics of the next owner")
         assert owner_of(tmp_path / "shop") != owner
     assert "Traceback" not in server.text
 
@@ -262,7 +262,7 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
             """Return the processes that have begun to record."""
             return [pid for path in recipes.glob("*.jsonl") if os.path.exists(f"/proc/{(pid := int(path.stem))}")]
 
-        wait_until(lambda: len(workers()) == 4 or server.process.poll() is not None, "four workers", 60)
+        wait_until(lambda: len(workers()) == 4 or server.process.poll() is not None, "four workers")
         assert server.process.poll() is None, server.text
         orders = Orders(port)
         try:
@@ -284,7 +284,7 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
         drained = clock.now_ms()
         with librmq.share(recipes / "shop") as shared:
             ordered = {f"o-{number}" for number in range(orders.count)}
-            wait_until(lambda: lag_of(shared) == 0 and charges(recipes).keys() >= ordered, "all are charged", 90)
+            wait_until(lambda: lag_of(shared) == 0 and charges(recipes).keys() >= ordered, "all are charged")
             drained = clock.now_ms() + 1
     assert {number: times for number, times in charges(recipes).items() if times != 1} == {}
     crashes.append({"event": "drained", "group": "billing", "at_ms": drained})
@@ -316,7 +316,7 @@ def test_celery_beside_an_application(recipes: Path) -> None:
             )
             calling = Process([sys.executable, "-c", calls], cwd=recipes, env=environment(**filesystem))
             assert calling.wait(60) == 0
-            wait_until(lambda: sorted(heard) == [f"o-{number}" for number in range(10)], "all are heard", 60)
+            wait_until(lambda: sorted(heard) == [f"o-{number}" for number in range(10)], "all are heard")
     assert "Traceback" not in server.text
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ from librmq import ConsumeFrom, DeliveredMessage, Producer, PushConsumer, RmqErr
 from librmq.clock import SystemClock
 from tests.conftest import SlowBudget
 from tests.programs import Fork
+from tests.wire.stub import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is kept")]
 
@@ -79,22 +81,19 @@ def kill_members(folder: Path, rng: random.Random) -> None:
             victim.__exit__()
             begin()
         with librmq.share(store, wait=60, timeout=5) as shared:
-            wait_for_all(shared)
+            wait_until(partial(is_consumed, shared), "all messages are consumed")
     finally:
         for member in members:
             member.__exit__()
     check(ledger)
 
 
-def wait_for_all(shared: librmq.SharedBroker) -> None:
-    for _ in range(600):
-        try:
-            if shared.lag("g", "t") == 0:
-                return
-        except RmqError:  # its owner is being killed
-            continue
-        CLOCK.wait(NEVER, 0.05)
-    raise AssertionError(f"{shared.lag('g', 't')} messages are not consumed")
+def is_consumed(shared: librmq.SharedBroker, dead: int = 0) -> bool:
+    """Return whether all messages are consumed, and so many of them are dead letters."""
+    try:
+        return shared.lag("g", "t") == 0 and (not dead or len([*shared.dead_letters("g")]) >= dead)
+    except RmqError:  # its owner is being killed
+        return False
 
 
 def check(ledger: Path) -> None:
@@ -131,7 +130,9 @@ def poison_members(folder: Path, rng: random.Random) -> None:
     kills = 4
     try:
         with librmq.share(store, wait=60, timeout=5) as shared:
-            for _ in range(1200):
+
+            def kill_and_look() -> bool:
+                nonlocal kills
                 for place, member in enumerate(members):
                     if member.process.exitcode is None and kills and rng.random() < 0.02:
                         kills -= 1
@@ -140,14 +141,11 @@ def poison_members(folder: Path, rng: random.Random) -> None:
                     if member.process.exitcode is not None:
                         member.__exit__()
                         members[place] = Fork(consume, store, ledger, POISONS, 0.005)
-                try:
-                    dead = [letter.body for letter in shared.dead_letters("g")]
-                    if len(dead) >= len(POISONS) and shared.lag("g", "t") == 0:
-                        break
-                except RmqError:  # its owner has ended
-                    continue
                 CLOCK.wait(NEVER, 0.05)
-            assert sorted(dead) == sorted(POISONS)
+                return is_consumed(shared, len(POISONS))
+
+            wait_until(kill_and_look, "all is consumed but what ends processes")
+            assert sorted(letter.body for letter in shared.dead_letters("g")) == sorted(POISONS)
     finally:
         for member in members:
             member.__exit__()

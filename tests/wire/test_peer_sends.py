@@ -272,7 +272,7 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtAppends]
         producer.send("orders", b"first")
         page = AppendPage.open(appends_path(str(tmp_path)))
         assert page is not None
-        wait_until(lambda: page.numbers[append_page.STATE] == append_page.OPEN, "the peer may append", 20)
+        wait_until(lambda: page.numbers[append_page.STATE] == append_page.OPEN, "the peer may append")
         page.close()
         asyncio.run(producer.send_async("orders", b"first"))  # by the owner, while the thread starts
         yield at

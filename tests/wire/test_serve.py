@@ -303,17 +303,16 @@ def test_settling_awaits_the_groups_of_a_killed_server(by_hand: Started, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_silent_connection_to_the_control_port_holds_up_no_other(
-    by_hand: Started,
-) -> None:
-    serving, ready_row = by_hand
-    host, _, port = ready_row["control"].rpartition(":")
-    with socket.create_connection((host, int(port))) as silent, socket.create_connection((host, int(port))) as partial:
-        partial.sendall(f"POST /settle HTTP/1.1\r\nHost: {ready_row['control']}\r\nContent-Length: 9\r\n\r\n".encode())
-        control = http.client.HTTPConnection(ready_row["control"], timeout=5)  # half of what a silent one has
-        control.request("POST", "/settle")
-        assert control.getresponse().status == 200
-        control.close()
+def test_a_silent_connection_to_the_control_port_holds_up_no_other(tmp_path: Path) -> None:
+    """Here it is cut off after an hour."""
+    options = ("--grpc", "0", "--clock", "manual")
+    patient = "from librmq.cli.commands import serve; serve._READ_S = 3600; from librmq.cli._main import main; main()"
+    command = (sys.executable, "-c", patient, "serve")
+    with start_serve(tmp_path / "store", *options, command=command) as (serving, row), ExitStack() as opened:
+        host, _, port = row["control"].rpartition(":")
+        silent, half = (opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(2))
+        half.sendall(f"POST /settle HTTP/1.1\r\nHost: {row['control']}\r\nContent-Length: 9\r\n\r\n".encode())
+        assert ask(row["control"], "POST", "/settle")[0] == 200
         end(serving, signal.SIGTERM)
         assert silent.recv(1) == b""
 

@@ -111,13 +111,13 @@ class Worker(Fork):
         return [(words[0], float(words[1])) for line in list(self.lines) if (words := line.split())[0] != "ready"]
 
     def wait_ready(self) -> Worker:
-        wait_until(lambda: bool(self.lines) or not self.process.is_alive(), f"{self.name} is ready", 60)
+        wait_until(lambda: bool(self.lines) or not self.process.is_alive(), f"{self.name} is ready")
         assert self.lines, f"{self.name} has failed"
         return self
 
     def wait_sends(self, more: int) -> None:
         count = len(self.sends) + more
-        wait_until(lambda: len(self.sends) >= count, f"{self.name} sends", 120)
+        wait_until(lambda: len(self.sends) >= count, f"{self.name} sends")
 
     def kill(self) -> None:
         self.scene.crashed(self.name, CLOCK.now_ms())
@@ -197,7 +197,7 @@ class Scene:
                 progress = [(shared.call(protocol.QueryOffset(group, *queue)) or 0, end) for queue, end in ends.items()]
                 return all(offset >= end for offset, end in progress)
 
-            wait_until(is_drained, "everything is consumed", 90)
+            wait_until(is_drained, "everything is consumed")
         self._events.append({"event": "drained", "group": group, "at_ms": CLOCK.now_ms() + 1})
 
     def refused(self) -> list[str]:
@@ -288,7 +288,7 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
         peer.wait_sends(5)
         owner.stop()
         before = len(scene.refused())
-        wait_until(lambda: len(scene.refused()) > before, "a send is refused", 30)  # noqa: B023 (called at once)
+        wait_until(lambda: len(scene.refused()) > before, "a send is refused")  # noqa: B023 (called at once)
         for refused in scene.refused()[before:]:
             assert stopped in refused
             assert float(refused.split()[1]) > 0.9
@@ -297,7 +297,7 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
                 librmq.share(scene.store, timeout=0.2, wait=0.5)
         assert is_stopped(owner.pid)
         owner.send_signal(signal.SIGCONT)
-        wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
+        wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again")
 
 
 def progress_in_folder(scene: Scene) -> dict[int, int]:
@@ -356,7 +356,7 @@ def test_an_idle_peer_ends_an_owner_that_is_stopped_for_too_long(scene: Scene, m
     with librmq.share(scene.store, take_over_stopped=most_s, timeout=1) as peer:
         owner.stop() if most_s > 1 else owner.send_signal(signal.SIGSTOP)
         if most_s < 1:
-            wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+            wait_until(lambda: peer.is_owner, "the peer takes over")
             owner.wait_until_killed()
             return
         with pytest.raises(BrokerUnreachableError, match="is stopped"):
@@ -383,7 +383,7 @@ def test_an_owner_that_is_stopped_before_it_listens_is_ended_too(scene: Scene) -
     words = "import signal as s, sys, threading; from librmq.files._disk import DiskFiles"
     stopping = f"{words}; lock = DiskFiles().lock(sys.argv[1]); s.pthread_kill(threading.get_ident(), s.SIGSTOP)"
     owner: Process[str] = Process([sys.executable, "-P", "-c", stopping, lock], env=environment())
-    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped", 60)
+    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
     with pytest.raises(BrokerUnreachableError, match=f"process {owner.pid}, which owns the store, is stopped"):
         librmq.share(scene.store, timeout=0.1, wait=0.1)
     with librmq.share(scene.store, wait=60, take_over_stopped=0.2) as heir:
@@ -402,11 +402,11 @@ def test_a_take_over_is_logged_in_the_words_of_a_share(tmp_path: Path, caplog: p
         consumer.subscribe("orders", heard.append)
         with consumer:
             producer.send("orders", b"a coat")
-            wait_until(lambda: len(heard) == 1, "it is consumed", 30)
+            wait_until(lambda: len(heard) == 1, "it is consumed")
             owner.close()
-            wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+            wait_until(lambda: peer.is_owner, "the peer takes over")
             producer.send("orders", b"another coat")
-            wait_until(lambda: len(heard) == 2, "the next one is consumed", 30)
+            wait_until(lambda: len(heard) == 2, "the next one is consumed")
     assert caplog.text.count(f"process {os.getpid()} owns the store") == 3  # the owner, the peer, and it again
     assert "name server" not in caplog.text
     assert "127.0.0.1:" not in caplog.text
@@ -449,7 +449,7 @@ def test_clients_of_all_kinds_at_a_peer(tmp_path: Path) -> None:
             heard.append(message.body)
 
         with consumer_push:
-            wait_until(lambda: len(heard) == 4, "messages are heard", 30)
+            wait_until(lambda: len(heard) == 4, "messages are heard")
         with TransactionProducer(peer, "bank", lambda message: TransactionState.UNKNOWN) as bank:
             bank.send_in_transaction(
                 Message("orders", b"committed"), execute=lambda message, arg: TransactionState.COMMIT
@@ -467,7 +467,7 @@ def test_a_peer_sends_no_letter_again_that_a_killed_process_has_not_noted(tmp_pa
         consumer.subscribe("orders", refuse)
         with consumer, Producer(owner, "shop") as producer:
             producer.send("orders", b"x")
-            wait_until(lambda: len(peer.dead_letters("billing")) == 1, "the message is a dead letter", 30)
+            wait_until(lambda: len(peer.dead_letters("billing")) == 1, "the message is a dead letter")
         assert peer.resend_dead_letters("billing") == 1
         (tmp_path / "store/librmq/resent.json").unlink()  # as if SIGKILL had come before the note
         assert peer.resend_dead_letters("billing") == 0
@@ -734,9 +734,10 @@ def test_a_signal_handler_closes_a_share_within_an_append_of_its_own(
 
 @pytest.mark.slow
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
-def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene) -> None:
-    """The owner, which stores batches, is stopped while the signal comes; the peer's own appends go on meanwhile."""
+def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner, which stores batches, is stopped when the signal comes; the peer's own appends go on meanwhile."""
     owner, has_ended = scene.start().wait_ready(), threading.Event()
+    write, thread, asked = FrameSocket.write, threading.get_ident(), list[bytes]()
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -745,21 +746,30 @@ def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene) ->
         has_ended.wait(1)
         owner.send_signal(signal.SIGCONT)
 
-    with librmq.share(scene.store, timeout=30) as shared, Producer(shared, "shop", timeout=30) as producer:
+    def write_and_signal(stream: FrameSocket, data: bytes) -> None:
+        write(stream, data)
+        if threading.get_ident() == thread:
+            asked.append(data)
+            if is_stopped(owner.pid):
+                resuming.start()
+                signal.raise_signal(signal.SIGUSR1)
+
+    with librmq.share(scene.store, timeout=300) as shared, Producer(shared, "shop", timeout=300) as producer:
         shared.create_topic("orders", 1)
-        for _ in range(8):
-            producer.send("orders", b"0")
-        before = signal.signal(signal.SIGALRM, interrupt)
+        monkeypatch.setattr(FrameSocket, "write", write_and_signal)
+        before = signal.signal(signal.SIGUSR1, interrupt)
         resuming = threading.Thread(target=resume)
         try:
+            seen = -1
+            while len(asked) > seen:  # until a send needs no owner
+                seen = len(asked)
+                producer.send("orders", b"0")
             owner.stop()
-            producer.send("orders", b"1")  # which needs no owner
-            resuming.start()
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            producer.send("orders", b"1")
             with pytest.raises(KeyboardInterrupt):
                 producer.send_batch([Message("orders", b"2"), Message("orders", b"3")])
         finally:
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGUSR1, before)
         producer.send("orders", b"4")
         has_ended.set()
         resuming.join()
@@ -1228,7 +1238,7 @@ def test_a_client_that_comes_while_others_are_registered(tmp_path: Path, monkeyp
         peer.call(protocol.Heartbeat("was there", peer.endpoint(peer.name), frozenset({"shop"}), ()))
         monkeypatch.setattr(StoreOwner, "register", register_and_come)
         owner.close()
-        wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+        wait_until(lambda: peer.is_owner, "the peer takes over")
         assert registered == [["was there"], ["comes"]]
 
 
@@ -1244,7 +1254,7 @@ def test_the_next_owner_waits_for_the_members(tmp_path: Path, monkeypatch: pytes
     with pair(tmp_path) as (owner, peer):
         assert waits == [], "there was no owner before the first one"
         owner.close()
-        wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+        wait_until(lambda: peer.is_owner, "the peer takes over")
         assert waits == [1.0]
 
 

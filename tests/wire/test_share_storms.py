@@ -89,7 +89,7 @@ def run(folder: Path, seed: int) -> Counter[str]:
     members = [Fork(work, folder / "store", f"w{number}", folder / f"w{number}.txt", seed) for number in range(MEMBERS)]
     try:
         if is_killed:
-            wait_until(lambda: (folder / "w0.txt").exists(), "a member works", 60)
+            wait_until(lambda: (folder / "w0.txt").exists(), "a member works")
             killed = rng.choice(members)
             assert killed.process.pid is not None
             os.kill(killed.process.pid, signal.SIGKILL)
