@@ -147,7 +147,8 @@ def test_a_dead_letter_is_found_and_sent_again(chromium: Any, address: str, shop
     page.get_by_role("link", name="mail", exact=True).click()
     page.get_by_role("link", name="Dead letters, one by one").click()
     page.get_by_role("button", name="Show the resend").click()
-    page.get_by_role("button", name="Do it").click()
+    with page.expect_navigation():
+        page.get_by_role("button", name="Do it").click()
     assert "sent" in page.inner_text("main table")
     assert shop.lag("mail") == 1
     page.close()
@@ -162,7 +163,8 @@ def test_a_live_page_shows_what_arrives(chromium: Any, address: str, shop: Any) 
         producer.send("orders", b"news", keys="o-2")
     page.get_by_role("cell", name="o-2").wait_for(timeout=180_000)
     page.get_by_label("Key", exact=True).fill("o-2")
-    page.locator("main").get_by_role("button", name="Show", exact=True).click()
+    with page.expect_navigation():
+        page.locator("main").get_by_role("button", name="Show", exact=True).click()
     assert page.locator("tbody").first.locator("tr").count() == 1
     page.close()
 

@@ -241,7 +241,7 @@ def write_greedily(disk: Path) -> None:
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(GREEDY), str(disk), file_system(disk)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(

@@ -299,7 +299,7 @@ class Killed:
     def _says(self, life: int, line: str) -> bool:
         """Return whether a process says something before its end."""
         fork = self._members[life]
-        watchdog = threading.Timer(90, fork.process.kill)
+        watchdog = threading.Timer(300, fork.process.kill)
         watchdog.start()
         said = fork.stdout.readline()
         watchdog.cancel()
@@ -311,7 +311,7 @@ class Killed:
         fork = self._members[life]
         with suppress(BrokenPipeError):
             os.write(fork.stdin.fileno(), b"\n")
-        fork.process.join(90)
+        fork.process.join(300)
         assert fork.process.exitcode in (0, -signal.SIGKILL), f"life {life} ends by {fork.process.exitcode}"
         self._end(life, "by itself" if fork.process.exitcode else "closed")
 

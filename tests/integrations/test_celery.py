@@ -45,7 +45,7 @@ def worker(folder: Path, *words: str, **variables: str) -> Iterator[Process[str]
             wait_until(lambda: process.poll() is not None or (folder / f"ready {process.pid}").exists(), "it has begun")
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                assert process.wait(200) == 0
 
 
 def call(folder: Path, code: str, **variables: str) -> str:
@@ -64,15 +64,15 @@ def notes(folder: Path) -> Counter[str]:
 EVERYTHING = """
 from celery import chain, group
 results = [add.delay(number, 1) for number in range(30)]
-assert [result.get(timeout=60) for result in results] == list(range(1, 31))
-assert third_time.delay().get(timeout=60) == 2
-assert add.apply_async((1, 2), countdown=1).get(timeout=60) == 3
-assert chain(add.s(1, 2), add.s(3))().get(timeout=60) == 6
-assert group(add.s(number, 1) for number in range(5))().get(timeout=60) == [1, 2, 3, 4, 5]
+assert [result.get(timeout=200) for result in results] == list(range(1, 31))
+assert third_time.delay().get(timeout=200) == 2
+assert add.apply_async((1, 2), countdown=1).get(timeout=200) == 3
+assert chain(add.s(1, 2), add.s(3))().get(timeout=200) == 6
+assert group(add.s(number, 1) for number in range(5))().get(timeout=200) == [1, 2, 3, 4, 5]
 print("all done")
 """
 INSPECTION = """
-inspect = app.control.inspect(timeout=20, limit=1)
+inspect = app.control.inspect(timeout=100, limit=1)
 assert [{"ok": "pong"}] == list(inspect.ping().values())
 assert [names] == list(inspect.registered().values()) if (names := sorted(
     name for name in app.tasks if name.startswith("tests."))) else False
@@ -94,7 +94,7 @@ def test_a_cluster(tmp_path: Path) -> None:
 
 def test_a_worker_whose_processes_are_busy_answers(tmp_path: Path) -> None:
     with worker(tmp_path):
-        ready = "assert add.delay(1, 1).get(timeout=60) == 2\n"  # a broadcast before has no queue yet
+        ready = "assert add.delay(1, 1).get(timeout=200) == 2\n"  # a broadcast before has no queue yet
         call(tmp_path, ready + "for _ in range(8): held.delay()\n" + INSPECTION)
         assert not notes(tmp_path)
         (tmp_path / "go").touch()
@@ -102,7 +102,7 @@ def test_a_worker_whose_processes_are_busy_answers(tmp_path: Path) -> None:
 
 def test_the_store_waits_instead_of_the_worker(tmp_path: Path) -> None:
     with worker(tmp_path, TASKS_DELAYED="1"):
-        code = "print(add.apply_async((1, 2), countdown=3).get(timeout=60))"
+        code = "print(add.apply_async((1, 2), countdown=3).get(timeout=200))"
         assert call(tmp_path, code, TASKS_DELAYED="1") == "3"
 
 
@@ -156,7 +156,7 @@ def test_a_warm_shutdown_ends_running_tasks_and_loses_none(tmp_path: Path) -> No
         call(tmp_path, "for number in range(8): note.delay(number, 1)")
         wait_until(lambda: sum(notes(tmp_path).values()) >= 2, "it works")
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 0
+        assert first.wait(200) == 0
     with worker(tmp_path):
         wait_until(lambda: all(notes(tmp_path)[f"ends {number}"] for number in range(8)), "the rest is done")
     assert min(notes(tmp_path).values()) >= 1
@@ -169,7 +169,7 @@ def end(worker: Process[str], log: Path) -> None:
     thread held the counter of results or had written half of a task, a process waits for it in turn.
     """
     try:
-        worker.wait(20)
+        worker.wait(90)
     except subprocess.TimeoutExpired:
         worker.send_signal(signal.SIGUSR1)  # prints the stacks of all threads
         wait_until(lambda: "LOCAL VARIABLES" in log.read_text(), "the stacks")
@@ -198,7 +198,8 @@ def test_a_worker_goes_on_when_the_owner_ends_and_a_cold_shutdown_loses_nothing(
             owner.kill()
             owner.wait(60)
             before = sum(notes(tmp_path).values())
-            wait_until(lambda: sum(notes(tmp_path).values()) > before + 6, "it goes on without the owner")
+            more = min(before + 6, 2 * many - 1)  # all may have ended before this was read
+            wait_until(lambda: sum(notes(tmp_path).values()) > more, "it goes on without the owner")
             first.send_signal(number)
             end(first, tmp_path / "worker.log")
         with worker(tmp_path):

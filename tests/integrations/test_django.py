@@ -383,7 +383,7 @@ SETTINGS = """
     DATABASES = {{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": Path(__file__).parent / "db.sqlite3"}}}}
     TASKS = {{"default": {{
         "BACKEND": "librmq.integrations.django.LibrmqBackend",
-        "OPTIONS": {{"path": {path!r}, "invisible": 1}},
+        "OPTIONS": {{"path": {path!r}, "invisible": {invisible}}},
     }}}}
 """
 
@@ -395,7 +395,12 @@ class Project:
         self.folder = folder
         self.path = str(folder / "tasks")
         (folder / "marks").mkdir()
-        (folder / "settings.py").write_text(textwrap.dedent(SETTINGS.format(path=self.path, reload=False)))
+        self.set()
+
+    def set(self, invisible: int = 1) -> None:
+        """Write the settings; the task of a worker that died runs again after ``invisible`` seconds."""
+        text = SETTINGS.format(path=self.path, reload=False, invisible=invisible)
+        (self.folder / "settings.py").write_text(textwrap.dedent(text))
 
     def start(self, *words: str) -> Process[str]:
         worker: Process[str] = Process(
@@ -450,6 +455,7 @@ def is_finished(result: Any) -> bool:
 def test_a_signal_ends_a_worker_after_its_task(
     other_process: Project, number: signal.Signals, words: tuple[str, ...]
 ) -> None:
+    other_process.set(invisible=60)
     other_process.hold(held=True)
     result = other_process.enqueue("a")
     with other_process.start(*words) as worker:
