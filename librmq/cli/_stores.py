@@ -448,16 +448,19 @@ def check_queues(
         compare(store)
 
 
-def report_gaps(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
-    """Report what the log lacks between other files, as commands do that read messages."""
+def report_missing(
+    arguments: argparse.Namespace, files: Files, config: StoreConfig | None = None, *, of_log: bool = False
+) -> None:
+    """Report what the store is short of, or only what its log lacks, as commands do that read messages."""
     from librmq.store import MessageStore
 
     with (
         suppress(CorruptionError, NotAStoreError),
         MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
     ):
-        for gap in store.condition.gaps:
-            report_cut(arguments, gap)
+        condition = store.condition
+        for damage in (*condition.lost, *condition.gaps) if of_log else condition.damage:
+            report_cut(arguments, damage)
 
 
 def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:

@@ -80,10 +80,17 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         return
     places, recoverable = verified_places(path, view.store.files)
     if places:
-        finding = damage_finding(f"store {path}", places, path)
+        finding = damage_finding(f"store {path}", places, path, first_lost(view))
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
     if recoverable:
         yield recoverable_finding(f"store {path}", recoverable, path)
+
+
+def first_lost(view: StoreView) -> str | None:
+    """Return what the log lacks first behind its beginning, as commands say it; None if it lacks nothing there."""
+    condition = view.store.condition
+    lost = next((damage for damage in condition.lost if damage is not condition.begin), None)
+    return None if lost is None else directory.told(lost).rpartition(": ")[0]
 
 
 def verified_places(path: str, files: Files | None = None) -> tuple[list[Damage], list[Damage]]:

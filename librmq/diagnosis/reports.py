@@ -18,6 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue_entries import HOLE_SIZE
 from librmq.diagnosis._checks import (
     damage_finding,
+    first_lost,
     is_verified,
     missing_key_findings,
     not_verified,
@@ -221,7 +222,10 @@ def _without_messages(
         recoverable=len(recoverable),
         instances=_instances(view, {row.group for row in rows}),
         damage=damage,
-        findings=(*_damage_findings(name, damage, None), *map(_readable, worst_first(findings))),
+        findings=(
+            *_damage_findings(name, damage, first_lost(view) if damage else None),
+            *map(_readable, worst_first(findings)),
+        ),
         lag=rows,
         topics=tuple(topics),
         dead_letters=tuple(_causes(view, scope)),

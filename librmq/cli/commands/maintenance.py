@@ -21,7 +21,7 @@ from librmq.cli._output import (
     log_bar,
 )
 from librmq.cli._rows import Row, gap_row, message_line, snapshot_row
-from librmq.cli._stores import announced, files_and_config, recorded_settings, report_gaps
+from librmq.cli._stores import announced, files_and_config, recorded_settings, report_missing
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files import DiskFiles, Files, is_folder
@@ -56,7 +56,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
         verdict = verify_store(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
-    report_gaps(arguments, files, config)
+    report_missing(arguments, files, config)
     for note in (*verdict.notes, *StagedRun.notes(arguments.store, files)):
         complain(f"note: {note}")
     if verdict.recoverable:
@@ -89,7 +89,7 @@ def can_start(arguments: argparse.Namespace, output: Output) -> int:
     for reason in verdict.reasons:
         output.row({"type": "reason", **reason._asdict()})
     output.close()
-    report_gaps(arguments, files, config)
+    report_missing(arguments, files, config, of_log=True)
     complain(f"note: {verdict.sentence(arguments.store)}")
     return DAMAGED if {verdict.broker, verdict.librmq} & {"loses", "refuses"} else 0
 
