@@ -10,11 +10,13 @@ from typing import Any, Final
 
 from librmq.broker import AdministeredRoute
 from librmq.broker.groups import settings_in
+from librmq.console._busy import DOES, instance_cells
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Cell, Table, count, link, topic_link
-from librmq.diagnosis import DeadLetterCause, HeldProgress, QueueLag
+from librmq.diagnosis import ClusterView, DeadLetterCause, HeldProgress, QueueLag
+from librmq.diagnosis.view import LiveView
 from librmq.errors import BrokerError
-from librmq.formatting import UNKNOWN, duration, moment, number, short
+from librmq.formatting import UNKNOWN, moment, number, short
 from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
 
 _ROWS: Final = 100
@@ -29,14 +31,25 @@ class Members:
     settings: GroupSettings | None = None
     states: Mapping[str, InstanceState | None] | None = None
     """What each instance reports; None for one that does not answer, and at a past moment."""
+    instances: Sequence[dict[str, Any]] = ()
+    """The same as rows of `librmq top`."""
     owners: Mapping[tuple[str, str, int], str] = field(default_factory=dict)
     """The instance that has each queue, by broker (empty if there is only one), topic and number."""
 
     @classmethod
     def of(
-        cls, route: AdministeredRoute | None, group: str, row: Mapping[str, Any] | None, *, is_at_rest: bool
+        cls,
+        route: AdministeredRoute | None,
+        live: LiveView | None,
+        group: str,
+        row: Mapping[str, Any] | None,
+        *,
+        is_at_rest: bool,
     ) -> Members:
-        """Ask for the instances of a group; a folder ``is_at_rest`` has none, and the settings of its ``row``."""
+        """Ask for the instances of a group, once where ``live`` has asked.
+
+        A folder ``is_at_rest`` has none, and the settings of its ``row``.
+        """
         if route is None:
             return cls(None, None if row is None else settings_in(group, row), {} if is_at_rest else None)
         connections = route.connections(group)
@@ -46,14 +59,15 @@ class Members:
             if error.code != ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST:
                 raise
             settings = None  # only its progress or its retries show the group
-        states = route.instances(group)
+        live = ClusterView(route) if live is None else live
+        states = live.states(group)
         is_cluster = len(route.broker_names()) > 1
         owners = {
             (held.queue.broker_name if is_cluster else "", held.queue.topic, held.queue.queue_id): client_id
             for client_id, state in states.items()
             for held in (() if state is None else state.queues)
         }
-        return cls(connections, settings, states, owners)
+        return cls(connections, settings, states, [*live.instance_rows((group,))], owners)
 
     @property
     def retries(self) -> int | None:
@@ -78,30 +92,20 @@ class Members:
     def table(self, rows: Iterable[tuple[str, QueueLag]]) -> Table:
         """Return the instances, each with its threads and the lag of its queues."""
         lags: Counter[str] = Counter()
-        for broker_name, row in rows:
-            lags[self.owner_of(broker_name, row)] += row.lag
-        cells = [
-            [
-                Cell(client_id),
-                *self._reported(client_id, lags[client_id]),
-                Cell(connections.kind),
-                Cell(connections.model.value),
-                Cell(short(_subscriptions(connections, client_id), 200)),
-            ]
-            for connections in ([] if self.connections is None else [self.connections])
-            for client_id in connections.client_ids[:_ROWS]
-        ]
-        columns = ("client", "lag", "busy", "threads", "queues", "kind", "model", "subscriptions")
-        is_cut = self.connections is not None and len(self.connections.client_ids) > _ROWS
-        note = f"The first {_ROWS}." if is_cut else ""
+        for broker_name, queue in rows:
+            lags[self.owner_of(broker_name, queue)] += queue.lag
+        connections, cells = self.connections, []
+        for row in self.instances[:_ROWS]:
+            name = row["instance"]
+            lag = count(None if self.states is None or self.states[name] is None else lags[name], "warn")
+            kind = ["", "", ""]
+            if connections is not None:
+                kind = [connections.kind, connections.model.value, short(_subscriptions(connections, name), 200)]
+            cells.append([*instance_cells(row, lag), *map(Cell, kind)])
+        columns = ("instance", "lag", *DOES, "kind", "model", "subscriptions")
+        note = f"The first {_ROWS}." if len(self.instances) > _ROWS else ""
         nothing = "Unknown: only the process that has the store open knows them."
         return Table("Instances", columns, cells, note, nothing if self.states is None else "No instance runs.")
-
-    def _reported(self, client_id: str, lag: int) -> list[Cell]:
-        state = None if self.states is None else self.states.get(client_id)
-        if state is None:
-            return [*[count(None)] * 2, Cell("does not answer", is_number=True), count(None)]
-        return [count(lag, "warn"), count(state.running), count(state.threads), count(len(state.queues))]
 
     def settings_table(self) -> Table:
         """Return the settings, by the options of `librmq group create`."""
@@ -158,21 +162,6 @@ def queues_of_group(
 
 def _held(queue: HeldProgress) -> Cell:
     return Cell(short(queue.keys or queue.message_id or "", 40), link("message", id=queue.message_id or ""))
-
-
-def stacks(held: Iterable[HeldProgress]) -> list[Table]:
-    """Return where the listeners stand that hold queues back."""
-    busy = [queue for queue in held if queue.stack]
-    rows = [
-        [
-            _held(queue),
-            Cell(duration(queue.held_s)),
-            Cell(queue.place),
-            Cell(queue.thread or ""),
-        ]
-        for queue in busy[:_ROWS]
-    ]
-    return [Table("Listeners that hold a queue back", ("message", "for", "stands at", "thread"), rows)] if rows else []
 
 
 def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) -> Table:

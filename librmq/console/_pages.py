@@ -14,18 +14,17 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._backwards import newest_letters
-from librmq.console._group_parts import Members, causes, queues_of_group, stacks
-from librmq.console._history import history_of
+from librmq.console._busy import work_table
+from librmq.console._group_parts import Members, causes, queues_of_group
+from librmq.console._history import Sample, Samples, history_of, stored_per_s
 from librmq.console._place import Look, Place
 from librmq.console._plots import line
 from librmq.console._requested import LETTERS, waiting_by_requests
-from librmq.console._samples import Sample, Samples
 from librmq.console._tables import (
     KINDS,
     Cell,
     Fact,
     Findings,
-    Notice,
     Page,
     Query,
     Table,
@@ -36,10 +35,9 @@ from librmq.console._tables import (
     topic_link,
 )
 from librmq.diagnosis import (
+    ClusterView,
     Finding,
-    HeldProgress,
     Lag,
-    QueueLag,
     StoreView,
     View,
     diagnose,
@@ -57,17 +55,16 @@ from librmq.runtime.event_log import counted
 
 ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
-_WAITING: Final = 1_000
 _FEW: Final = 20_000
 """Messages of a store in which the overview looks by itself for findings and for what waits."""
 _FEW_QUEUES: Final = 512
 _FINDINGS_MS: Final = 30_000
 """For so long an overview shows the findings that it has, because it is asked every few seconds."""
-_LOG_SIZE: Final = 256 << 20
-"""Bytes of a log in which the records of a message without a unique id are searched for at once."""
 _NOT_COMPARED: Final = "Queues and index were not compared with the log: librmq verify does that."
 _NOTHING: Final = f"Nothing needs attention. {_NOT_COMPARED}"
-_NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
+_LAST_MINUTE: Final = "in the last minute"
+_BY_LOOKS: Final = f"{_LAST_MINUTE}, while the overview was open"
+_SECOND_LOOK: Final = "rates come with the second look at the overview"
 _SINCE: Final = {"first": "since", "due": "due since", "oldest age": "the oldest for", "waits": "for", "held": "for"}
 """Evidence that says since when something is wrong, with the words for it."""
 _BUTTONS: Final = {
@@ -77,6 +74,11 @@ _BUTTONS: Final = {
     "given-up-halves": "Look up the transactions in the producer's database, then decide each at Waiting.",
 }
 """What is next where a button of the console does it."""
+_PAGES: Final = {
+    "filter-matches-nothing": "Compare the expression with the topic's messages, at Topics. librmq filter explains it.",
+}
+"""What is next where a page shows it."""
+_BY_COMMAND: Final = "Where a next step names a command, no page does that."
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""
 
@@ -104,7 +106,8 @@ class Pages:
     def overview(self, query: Query) -> Page:
         """Show what flows, what waits, and what needs attention."""
         now_ms, is_past, samples = query.clock.now_ms(), query.at_ms is not None, self._samples_at(query)
-        with self.place.view(query.at_ms) as view:
+        with self.place.view(query.at_ms) as view, self.place.beside(view, asks_owner=True) as beside:
+            log = beside if isinstance(beside, StoreView) else None
             groups = [group for group in view.groups if not is_own_group(group)]
             shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
             progress = lag_of(view, group=shown, times=False)
@@ -114,17 +117,23 @@ class Pages:
             samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
             letters = {group: count_dead_letters(view, group) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
-            log = view if isinstance(view, StoreView) else None
-            disk = [] if is_past else self._disk(log)
+            disk = [] if is_past or log is None else self._disk(log)
             findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
-            waiting = self._waiting_fact(view, query)
+            waiting = self._waiting_fact(view, log, query)
+            if log is not None and (is_past or not self.place.is_at_rest):
+                stored, since = stored_per_s(log, query.clock), _LAST_MINUTE
+            else:
+                stored, since = None if log is None else {}, ""
+        if stored is None:
+            stored, since = samples.per_s(lambda look: look.ends), _BY_LOOKS
+        consumed = samples.per_s(lambda look: look.positions)
         total, dead = sum(lags.values()), sum(of_group.unsent for of_group in letters.values())
         known = [of_group.resent for of_group in letters.values() if of_group.resent is not None]
         resent = sum(known) if len(known) == len(letters) else None
         of = f"of {'' if len(shown) == len(groups) else f'the first {ROWS} of '}{counted(len(groups), 'group')}"
         said, mood = self._said(findings, lags, dead, query)
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
-        busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
+        busiest = sorted(ends, key=lambda topic: (-(stored or {}).get(topic, 0), -ends[topic], topic))
         notes = []
         if len(shown) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
@@ -134,8 +143,8 @@ class Pages:
             "Overview",
             [
                 Fact("messages", number(messages), f"in {counted(len(ends), 'topic')}"),
-                Fact("stored", *self._rate(samples.stored_per_s(), query)),
-                Fact("consumed", *self._rate(samples.consumed_per_s(), query)),
+                Fact("stored", *self._rate(stored, query, since)),
+                Fact("consumed", *self._rate(consumed, query)),
                 Fact("wait for a group", number(total), of, "warn" if total else ""),
                 waiting,
                 Fact(
@@ -147,8 +156,8 @@ class Pages:
                 *disk,
             ],
             [
-                self._groups_table(samples, worst, lags, letters, len(groups)),
-                self._busiest(samples, busiest[:10], ends),
+                self._groups_table(samples, consumed, worst, lags, letters, len(groups)),
+                self._busiest(stored, busiest[:10], ends),
             ],
             notes,
             findings,
@@ -183,17 +192,15 @@ class Pages:
         times = [row.oldest_timestamp_ms for row in rows if row.oldest_timestamp_ms is not None]
         return f", the oldest since {moment(min(times))}" if times else ""
 
-    def _waiting_fact(self, view: View[Any], query: Query) -> Fact:
+    def _waiting_fact(self, view: View[Any], log: StoreView | None, query: Query) -> Fact:
         """Return how many messages wait for their time, a decision or an acknowledgement, as the page Waiting does."""
-        if not self.place.has_log:
+        if log is None:
             waiting = [pending for pending, _ in waiting_by_requests(view, query.clock.now_ms(), ROWS)]
             limit = "not asked for: halves, the relay, what POP holds"
+        elif _is_large(log.message_count(), len(log.ranges)):
+            return Fact("waiting", UNKNOWN, "this store is large: the page Waiting lists them")
         else:
-            with self.place.beside(view, asks_owner=True) as store_view:
-                assert isinstance(store_view, StoreView)
-                if _is_large(store_view.message_count(), len(store_view.ranges)):
-                    return Fact("waiting", UNKNOWN, "this store is large: the page Waiting lists them")
-                waiting, limit = list(pending_messages(store_view.store, store_view.tables)), ""
+            waiting, limit = list(pending_messages(log.store, log.tables)), ""
         kinds = Counter(message.kind for message in waiting)
         parts = [f"{number(amount)} {KINDS[kind][amount != 1]}" for kind, amount in sorted(kinds.items())]
         amount = number(len(waiting))
@@ -205,19 +212,18 @@ class Pages:
         """Return the last looks, of which a past moment has none."""
         return self._samples if query.at_ms is None else Samples()
 
-    def _rate(self, per_s: float | None, query: Query) -> tuple[str, str]:
-        """Return a rate with what it is of, or with why there is none yet."""
-        if per_s is not None:
-            return rate(per_s), "in the last minute, while the overview was open"
-        if query.at_ms is not None:
-            return UNKNOWN, "a past moment has no rates"
-        if self.place.is_at_rest:
+    def _rate(self, rates: Mapping[str, float] | None, query: Query, since: str = _BY_LOOKS) -> tuple[str, str]:
+        """Return the sum of rates with what they are of, or with why there are none yet."""
+        if query.at_ms is None and self.place.is_at_rest:
             return rate(0), "no process has the store open"
-        return UNKNOWN, "rates come with the second look at the overview"
+        if rates is not None:
+            return rate(sum(rates.values())), since
+        return UNKNOWN, "a past moment has no rates" if query.at_ms is not None else _SECOND_LOOK
 
     def _groups_table(
         self,
         samples: Samples,
+        consumed: Mapping[str, float] | None,
         groups: Sequence[str],
         lags: Mapping[str, int],
         letters: Mapping[str, tuple[int, int | None]],
@@ -231,7 +237,7 @@ class Pages:
                     group_link(group),
                     count(lags.get(group), "warn"),
                     Cell(points, "", "plot"),
-                    Cell(rate(samples.consumed_per_s(group)), is_number=True),
+                    Cell(rate((consumed or {}).get(group)), is_number=True),
                     count(dead, "bad"),
                     count(resent),
                 ]
@@ -240,26 +246,26 @@ class Pages:
         columns = ("group", "lag", "since this page was opened", "consumed", "dead letters", "sent again")
         return Table("Groups", columns, rows, note, "No group yet.")
 
-    def _busiest(self, samples: Samples, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
+    def _busiest(self, stored: Mapping[str, float] | None, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
+        rates = [rate(None if stored is None else stored.get(topic, 0)) for topic in topics]
         rows = [
-            [topic_link(topic), count(ends[topic]), Cell(rate(samples.stored_per_s(topic)), is_number=True)]
-            for topic in topics
+            [topic_link(topic), count(ends[topic]), Cell(of_topic, is_number=True)]
+            for topic, of_topic in zip(topics, rates, strict=True)
         ]
         return Table("Busiest topics", ("topic", "messages so far", "stored"), rows, "", "No topic yet.")
 
-    def _disk(self, log: StoreView | None) -> list[Fact]:
+    def _disk(self, log: StoreView) -> list[Fact]:
         folder = self.place.folder if self.place.broker is None else self.place.broker.store.path
         if folder is None or not os.path.isdir(folder):  # the files of a kit are in memory
             return []
-        with self.place.log() if log is None else nullcontext(log) as view:
-            use = disk_use(folder, view.store.config)
+        use = disk_use(folder, log.store.config)
         nearest = next((limit for limit in use.thresholds if limit.ratio > use.used_ratio), None)
         note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
         return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]
 
     def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int, is_past: bool) -> Findings:
         """Return the findings of a small store; of a large one the page that looks for them is named."""
-        if not self.place.has_log:
+        if log is None:
             return Findings([], nothing="The page Findings asks the brokers for them.")
         if _is_large(messages, queues):
             return Findings([], nothing="This store is large: the page Findings looks for them on request.")
@@ -267,8 +273,7 @@ class Pages:
         if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
             found = now_ms, self._diagnosed(log)
             self._found = self._found if is_past else found
-        note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
-        return Findings(self._notices(found[1]), note, _NOTHING)
+        return self._shown(found[1], f"As of {moment(found[0])}." if found[0] < now_ms else "")
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
         with self.place.live(at_ms, ROWS) if log is None else nullcontext(log) as view:
@@ -294,38 +299,23 @@ class Pages:
         return Page(
             "Findings",
             [Fact(f"{name}s", number(amounts[name])) for name in ("error", "warning")],
-            findings=Findings(self._notices(found), note, _NOTHING),
+            findings=self._shown(found, note),
             is_live=False,
         )
 
-    def _from_log(
-        self, view: View[Any], group: str, rows: Sequence[tuple[str, QueueLag]], query: Query
-    ) -> tuple[Sequence[Table], list[HeldProgress] | None]:
-        """Return what came by minute in the queues of a group and what of it waits; and what holds it.
-
-        The second is None if no process reports its instances.
-        """
-        by_queue = {(row.topic, row.queue_id): row for _, row in rows}
-        queues = {name: range(row.min_offset, row.max_offset) for name, row in by_queue.items()}
-        behind = {name: row.next_offset for name, row in by_queue.items()}
-        with self.place.beside(view, asks_owner=True) as store_view:
-            history = history_of(store_view, queues, query.clock, behind).tables
-            if not isinstance(store_view, StoreView) or store_view.route is None or query.at_ms is not None:
-                return history, None
-            return history, held_progress(store_view, group=group)
-
-    def _notices(self, findings: Iterable[Finding]) -> list[Notice]:
-        """Return findings with links; where a button does what is next, that is said instead of a command."""
-        shown = []
+    def _shown(self, findings: Iterable[Finding], note: str) -> Findings:
+        """Return findings with links; where a page or a button does what is next, that is said instead of a command."""
+        shown, steps = [], _PAGES | (_BUTTONS if self.look.allow_changes else {})
         for finding in findings:
             subject = _subject(finding.subject)
             if finding.kind == "dead-letters" and subject.link:
                 cause = finding.evidence.get("cause") if finding.evidence.get("causes", 1) == 1 else None
                 address = link("letters", group=_names_in(finding.subject)["group"], cause=cause)
                 subject = subject._replace(link=address)
-            step = _BUTTONS.get(finding.kind) if self.look.allow_changes else None
-            shown.append((finding if step is None else finding._replace(next_step=step), subject, finding.what))
-        return notices(shown, ROWS)
+            step = steps.get(finding.kind, finding.next_step) if subject.link else finding.next_step
+            note = f"{note} {_BY_COMMAND}".strip() if "librmq " in step and _BY_COMMAND not in note else note
+            shown.append((finding._replace(next_step=step), subject, finding.what))
+        return Findings(notices(shown, ROWS), note, _NOTHING)
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
@@ -382,7 +372,9 @@ class Pages:
     def group(self, query: Query) -> Page:
         """Show a group: its lag by queue, its instances, what holds it back, its dead letters."""
         group, is_past = query.required("name"), query.at_ms is not None
-        with self.place.view(query.at_ms) as view:
+        with self.place.view(query.at_ms) as view, self.place.beside(view, asks_owner=True) as beside:
+            if group not in view.groups and is_own_group(group):
+                return Page(group, tables=[Table("Own group of the broker", ("see",), [[Cell("Waiting", "waiting")]])])
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
             progress = lag_of(view, group=group, includes_own=False)
@@ -390,23 +382,33 @@ class Pages:
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
             dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
-            history, held = self._from_log(view, group, rows, query)
+            by_queue = {(row.topic, row.queue_id): row for _, row in rows}
+            queues = {name: range(row.min_offset, row.max_offset) for name, row in by_queue.items()}
+            behind = {name: row.next_offset for name, row in by_queue.items()}
+            history = history_of(beside, queues, query.clock, behind).tables
+            live = beside if isinstance(beside, StoreView | ClusterView) and not is_past else None
+            live = None if live is None or live.route is None else live
+            work = None if live is None else work_table(live, (group,))
+            held = held_progress(live, group=group) if isinstance(live, StoreView) else None
             row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
             is_at_rest = isinstance(view, StoreView) and view.owner is None
-        members = Members() if is_past else Members.of(self.place.route, group, row, is_at_rest=is_at_rest)
+        consumed = self._samples_at(query).per_s(lambda look: look.positions) or {}
+        rates = {group: consumed[group]} if group in consumed else None
+        members = Members() if is_past else Members.of(self.place.route, live, group, row, is_at_rest=is_at_rest)
         lag = sum(row.lag for _, row in rows)
-        shown = [] if is_past else [*stacks(held or []), members.table(rows), members.settings_table()]
+        shown = [] if is_past else [members.table(rows), members.settings_table()]
         return Page(
             group,
             [
                 Fact("lag", number(lag), f"in {counted(len(topics), 'topic')}", "warn" if lag else ""),
                 Fact("dead letters", number(dead.unsent), sent_again(dead.resent)),
-                Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
+                Fact("consumed", *self._rate(rates, query)),
                 Fact("retries", number(members.retries), members.retries_note),
             ],
             [
                 *history,
                 queues_of_group(rows, held, members),
+                *([work] if work is not None and work.rows else []),
                 *shown,
                 causes(sum_up_causes(letters), dead.every, is_noted=dead.resent is not None),
             ],

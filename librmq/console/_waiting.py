@@ -97,9 +97,9 @@ def waiting_page(look: Look, query: Query) -> Page:
     rows = [
         [
             Cell(*_named(pending, message)),
-            Cell(pending.kind),
-            topic_link(pending.topic),
             Cell("" if pending.due_ms is None else moment(pending.due_ms)),
+            topic_link(pending.topic),
+            Cell(pending.kind),
             count(pending.checks),
             Cell("" if message is None else preview(message) if look.bodies else size(message.size)),
             _change(pending, can_decide=place.can_own) if may_change else Cell(""),
@@ -110,7 +110,7 @@ def waiting_page(look: Look, query: Query) -> Page:
     if is_cut:
         note = f"The first {number(_WAITING)}: librmq pending lists all. {note}"
     unasked = [] if has_log else [name for name in kinds_not_asked(view) if kind in ("", name)]
-    columns = ("message", "kind", "topic", "due", "checks", "body" if look.bodies else "size", "")
+    columns = ("message", "due", "topic", "kind", "checks", "body" if look.bodies else "size", "")
     records = [
         pending._asdict() | ({} if message is None else {"stored": record_of(message, bodies=look.bodies)})
         for pending, message in found

@@ -149,6 +149,28 @@ def test_the_minutes_of_a_topic_and_what_of_them_waits(broker: Broker, runner: M
     assert "three hours" not in asked.page("/topic?name=orders")
 
 
+def test_the_first_overview_takes_from_the_log_what_was_stored(
+    broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_ms = runner.now_ms()
+    with Producer(broker, "shop") as producer:
+        producer.send("mails", b"old")
+        runner.advance(61_000)
+        for _ in range(120):
+            producer.send("orders", b"one")
+        runner.advance(1_000)
+    for at, per_s in (("", "2"), (f"?at={begin_ms + 1}", "1 a minute"), (f"?at={begin_ms + 61_000}", "2")):
+        asked = Asked(console(broker))
+        shown = facts(asked.page(f"/{at}"))
+        assert shown["stored"].startswith(per_s), (at, shown)
+        assert shown["stored"].endswith(" in the last minute")
+        assert shown["consumed"].startswith("unknown ")
+    rows = Asked(console(broker)).table("/", "Busiest topics")
+    assert [(row["topic"], row["stored"]) for row in rows] == [("orders", "2 a second"), ("mails", "none")]
+    monkeypatch.setattr("librmq.console._history._QUEUES", 1)
+    assert facts(Asked(console(broker)).page("/"))["stored"].startswith("unknown rates come with the second look")
+
+
 # ---- lists
 
 
@@ -208,6 +230,8 @@ def test_a_next_step_names_the_button_where_there_is_one(letters: Broker) -> Non
     assert "from the list behind the name" in changing
     assert "librmq dead-letters STORE" not in changing
     assert "librmq dead-letters STORE" in showing
+    by_command = "Where a next step names a command, no page does that."
+    assert (by_command in changing, by_command in showing) == (False, True)
     (link, *_) = re.findall('href="(letters[^"]*)"', changing)
     assert Asked(console(letters)).table(f"/{html.unescape(link)}", "Dead letters")
 
@@ -245,6 +269,7 @@ def test_what_waits_is_listed_by_kind_topic_and_key(broker: Broker, runner: Manu
         for place in (broker, remote):
             asked = Asked(console(place))
             rows = asked.table("/waiting?topic=orders", "Waiting messages")
+            assert [*rows[0]][:2] == ["message", "due"]
             assert [(row["message"], row["kind"], row["body"]) for row in rows] == [
                 ("o-1", "delay", "a coat"), ("o-2", "timer", "a hat")
             ]  # fmt: skip
@@ -287,6 +312,8 @@ def test_a_delayed_message_says_where_it_goes_and_when(
 
 
 def test_a_half_says_whose_decision_it_waits_for(broker: Broker, runner: ManualRunner) -> None:
+    own = Asked(console(broker)).table("/group?name=CID_RMQ_SYS_TRANS", "Own group of the broker")
+    assert own == [{"see": "Waiting"}]
     state = [TransactionState.UNKNOWN]
     producer = TransactionProducer(broker, "shop", lambda message: state[0], execute=lambda message, value: state[0])
     with producer:

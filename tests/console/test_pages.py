@@ -649,7 +649,7 @@ def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runne
         here, address = Asked(console(broker)), "/group?name=mail"
         queues = [row for row in here.table(address, "Queues") if row["topic"] == "orders"]
         (instance,) = here.table(address, "Instances")
-        assert [(row["lag"], row["instance"]) for row in queues] == [("0", instance["client"])] * 2
+        assert [(row["lag"], row["instance"]) for row in queues] == [("0", instance["instance"])] * 2
         assert (instance["threads"], instance["busy"], instance["queues"], instance["lag"]) == ("3", "0", "3", "0")
         settings = {row["setting"]: row["value"] for row in here.table(address, "Settings")}
         assert settings | {"retries": "3", "ordered": "yes", "consumes": "yes", "consume from": "first"} == settings
@@ -777,7 +777,7 @@ def test_each_console_of_a_share_shows_the_instances_of_all_processes(tmp_path: 
             ids = {first.client.client_id, second.client.client_id}
     assert tables[0] == tables[1]
     instances, queues = tables[0]
-    assert {row["client"] for row in instances} == ids
+    assert {row["instance"] for row in instances} == ids
     assert [(row["threads"], row["busy"]) for row in instances] == [("3", "0")] * 2
     assert {row["instance"] for row in queues if row["topic"] == "orders"} == ids
     assert [(row["topic"], row["queue"], row["lag"]) for row in queues if row["lag"] != "0"] == [
@@ -800,7 +800,7 @@ def test_a_cluster_shows_which_broker_has_the_queue_of_an_instance(runner: Manua
             }
             asked = Asked(console(cluster))
             queues = [row for row in asked.table("/group?name=mail", "Queues") if row["topic"] == "orders"]
-            lags = {row["client"]: row["lag"] for row in asked.table("/group?name=mail", "Instances")}
+            lags = {row["instance"]: row["lag"] for row in asked.table("/group?name=mail", "Instances")}
     assert [(row["queue"], row["instance"]) for row in queues] == [("a 0", owners["a"]), ("b 0", owners["b"])]
     assert lags == {owners["a"]: "0", owners["b"]: "1"}
 
@@ -818,7 +818,7 @@ def test_an_instance_that_does_not_answer_is_shown_as_such(broker: Broker) -> No
     broker.reset_group("mail", "orders", "begin")
     asked = Asked(console(broker))
     (instance,) = asked.table("/group?name=mail", "Instances")
-    assert (instance["threads"], instance["queues"]) == ("does not answer", "unknown")
+    assert (instance["state"], instance["lag"], instance["threads"]) == ("does not answer", "unknown", "unknown")
     assert {row["instance"] for row in asked.table("/group?name=mail", "Queues")} == {"unknown"}
 
 

@@ -38,6 +38,7 @@ from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
 from librmq.message.topics import SystemTopic, is_own_group
+from librmq.runtime.event_log import counted
 from librmq.store.format.directory import check_kind
 from librmq.store.format.documents import letter_identity
 
@@ -184,9 +185,14 @@ def top(arguments: argparse.Namespace, output: Output) -> int:
                 sys.stdout.write(_CLEAR)
                 sys.stderr.write(notes.getvalue())  # below what was cleared
             running = view.running_groups
-            for rows in (_group_rows(view, now, rates), view.instance_rows(running), view.listener_rows(running)):
+            kinds, left_out = {"group": _group_rows(view, now, rates), "instance": view.instance_rows(running)}, []
+            for kind, rows in (kinds | {"listener": iter(view.listener_rows(running))}).items():
                 output.rows_of(islice(rows, _ON_SCREEN if is_screen else None))
+                more = sum(1 for _ in rows)
+                left_out += [counted(more, f"more {kind}")] if more else []
             output.writer.close()  # all of it, with the headings
+            if left_out:
+                complain(f"note: without {', '.join(left_out)}")
             if rates is None and isinstance(view, StoreView) and view.route is None:
                 complain("note: the instances are unknown: no process shares this store")
             if arguments.once or (isinstance(view, StoreView) and view.owner is None):
@@ -202,6 +208,7 @@ def _group_rows(view: LiveView, now: Lag, rates: list[GroupRate] | None) -> Iter
     """Yield what flows in each group, the one with the largest lag first."""
     lags = {group: 0 for group in (*view.groups, *view.running_groups) if not is_own_group(group)}
     lags |= {row.group: row.lag for row in now.by_group()}
+    running = set(view.running_groups)  # no other group is asked for its instances
     stored, consumed = defaultdict[str, float](float), defaultdict[str, float](float)
     for rate in rates or ():
         stored[rate.group] += rate.stored_per_s
@@ -213,7 +220,7 @@ def _group_rows(view: LiveView, now: Lag, rates: list[GroupRate] | None) -> Iter
             "stored_per_s": None if rates is None else stored[group],
             "consumed_per_s": None if rates is None else consumed[group],
             "drain_s": 0.0 if not lag else lag / gain if gain > 0 else None,
-            "instances": None if view.route is None else len(view.states(group)),
+            "instances": None if view.route is None else len(view.states(group)) if group in running else 0,
         }  # fmt: skip
 
 
