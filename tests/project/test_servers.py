@@ -276,7 +276,6 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
                 wait_until(
                     lambda: len(workers()) == 4 and orders.count > confirmed + 5,  # noqa: B023 (called at once)
                     "the next worker",
-                    120,
                 )
                 clock.wait(threading.Event(), chance.random())
         finally:
