@@ -81,8 +81,8 @@ class Condition(NamedTuple):
     @property
     def damage(self) -> tuple[Damage, ...]:
         """What makes the store short."""
-        others = [damage for damage in (*self.gaps, *self.derived) if damage not in self.lost]
-        return (*self.lost, *others)
+        lost = dict.fromkeys(self.lost)
+        return (*lost, *(damage for damage in (*self.gaps, *self.derived) if damage not in lost))
 
 
 def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
