@@ -472,22 +472,36 @@ def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:
 
 def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
     """Report once that the store is short of something: what follows the log's end, or files that are missing."""
-    reported = vars(arguments).setdefault("is_cut_short", set())  # a command can open its store many times
-    name = (damage.kind, damage.file)
-    if name not in reported:
-        reported.add(name)
+    if _is_news(arguments, (damage.kind, damage.file)):
         complain(f"librmq {arguments.command.name}: {arguments.store}: {directory.told(damage)}")
 
 
 def report_record(arguments: argparse.Namespace, physical_offset: int, what: str) -> None:
     """Report once that a record is damaged, which the command has left out, or printed as it is."""
-    reported = vars(arguments).setdefault("is_cut_short", set())
-    if "record" not in reported:
-        reported.add("record")
+    if _is_news(arguments, "record"):
         complain(
             f"librmq {arguments.command.name}: {arguments.store}: the record at {physical_offset} is damaged: {what}; "
             "librmq verify lists the damage"
         )
+
+
+def report_left_out(arguments: argparse.Namespace, path: str) -> None:
+    """Report that the numbers about a store of several can leave out messages, and first what it is short of."""
+    arguments.store = path
+    report_missing(arguments, DiskFiles())
+    if _is_news(arguments, path):
+        complain(
+            f"librmq report: {path}: the store is damaged, and the numbers can leave out messages: librmq verify lists "
+            "the damage, and librmq salvage saves what can be read"
+        )
+
+
+def _is_news(arguments: argparse.Namespace, what: object) -> bool:
+    """Note that the store is short of something; return whether that is new, as a command can open it many times."""
+    reported = vars(arguments).setdefault("is_cut_short", set())
+    is_new = what not in reported
+    reported.add(what)
+    return is_new
 
 
 # ---- a store to change

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import LimitReached, Output, ProgressBar, complain, log_bar, watching_bar, write_page
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
-from librmq.cli._stores import is_url, local_copy, locate, open_source, open_view, report_missing, storage_options
+from librmq.cli._stores import is_url, local_copy, locate, open_source, open_view, report_left_out, storage_options
 from librmq.clock import SystemClock
 from librmq.diagnosis import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
-from librmq.files import DiskFiles
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.event_log import counted
 
@@ -155,13 +154,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     )
     for summary in survey.stores:
         if summary.skipped:
-            arguments.store = summary.path
-            report_missing(arguments, DiskFiles())
-            vars(arguments).setdefault("is_cut_short", set()).add("store")
-            complain(
-                f"librmq report: {summary.path}: the store is damaged, and the numbers can leave out messages: librmq "
-                "verify lists the damage, and librmq salvage saves what can be read"
-            )
+            report_left_out(arguments, summary.path)
     return 0
 
 
