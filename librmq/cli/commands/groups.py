@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, nullcontext, redirect_stderr
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import Output, complain
@@ -185,11 +185,16 @@ def top(arguments: argparse.Namespace, output: Output) -> int:
                 sys.stdout.write(_CLEAR)
                 sys.stderr.write(notes.getvalue())  # below what was cleared
             running = view.running_groups
-            kinds, left_out = {"group": _group_rows(view, now, rates), "instance": view.instance_rows(running)}, []
-            for kind, rows in (kinds | {"listener": iter(view.listener_rows(running))}).items():
-                output.rows_of(islice(rows, _ON_SCREEN if is_screen else None))
-                more = sum(1 for _ in rows)
-                left_out += [counted(more, f"more {kind}")] if more else []
+            left_out = []
+            for kind, rows in (
+                ("group", [*_group_rows(view, now, rates)]),
+                ("instance", [*view.instance_rows(running)]),
+                ("listener", view.listener_rows(running)),
+            ):
+                shown = rows[:_ON_SCREEN] if is_screen else rows
+                output.rows_of(shown)
+                if len(shown) < len(rows):
+                    left_out.append(counted(len(rows) - len(shown), f"more {kind}"))
             output.writer.close()  # all of it, with the headings
             if left_out:
                 complain(f"note: without {', '.join(left_out)}")
