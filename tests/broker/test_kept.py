@@ -242,6 +242,18 @@ def listen_and_die(path: Path, lines: Path, is_shared: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def consume_what_was_in_work(path: Path) -> None:
+    """Consume after `listen_and_stop_at` and a kill: only what was in work then comes again."""
+    again: list[int] = []
+    with Broker.open(path) as broker:
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("t", lambda message: again.append(int(message.body)))
+        with consumer:
+            broker.join()
+    assert len([number for number in again if number % 10]) <= 16 - 10
+    assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_kill_repeats_what_was_in_work_and_nothing_else(is_shared: bool, tmp_path: Path) -> None:
     with Fork(listen_and_die, tmp_path / "s", tmp_path / "lines", is_shared) as child:
@@ -249,14 +261,7 @@ def test_a_kill_repeats_what_was_in_work_and_nothing_else(is_shared: bool, tmp_p
         assert child.process.exitcode == -signal.SIGKILL
     done = sorted(map(int, (tmp_path / "lines").read_text().split()))
     assert done == [number for number in range(MESSAGES) if number % 10]
-    again: list[int] = []
-    with Broker.open(tmp_path / "s") as broker:
-        consumer = PushConsumer(broker, "g")
-        consumer.subscribe("t", lambda message: again.append(int(message.body)))
-        with consumer:
-            broker.join()
-    assert len([number for number in again if number % 10]) <= 16 - 10
-    assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))
+    consume_what_was_in_work(tmp_path / "s")
 
 
 def leave_much(path: Path, lines: Path) -> None:
@@ -292,17 +297,10 @@ def test_a_broker_s_table_wins_for_the_queues_that_it_has_moved(store_copy: Stor
         with Broker.open(path) as broker:
             assert tuple(broker.consumer_offset("g_retry", "RetryTopic", queue) for queue in range(4)) == expected
             broker.call(UpdateOffset("g_retry", "RetryTopic", 0, 4))
-    again: list[int] = []
     with Broker.open(path) as broker, SimpleConsumer(broker, "received") as consumer:
         consumer.subscribe("RetryTopic")
         assert {message.queue_offset for message in consumer.receive(32, wait=0)} <= {0}
-    with Broker.open(path) as broker:
-        listener = PushConsumer(broker, "g")
-        listener.subscribe("t", lambda message: again.append(int(message.body)))
-        with listener:
-            broker.join()
-    assert len([number for number in again if number % 10]) <= 16 - 10
-    assert {number for number in again if not number % 10} == set(range(0, MESSAGES, 10))
+    consume_what_was_in_work(path)
 
 
 class _Late(RouteWrapper):
