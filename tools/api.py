@@ -24,7 +24,7 @@ import generated
 CHECKOUT = Path(__file__).resolve().parent.parent
 API = CHECKOUT / "api.txt"
 HEAD = """\
-# What a version of librmq promises: written by `python tools/api.py`, changed only with a line in CHANGELOG.md.
+# What a version of librmq promises: written by `python tools/api.py`.
 """
 SPECIAL = frozenset(
     f"__{name}__"
