@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, is_hypothesis_test, settings, strategies
 
 from librmq.clock import ManualClock
-from tests import budget, lock_order
+from tests import budget, lock_order, own
 from tests.log_levels import reset_levels
 from tests.over_tcp import reason_of
 from tests.reference import (
@@ -436,6 +436,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     that share a session or a server stay together. The other tests of a module stay together too, because they share
     its fixtures.
     """
+    own.keep(items)
     if budget.run.quick:
         _leave_out(items)
     over_tcp, over_share = (

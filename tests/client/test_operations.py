@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 from librmq import Broker, TransactionProducer, TransactionState
 from librmq.client import Operation, Producer, watch
 from librmq.client.operations import Ended, Kind, Watcher
-from librmq.consumer import SimpleConsumer
+from librmq.consumer import PullConsumer, SimpleConsumer
 from librmq.errors import ConfigError
+from librmq.listener import DeadLetter
 from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.runtime.outside import call_outside
 from librmq.testing import Kit
+from tests import own
 
 Seen = list[tuple[str, str | None, str]]
 
@@ -27,6 +29,64 @@ def rmq() -> Iterator[Kit]:
     with Kit() as kit:
         kit.broker.create_topic("orders", 1)
         yield kit
+
+
+OURS: dict[str, Callable[[], Watcher]] = {
+    "begins": lambda: lambda operation: None,
+    "notes": lambda: noting([]),
+    "failing at the end": lambda: lambda operation: lambda result, error: 1 // 0,
+}
+
+
+@pytest.fixture(params=own.params("watcher", OURS))
+def watcher(request: pytest.FixtureRequest) -> Watcher:
+    made: Watcher = request.param()
+    return made
+
+
+@pytest.mark.requirement
+def test_a_watcher_changes_no_result(rmq: Kit, watcher: Watcher) -> None:
+    """Sends of each kind, listeners that succeed, fail and give up, polls, receives, and both ends of transactions."""
+    results: list[object] = []
+    for is_watched in (False, True):
+        stop = watch(rmq, watcher) if is_watched else lambda: None
+        results.append(all_kinds(rmq, f"orders-{is_watched}"))
+        stop()
+    assert results[0] == results[1]
+
+
+def all_kinds(rmq: Kit, topic: str) -> object:
+    """Return what clients get from a topic of their own."""
+    rmq.broker.create_topic(topic, 1)
+    got: list[object] = []
+
+    def listener(message: Any) -> None:
+        got.append((message.body, message.reconsume_times))
+        if message.body == b"fails" and message.reconsume_times < 2:
+            raise ValueError("not yet")
+        if message.body == b"poison":
+            raise DeadLetter("never")
+
+    consumer = rmq.consumer(f"push-{topic}", fail_fast=False)
+    consumer.subscribe(topic, listener)
+    producer = rmq.producer()
+    sent = [producer.send(topic, body).queue_offset for body in (b"one", b"fails", b"poison")]
+    sent.append(producer.send_batch([Message(topic, b"a"), Message(topic, b"b")]).queue_offset)
+    producer.send_oneway(topic, b"last")
+    sent.append(asyncio.run(producer.send_async(topic, b"async")).queue_offset)
+    with TransactionProducer(rmq.broker, f"bank-{topic}", check=lambda message: TransactionState.COMMIT) as bank:
+        for state in (TransactionState.COMMIT, TransactionState.ROLLBACK):
+            bank.send_in_transaction(Message(topic, state.name.encode()), execute=lambda message, argument: state)  # noqa: B023
+    with SimpleConsumer(rmq.broker, f"simple-{topic}") as simple:
+        simple.subscribe(topic)
+        received = simple.receive(wait=0)
+        simple.ack(*received)
+    with PullConsumer(rmq.broker, f"pull-{topic}") as pull:
+        pull.subscribe(topic)
+        polled = pull.poll(timeout=0)
+        pull.commit()
+    rmq.advance(minutes=5)
+    return sent, got, [message.body for message in [*received, *polled]], len(rmq.broker.dead_letters(f"push-{topic}"))
 
 
 def noting(seen: Seen) -> Watcher:

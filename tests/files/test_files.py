@@ -36,15 +36,20 @@ from librmq.files.interface import (
 )
 from librmq.files.lock import DiskLock
 from librmq.store import MessageStore
+from tests import own
 from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
 from tests.stores import LISTS_DESCRIPTORS, no_descriptor_left
 
+OURS = {
+    "disk": DiskFiles,
+    "memory": MemoryFiles,
+    "recording": RecordingFiles,
+    "failing": lambda: FailingFiles(DiskFiles()),
+}
 
-@pytest.fixture(
-    params=[DiskFiles, MemoryFiles, RecordingFiles, lambda: FailingFiles(DiskFiles())],
-    ids=["disk", "memory", "recording", "failing"],
-)
+
+@pytest.fixture(params=own.params("files", OURS))
 def files(request: pytest.FixtureRequest) -> Files:
     made: Files = request.param()
     return made
@@ -69,6 +74,7 @@ def names(files: Files, path: str) -> list[tuple[str, int, bool]]:
 # ------------------------------------------------------------------------------------------------- one contract
 
 
+@pytest.mark.requirement
 def test_a_new_file_is_zero_and_keeps_written_bytes(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     file = files.create(path, 5000)
@@ -83,6 +89,7 @@ def test_a_new_file_is_zero_and_keeps_written_bytes(files: Files, root: str) -> 
     assert files.read(path)[100:105] == b"hello"
 
 
+@pytest.mark.requirement
 @pytest.mark.parametrize(("begin", "end"), [(0, 50_000), (0, 0), (5000, 5001), (4096, 8192), (1, 49_999)])
 def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int, end: int) -> None:
     path, data = os.path.join(root, "f"), random.Random(1).randbytes(50_000)
@@ -103,6 +110,7 @@ def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int,
         assert reader.buffer[:] == data
 
 
+@pytest.mark.requirement
 def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     one = files.create(path, 100)
@@ -113,6 +121,7 @@ def test_all_mappings_of_a_file_see_the_same(files: Files, root: str) -> None:
     assert (other.writable, another.writable) == (False, True)
 
 
+@pytest.mark.requirement
 def test_a_deleted_file_stays_readable_for_its_holders(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     file = files.create(path, 100)
@@ -128,6 +137,7 @@ def test_a_deleted_file_stays_readable_for_its_holders(files: Files, root: str) 
     assert again.buffer[0:4] == bytes(4)
 
 
+@pytest.mark.requirement
 def test_files_are_made_in_folders_of_their_own(files: Files, root: str) -> None:
     folder = f"{root}/queues/T"
     files.make_files(folder, [("0/000", b"zero"), ("7/020", bytearray(b"seven"))], 40)
@@ -138,29 +148,7 @@ def test_files_are_made_in_folders_of_their_own(files: Files, root: str) -> None
         files.make_files(folder, [("0/000", b"again")], 40)
 
 
-def test_files_are_made_behind_no_link(tmp_path: Path) -> None:
-    files, outside = DiskFiles(), tmp_path / "outside"
-    outside.mkdir()
-    (tmp_path / "queues" / "U").mkdir(parents=True)
-    confine(files, str(tmp_path), "own", "queues")
-    (tmp_path / "queues" / "T").symlink_to(outside)
-    (tmp_path / "queues" / "U" / "0").symlink_to(outside)
-    for topic, error in (("T", CorruptionError), ("U", StoreIOError)):
-        with pytest.raises(error):
-            files.make_files(f"{tmp_path}/queues/{topic}", [("0/000", b"zero")], 40)
-    assert not list(outside.iterdir())
-
-
-def test_files_are_made_with_the_times_of_others(tmp_path: Path) -> None:
-    files, source = DiskFiles(), tmp_path / "source" / "0" / "000"
-    source.parent.mkdir(parents=True)
-    source.touch()
-    os.utime(source, ns=(1_000_000_007, 2_000_000_009))
-    made = tmp_path / "T"
-    files.make_files(str(made), [("0/000", b"zero"), ("7/000", b"gone")], 40, times_of=str(tmp_path / "source"))
-    assert [(made / f"{name}/000").stat().st_mtime_ns == 2_000_000_009 for name in (0, 7)] == [True, False]
-
-
+@pytest.mark.requirement
 def test_a_file_is_made_once(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.create(path, 10).buffer[0:1] = b"x"
@@ -170,6 +158,7 @@ def test_a_file_is_made_once(files: Files, root: str) -> None:
     assert files.read(path) == b"x" + bytes(9)
 
 
+@pytest.mark.requirement
 @pytest.mark.parametrize("call", ["open", "create", "read", "write", "rename"])
 def test_missing_files(files: Files, root: str, call: str) -> None:
     path = os.path.join(root, "none", "f")
@@ -188,6 +177,7 @@ def test_missing_files(files: Files, root: str, call: str) -> None:
     assert names(files, root) == []
 
 
+@pytest.mark.requirement
 def test_an_empty_file_is_not_mapped(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.write(path, b"")
@@ -196,6 +186,7 @@ def test_an_empty_file_is_not_mapped(files: Files, root: str) -> None:
     assert (told.value.file, told.value.offset, told.value.kind) == (path, 0, "size")
 
 
+@pytest.mark.requirement
 def test_lists_are_sorted_and_know_lengths(files: Files, root: str) -> None:
     assert names(files, os.path.join(root, "none")) == []
     files.create(os.path.join(root, "b"), 10)
@@ -211,6 +202,7 @@ def test_lists_are_sorted_and_know_lengths(files: Files, root: str) -> None:
     assert not is_folder(files, os.path.join(root, "a\0"))
 
 
+@pytest.mark.requirement
 def test_delete_takes_files_folders_and_nothing(files: Files, root: str) -> None:
     for name in ("f", "folder/x/y", "folderish"):
         path = os.path.join(root, name)
@@ -222,6 +214,7 @@ def test_delete_takes_files_folders_and_nothing(files: Files, root: str) -> None
     assert names(files, root) == [("folderish", 4, False)]
 
 
+@pytest.mark.requirement
 def test_rename_replaces_and_moves_folders(files: Files, root: str) -> None:
     for name in ("a", "b", "folder/x"):
         files.make_folder(os.path.dirname(os.path.join(root, name)))
@@ -233,6 +226,7 @@ def test_rename_replaces_and_moves_folders(files: Files, root: str) -> None:
     assert files.read(os.path.join(root, "moved", "x")) == b"folder/x"
 
 
+@pytest.mark.requirement
 def test_write_replaces_a_small_file(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.write(path, b"longer than the next")
@@ -241,6 +235,7 @@ def test_write_replaces_a_small_file(files: Files, root: str) -> None:
     assert names(files, root) == [("f", 5, False)]
 
 
+@pytest.mark.requirement
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_write_whose_data_fail_leaves_nothing(files: Files, root: str, error: type[BaseException]) -> None:
     def parts() -> Iterator[bytes]:
@@ -254,6 +249,7 @@ def test_a_write_whose_data_fail_leaves_nothing(files: Files, root: str, error: 
     assert names(files, root) == [("f", 5, False)]
 
 
+@pytest.mark.requirement
 def test_reading_is_bounded(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.write(path, b"12345")
@@ -263,6 +259,7 @@ def test_reading_is_bounded(files: Files, root: str) -> None:
     assert (told.value.file, told.value.kind) == (path, "size")
 
 
+@pytest.mark.requirement
 def test_one_lock_at_a_time(files: Files, root: str) -> None:
     path = os.path.join(root, "lock")
     assert files.lock_holder(path) is None
@@ -289,6 +286,29 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_files_are_made_behind_no_link(tmp_path: Path) -> None:
+    files, outside = DiskFiles(), tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "queues" / "U").mkdir(parents=True)
+    confine(files, str(tmp_path), "own", "queues")
+    (tmp_path / "queues" / "T").symlink_to(outside)
+    (tmp_path / "queues" / "U" / "0").symlink_to(outside)
+    for topic, error in (("T", CorruptionError), ("U", StoreIOError)):
+        with pytest.raises(error):
+            files.make_files(f"{tmp_path}/queues/{topic}", [("0/000", b"zero")], 40)
+    assert not list(outside.iterdir())
+
+
+def test_files_are_made_with_the_times_of_others(tmp_path: Path) -> None:
+    files, source = DiskFiles(), tmp_path / "source" / "0" / "000"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    os.utime(source, ns=(1_000_000_007, 2_000_000_009))
+    made = tmp_path / "T"
+    files.make_files(str(made), [("0/000", b"zero"), ("7/000", b"gone")], 40, times_of=str(tmp_path / "source"))
+    assert [(made / f"{name}/000").stat().st_mtime_ns == 2_000_000_009 for name in (0, 7)] == [True, False]
 
 
 @pytest.mark.platform

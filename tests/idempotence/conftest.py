@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
+from tests import own
 from tests.conftest import in_ci
 from tests.idempotence.servers import STARTERS, Absent, Server
 
@@ -155,8 +156,11 @@ def place(
         place.close()
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=own.params("store", {name: name for name in STORES}))
 def store(request: pytest.FixtureRequest, place: Callable[[str], Place]) -> DedupStore:
+    if callable(request.param):
+        made: DedupStore = request.param()
+        return made
     return place(request.param).handle
 
 

@@ -60,12 +60,14 @@ def in_redis(place: Callable[[str], Place]) -> RedisDedupStore:
 # --- the contract
 
 
+@pytest.mark.requirement
 def test_a_key_is_claimed_once(store: DedupStore, key: str) -> None:
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "b1", NOW + 1, UNTIL + 1) is Claim.CONSUMING
     assert store.read(key, NOW + 1) == DedupRecord(False, "a1", UNTIL)
 
 
+@pytest.mark.requirement
 def test_a_finished_key_is_consumed(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.finish(key, "a1", NOW + 1, KEPT)
@@ -73,6 +75,7 @@ def test_a_finished_key_is_consumed(store: DedupStore, key: str) -> None:
     assert store.read(key, NOW + 2) == DedupRecord(True, "a1", KEPT)
 
 
+@pytest.mark.requirement
 def test_a_released_key_is_new(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.release(key, "a1", NOW + 1)
@@ -80,6 +83,7 @@ def test_a_released_key_is_new(store: DedupStore, key: str) -> None:
     assert store.claim(key, "b1", NOW + 2, UNTIL) is Claim.NEW
 
 
+@pytest.mark.requirement
 def test_an_expired_claim_is_taken_over(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     assert store.claim(key, "b1", UNTIL - 1, UNTIL + 600_000) is Claim.CONSUMING
@@ -88,6 +92,7 @@ def test_an_expired_claim_is_taken_over(store: DedupStore, key: str) -> None:
     assert store.finish(key, "b1", UNTIL + 1, KEPT)
 
 
+@pytest.mark.requirement
 def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     store.finish(key, "a1", NOW, KEPT)
@@ -97,6 +102,7 @@ def test_a_consumed_key_is_forgotten_when_it_expires(store: DedupStore, key: str
     assert store.read(key, KEPT) == DedupRecord(False, "b1", KEPT + 600_000)
 
 
+@pytest.mark.requirement
 def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, key: str) -> None:
     """The consumer pauses until its claim has expired, and resumes before, during or after another one's claim."""
     store.claim(key, "a1", NOW, UNTIL)
@@ -114,6 +120,7 @@ def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, ke
     assert store.read(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
 
 
+@pytest.mark.requirement
 @pytest.mark.parametrize("meanwhile", ["no other", "a successor"])
 def test_a_listener_paused_beyond_its_claim_fails_its_mark(
     store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
@@ -142,6 +149,7 @@ def test_a_listener_paused_beyond_its_claim_fails_its_mark(
         assert "no other consumer has taken it over" in caplog.text
 
 
+@pytest.mark.requirement
 def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, key: str) -> None:
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
     assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW or isinstance(store, SqlDedupStore)
@@ -150,6 +158,7 @@ def test_a_call_repeated_after_a_lost_answer_gives_the_same(store: DedupStore, k
     assert store.read(key, NOW + 1) == DedupRecord(True, "a1", KEPT)
 
 
+@pytest.mark.requirement
 def test_consumed_keys_are_not_released(store: DedupStore, key: str) -> None:
     store.claim(key, "a1", NOW, UNTIL)
     store.finish(key, "a1", NOW, KEPT)
@@ -157,12 +166,14 @@ def test_consumed_keys_are_not_released(store: DedupStore, key: str) -> None:
     assert store.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMED
 
 
+@pytest.mark.requirement
 def test_an_unclaimed_key_cannot_be_finished(store: DedupStore, key: str) -> None:
     assert not store.finish(key, "a1", NOW, KEPT)
     assert not store.release(key, "a1", NOW)
     assert store.read(key, NOW) is None
 
 
+@pytest.mark.requirement
 def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
     long = key + ":" + "x" * (255 - len(key) - 1)
     keys = [key + "A", key + "a", key + "a:", key + ".", key + "'", key + '"', key + "\\", key + "$", key + "?", long]
@@ -174,6 +185,7 @@ def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
         assert store.claim(other_key, "b1", NOW, UNTIL) is Claim.CONSUMING, other_key
 
 
+@pytest.mark.requirement
 def test_purging_deletes_only_expired_records(store: DedupStore, key: str) -> None:
     store.purge(KEPT, 1000)
     for number in range(5):
