@@ -369,7 +369,8 @@ class Broker(StoreRoute, Endpoint):
         except StoreError as error:
             raise self._life.refusal(error) from error
         finally:
-            self.runner.call_waiting()
+            if self.runner.waiting:
+                self.runner.call_waiting()
 
     @override
     def call(self, request: Request[R], /) -> R:
@@ -390,7 +391,8 @@ class Broker(StoreRoute, Endpoint):
         except StoreError as error:
             raise self._life.refusal(error) from error
         finally:
-            self.runner.call_waiting()
+            if self.runner.waiting:
+                self.runner.call_waiting()
         return answer
 
     def await_device(self, request: Request[R], answer: R) -> R:
@@ -605,7 +607,8 @@ class Broker(StoreRoute, Endpoint):
                 self._life.check_open()
                 yield
         finally:
-            self.runner.call_waiting()
+            if self.runner.waiting:
+                self.runner.call_waiting()
 
     @property
     @override

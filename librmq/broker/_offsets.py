@@ -64,7 +64,7 @@ class GroupOffsets:
         """Number of marks that `mark_started` made."""
         for places in self._places.values():
             for place in places.values():
-                place.changed = self.changed
+                place.saving = saving
         table.page = page
         if self.adopt():
             table.is_stored = True
@@ -99,16 +99,11 @@ class GroupOffsets:
             if place is None:
                 row = self._table.rows.get(f"{topic}@{group}", {})
                 place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
-                place.changed = self.changed
+                place.saving = self.saving
             return place.page.hold(place, was_left=was_left) if is_held else place
         except StoreIOError as error:
             self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
             return place
-
-    def changed(self) -> None:
-        """Note that there is something to save."""
-        if not self.saving.has_changed:
-            self.saving.save_soon()
 
     def end(self) -> None:
         """Let no place be written any more: another process can own the store."""
@@ -174,7 +169,7 @@ class GroupOffsets:
         else:
             self._table.rows.setdefault(f"{topic}@{group}", {})[queue_id] = queue_offset
             self._table.revision += 1
-        self.changed()
+        self.saving.save_soon()
 
     def advance_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store the queue offset that comes with a group's pull, unless a later one is stored.
@@ -186,7 +181,7 @@ class GroupOffsets:
         if stored is None or queue_offset > stored:
             self.set_consumer_offset(topic, group, queue_id, queue_offset)
         else:  # a peer can have stored it on the page, and it is not in the table yet
-            self.changed()
+            self.saving.save_soon()
 
     def is_started(self, group: str, topic: str) -> bool:
         """Return whether ``start_at`` has moved a group in a topic."""

@@ -285,6 +285,24 @@ class AssignedQueue:
         self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
         self.lock_timestamp_ms = None
 
+    def is_kept(self) -> bool:
+        """Write the progress to the page of groups, and return whether it outlives this process.
+
+        It does not if it goes back, or was set back. The broker of this process saves its table some time later; that
+        of another one has to be told, and `stored_progress` says whether it was.
+        """
+        place, progress = self.place, self.progress
+        if progress is None or progress == self.stored_progress:
+            return progress is not None
+        try:
+            if place is None or self.is_chosen or not place.advance(progress) or place.position != progress:
+                return False
+        except ValueError:  # the broker has ended
+            return False
+        if place.saving is not None:
+            self.stored_progress, self.may_be_passed = progress, False
+        return True
+
     def take_suspect(self, queue_offset: int) -> Suspect | None:
         """Return the suspect that a message is, once; None for any other."""
         left = self.left

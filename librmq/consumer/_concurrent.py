@@ -139,6 +139,8 @@ was seen."""
 EXPIRED_LEVEL: Final = 3  # A message that exceeds consume_timeout goes back with this level, as in 4.9.
 MAX_EXPIRED: Final = 16  # One round sends back no more of a queue, as in 4.9, because it keeps the lock.
 _NO_WINDOW: Final = [0] * SLOTS, 0, 0
+_FINISHED: Final = [(rest << 56) - BEGUN for rest in range(SLOT_PRIME)]
+"""What the end of a message adds to the word of its beginning, by its remainder."""
 
 
 class Run(DeliveryCall):
@@ -160,8 +162,8 @@ class Run(DeliveryCall):
         messages: list[DeliveredMessage],
     ) -> None:
         super().__init__(calls, apply_result, listener, assigned, messages)
-        self._remaining = iter(messages)
         self.count: int = len(messages)
+        self._remaining = iter(messages)
         self._begun = self._settled = 0
         self.is_seen = False
         """Whether it has been looked at, so that it takes long if it is seen again."""
@@ -175,9 +177,9 @@ class Run(DeliveryCall):
         begun, salt = tag + BEGUN, 37 * (tag >> 48)
         for message in self._remaining:
             offset = message.queue_offset
-            slot = begin + offset % SLOTS
+            slot, word = begin + offset % SLOTS, begun + offset
             try:  # This is `Place.begin`, and below `Place.finish`, inlined, because they run for each message.
-                words[slot] = begun + offset
+                words[slot] = word
             except ValueError:  # the broker has ended
                 break
             self._begun += 1
@@ -187,7 +189,7 @@ class Run(DeliveryCall):
             if assigned.released:
                 break
             try:
-                words[slot] = tag + offset + ((offset + salt) % SLOT_PRIME << 56)
+                words[slot] = word + _FINISHED[(offset + salt) % SLOT_PRIME]
             except ValueError:
                 break
         return result

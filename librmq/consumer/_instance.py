@@ -120,7 +120,7 @@ class Instance(Watched):
         """Set the progress of a queue: on the page of groups at once, or else it is stored soon."""
         assigned.progress = progress
         place = assigned.place
-        if place is not None and not assigned.is_chosen and place.advance(progress) and place.changed is not None:
+        if place is not None and not assigned.is_chosen and place.advance(progress) and place.saving is not None:
             assigned.stored_progress = progress
         elif self._saving.at is None:
             self._save_soon()

@@ -120,12 +120,13 @@ class BrokerOffsets:
         all_stored = True
         for assigned in queues:
             progress, queue = assigned.progress, assigned.queue
+            is_kept = assigned.is_kept()
             if progress is None or progress == assigned.stored_progress:
                 continue
             update, stored = UpdateOffset(self._group, queue.topic, queue.queue_id, progress), None
             try:
-                if _is_on_page(assigned, progress):
-                    # The page can be further before the broker gets this, so that it may move nothing back.
+                if is_kept:
+                    # The page can be further before the owner gets this, so that it may move nothing back.
                     self._client.route.endpoint(queue.broker_name).call(replace(update, only_forward=True))
                 else:
                     # Where none was stored, a reader that the broker lost, and does not know, can have stored some.
@@ -263,14 +264,6 @@ class LocalOffsets:
 
 Offsets = BrokerOffsets | LocalOffsets
 """Store of the progress of one instance. Called under the runner's lock."""
-
-
-def _is_on_page(assigned: AssignedQueue, progress: int) -> bool:
-    """Write progress to the page of groups, and return whether it is there; not if it goes back, or was set back."""
-    place = assigned.place
-    with suppress(ValueError):  # the broker has ended
-        return place is not None and not assigned.is_chosen and place.advance(progress) and place.position == progress
-    return False
 
 
 def _key(queue: MessageQueue) -> tuple[str, ...]:

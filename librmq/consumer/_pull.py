@@ -775,22 +775,33 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     assigned: assigned.next_offset for assigned in self.assigned.values() if not assigned.released
                 }
             else:
-                positions = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
-                for assigned, queue_offset in positions.items():
-                    if type(queue_offset) is not int or queue_offset < 0:
-                        raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
-                    if queue_offset > assigned.next_offset:
-                        self._check_offset(assigned.queue, queue_offset, 0)
+                positions = self._chosen(offsets)
             self._note("settle", result="ok")
+            unkept = list[AssignedQueue]()
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
-                assigned.may_be_passed &= offsets is None
-            if not self._offsets.save(positions):
+                if queue_offset != assigned.stored_progress:
+                    if not assigned.is_kept():
+                        unkept.append(assigned)
+                    elif queue_offset != assigned.stored_progress and self._saving.at is None:
+                        self._save_soon()  # the owner of a share, in another process, is told some time later
+            if unkept and not self._offsets.save(unkept):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
                 )
             if offsets is None:
                 self._end_work()
+
+    def _chosen(self, offsets: Mapping[MessageQueue, int]) -> dict[AssignedQueue, int]:
+        positions = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+        for assigned, queue_offset in positions.items():
+            if type(queue_offset) is not int or queue_offset < 0:
+                raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
+            if queue_offset > assigned.next_offset:
+                self._check_offset(assigned.queue, queue_offset, 0)
+        for assigned in positions:
+            assigned.may_be_passed = False
+        return positions
 
     def committed(self, queue: MessageQueue) -> int | None:
         """Return the stored progress of the group in a queue; None if there is none."""

@@ -24,18 +24,16 @@ class Outside:
     def __init__(self, is_held: Callable[[], bool], run_later: Callable[[], object]) -> None:
         """``is_held()`` returns whether this thread has the lock; ``run_later()``, under it, has `run` called soon."""
         self._is_held, self._run_later = is_held, run_later
-        self._calls: deque[Callable[[], object]] = deque()
+        self.calls: deque[Callable[[], object]] = deque()
+        """Those that wait."""
         self._running = Lock()
         _all.append(weakref.ref(self, _all.remove))
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
 
     def takes(self, call: Callable[[], object]) -> bool:
         """Keep a call if this thread has the lock; return whether it does."""
         if not self._is_held():
             return False
-        self._calls.append(call)
+        self.calls.append(call)
         self._run_later()
         return True
 
@@ -45,9 +43,9 @@ class Outside:
             return
         for _ in if_free(self._running):
             try:
-                while self._calls:
+                while self.calls:
                     try:
-                        self._calls.popleft()()
+                        self.calls.popleft()()
                     except Exception:
                         _log.exception("the application's code has failed")
             finally:

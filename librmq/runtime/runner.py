@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeGuard, TypeVar
 
@@ -154,6 +154,8 @@ class Runner:
         """Work that has begun and not ended, including waiting coroutines."""
         self.is_inherited = False
         """Reset in a child process after a fork: the threads belong to the parent, and running work never ends here."""
+        self.waiting: Collection[object] = ()
+        """The application's calls that wait for the release of the lock, for `call_waiting`."""
         self.shared: dict[type[Any], object] = {}
         """What the clients of this runner have together, by class."""
         self._heap: list[tuple[int, int, Step]] = []

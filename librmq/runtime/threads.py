@@ -89,6 +89,7 @@ class ThreadRunner(Runner):
         self._telling = Step("calls the application", self._tell_later)
         self._is_telling = False
         self.outside: Outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
+        self.waiting = self.outside.calls
         _runners.add(self)
 
     @override
@@ -112,8 +113,7 @@ class ThreadRunner(Runner):
     @override
     def call_waiting(self) -> None:
         """Make the application's calls that have waited for the release of the lock."""
-        if self.outside:
-            self.outside.run()
+        self.outside.run()
 
     def _run_outside(self) -> None:
         """Let a worker make the calls that wait: now for a thread of this runner, and later for a caller."""
@@ -123,7 +123,7 @@ class ThreadRunner(Runner):
             self.wake(self._telling, self.now_ms() + _CALLERS_MS)
 
     def _tell_later(self, now_ms: int) -> int | None:
-        if self.outside and not self._is_telling:
+        if self.waiting and not self._is_telling:
             self._is_telling = True
             self.submit(Work(self._telling.label, self.outside.run, self._told))
         return None

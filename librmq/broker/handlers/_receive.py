@@ -187,7 +187,7 @@ class ReceiveHandler(BrokerPart):
             flight.invisible_ms = flight.visible_ms - flight.received_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
         self._queues[key].note_flight(receipt.queue_offset, flight)
-        self._offsets.changed()
+        self._offsets.saving.save_soon()
         return str(
             receipt._replace(
                 first_offset=receipt.queue_offset,
@@ -496,7 +496,7 @@ class ReceiveHandler(BrokerPart):
             for queue_offset in queue.flights:
                 self._visible.discard((key, queue_offset))
             queue.drop()
-            self._offsets.changed()
+            self._offsets.saving.save_soon()
             return None
         return queue
 
@@ -508,7 +508,7 @@ class ReceiveHandler(BrokerPart):
         else:
             if progress != queue.committed:
                 queue.place.set(progress)
-            self._offsets.changed()
+            self._offsets.saving.save_soon()
         queue.committed = progress
 
     def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
