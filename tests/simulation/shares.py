@@ -77,7 +77,8 @@ class Member:
     def drain(self) -> None:
         """Let it send no more, and consume what is left."""
         assert self._writing is not None
-        os.write(self._writing, b"d")
+        with suppress(BrokenPipeError):  # it has ended, and `_ended` says why
+            os.write(self._writing, b"d")
 
     def leave(self) -> None:
         if self._writing is not None:
@@ -133,7 +134,14 @@ class SharedWorld:
         sizes = librmq.StoreConfig.tiny(commitlog_file_size=1 << 20)
         if is_first and self.waits:
             sizes = replace(sizes, durability="sync")
-        return librmq.share(self.store, config, store_config=sizes, timeout=5, wait=_PATIENCE_S, take_over_stopped=0.4)
+        return librmq.share(
+            self.store,
+            config,
+            store_config=sizes,
+            timeout=_PATIENCE_S,  # in which a send, too, asks the next owner for the queues of its topic
+            wait=_PATIENCE_S,
+            take_over_stopped=0.4,
+        )
 
     def _work(self, name: str, pipe: int, *, is_first: bool) -> None:
         """Send and consume until the pipe says that the member drains, or leaves."""
