@@ -350,12 +350,22 @@ def commit_one_by_one(route: Route) -> None:
             consumer.commit()
 
 
+def test_a_commit_beside_the_page_asks_the_broker_nothing(tmp_path: Path) -> None:
+    with Broker.open(tmp_path) as broker:
+        send(broker)
+        route = _Late(broker)
+        commit_one_by_one(route)
+        assert not route.late
+        assert broker.lag("g", "t") == 0
+
+
 def consume_late(path: Path, consume: Callable[[Route], None], is_recorded: bool) -> None:
     """Consume, and then let the owner get all that was said of the progress, in the worst order."""
     with librmq.share(path, wait=60) as shared:
         route = _Late(shared)
         consume(record_history(route, path / "history") if is_recorded else route)
         assert route.late, "the owner saves no table before its end"
+        assert len(route.late) < MESSAGES, "each commit asks the owner"
         for request in reversed(route.late):
             shared.endpoint("broker-a").call(request)
     print("done", flush=True)
