@@ -25,9 +25,10 @@ from benchmarks.frame import Bench, Case, Run, Target, Timed, main
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
-from librmq.consumer import PushConsumer
+from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
+from librmq.protocol import ConsumeFrom
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 
@@ -36,6 +37,7 @@ SINGLE: Final = 4_000
 STREAM: Final = 40_000
 DELAYED: Final = 10_000
 STORED: Final = 10_000
+SETTLED: Final = 8_000
 
 
 class Awaited:
@@ -154,6 +156,53 @@ def bare_queues(bench: Bench, folder: Path, *, count: int) -> Timed:
         thread.join()
 
 
+# ------------------------------------------------------------------------------------------ one by one, and settled
+
+
+def one_by_one(bench: Bench, folder: Path, *, is_pull: bool) -> Timed:
+    """Poll a message and commit, or receive it and acknowledge it, before the next one."""
+    messages = make_messages(bench.count(SETTLED), with_ids=True)
+    with Broker.open(folder / "broker", store_config=StoreConfig()) as broker:
+        broker.create_topic("T", 1)
+        for message in messages:
+            broker.store.append(message)
+        done = 0
+        if is_pull:
+            pull = PullConsumer(broker, "readers", pull_batch_size=1, auto_commit=False, consume_from=ConsumeFrom.FIRST)
+            pull.subscribe("T")
+            with pull:
+                yield
+                while done < len(messages):
+                    done += len(pull.poll())
+                    pull.commit()
+                yield done
+        else:
+            with SimpleConsumer(broker, "readers") as simple:
+                simple.subscribe("T")
+                broker.reset_group("readers", "T", to="begin")
+                yield
+                while done < len(messages):
+                    received = simple.receive(1)
+                    simple.ack(*received)
+                    done += len(received)
+                yield done
+
+
+def litequeue_taken(bench: Bench, folder: Path) -> Timed:
+    """Take each message and note that it is done."""
+    from litequeue import LiteQueue
+
+    queue, count = LiteQueue(folder / "litequeue.db"), max(bench.count(SETTLED) // 4, 1)
+    queue.conn.execute("PRAGMA synchronous = OFF")
+    for _ in range(count):
+        queue.put(BODY.decode())
+    yield
+    while (message := queue.pop()) is not None:
+        queue.done(message.message_id)
+    yield count
+    queue.conn.close()
+
+
 # -------------------------------------------------------------------------------------------------- by hand, explored
 
 
@@ -253,6 +302,7 @@ def delay(bench: Bench, folder: Path) -> Timed:
 single: Final[Run] = partial(by_threads, count=SINGLE, in_flight=1)
 stream: Final[Run] = partial(by_threads, count=STREAM, in_flight=None)
 put_and_get: Final[Run] = partial(litequeue, count=SINGLE, in_flight=1)
+SETTLEMENTS: Final = {"poll and commit": True, "receive and acknowledge": False}
 ONE_NAME, STREAM_NAME = "send to listener, one in flight", "send to listener, a stream"
 
 
@@ -276,6 +326,15 @@ CASES: Final = [
          Target(6, 15, pure=Target(4, 5)), needs=("dramatiq",)),
     Case(STREAM_NAME, stream, "", partial(litequeue, count=STREAM, in_flight=None), "litequeue", Target(10, 20),
          needs=("litequeue",)),
+    *(
+        Case(name, partial(one_by_one, is_pull=is_pull), "one by one", litequeue_taken, "litequeue", Target(1),
+             needs=("litequeue",))
+        for name, is_pull in SETTLEMENTS.items()
+    ),
+    *(
+        Case(name, partial(one_by_one, is_pull=is_pull), "one by one", append, "a single append", limit=True)
+        for name, is_pull in SETTLEMENTS.items()
+    ),
     Case("send to listener by hand", by_hand, "one in flight", single, "librmq by threads", Target(3, 4)),
     Case("send to listener by hand", by_hand, "one in flight", put_and_get, "litequeue", Target(reach=5),
          needs=("litequeue",)),

@@ -124,10 +124,33 @@ def _of_route(way: str, place: str, opened: ExitStack) -> Any:
         "window": lambda count: asyncio.run(by_window(send_async, count)),
         "tasks": lambda count: asyncio.run(by_tasks(send_async, count)),
         "time": send_times,
+        "take": _taking(route, producer, opened),
         "listen": begin_listening,
         "median": median,
     }
     return lambda kind, count: kinds[kind](count)
+
+
+def _taking(route: Any, producer: Any, opened: ExitStack) -> Callable[[int], float]:
+    """Return what sends messages, and then receives and acknowledges them, in the seconds that it returns."""
+    import librmq
+
+    consumer = librmq.SimpleConsumer(route, "takers").start()
+    opened.callback(consumer.shutdown)
+    consumer.subscribe("taken")
+
+    def take(count: int) -> float:
+        consumer.receive(1, wait=0)  # a new group begins here
+        for _ in range(count):
+            producer.send("taken", BODY)
+        begin, done = time.perf_counter(), 0
+        while done < count:
+            received = consumer.receive(1)
+            consumer.ack(*received)
+            done += len(received)
+        return time.perf_counter() - begin
+
+    return take
 
 
 def _litequeue(way: str, place: str, opened: ExitStack) -> Any:
@@ -336,6 +359,10 @@ def cases() -> Iterator[Case]:
         yield case(pipelined, name, sends("bare", kind=kind), "asyncio alone", limit=True)
         yield case(pipelined, name, lite, "litequeue from two", Target(1.5 if kind == "window" else None),
                    needs=("litequeue",))  # fmt: skip
+    taken = partial(rate_of, way="share", kind="take", count=2_000)
+    case = partial(Case, "a peer receives and acknowledges", taken, "one by one", setup=processes)
+    yield case(sends("echo"), "an echo over the socket", limit=True)
+    yield case(partial(taken, way="connect"), "TCP", limit=True)
     shared, connected = (partial(latency, way=way, count=200) for way in ("share", "connect"))
     yield Case("peer to peer", shared, "send to listener, median", target=Target(1, at_most=True), unit="ms",
                setup=processes)  # fmt: skip
