@@ -53,8 +53,9 @@ class TimerSlots:
     """Whether `recover` has cut units after the given position, which a killed process left."""
     last_unit: Unit | None
     """The last unit that `recover` has kept, None if there is none."""
-    disagreed: bool
-    """Whether the wheel knew other units before the end of the log than `recover` has found there."""
+    other_slots: list[Slot] | None
+    """The slots in which the wheel knew other units before the log's end than `recover` has found; None if it agreed.
+    """
 
     def __init__(self, store: str, slots: int, precision_ms: int, log_file_size: int, files: Files) -> None:
         """Open the files of a wheel of ``slots`` slots; `CorruptionError` if they differ. Only `add_unit` writes."""
@@ -64,7 +65,7 @@ class TimerSlots:
         self._precision_ms = precision_ms
         self.was_cut = False
         self.last_unit = None
-        self.disagreed = False
+        self.other_slots = None
         self.log = TimerLog(store, log_file_size, files=files)
         self._wheel = TimerWheel.open(store, slots, files=files)
 
@@ -95,19 +96,18 @@ class TimerSlots:
                 self._delete_wrong_snapshots()
                 return True
             wheel = self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
-            self.disagreed = True
-        times = wheel.times()
-        for time in times[times >= begin].tolist():
-            if time not in slots:
-                before = wheel.slot(time)
-                self.disagreed |= before is None or before.last < self.log.end
-                wheel.clear(time)
-        for time, slot in slots.items():
-            before = wheel.slot(time)
+            self.other_slots = []
+        times, others = wheel.times(), self.other_slots
+        for time in {*times[times >= begin].tolist(), *slots}:
+            before, slot = wheel.slot(time), slots.get(time)
             if before != slot:
-                self.disagreed |= before is None or before.last < self.log.end
-                wheel.put(slot)
-            self._waiting[time % self._slots] = True
+                if before is None or before.last < self.log.end:
+                    others = [] if others is None else others
+                    others += [] if before is None else [before]
+                wheel.clear(time) if slot is None else wheel.put(slot)
+            if slot is not None:
+                self._waiting[time % self._slots] = True
+        self.other_slots = others
         self._delete_wrong_snapshots()
         return True
 
@@ -383,6 +383,7 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
                 timer_entries(queue, checkpoint.queue_offset, begin),
                 begin,
                 partial(_waiting_message, store),
+                TimerWheel.slots_in(store.path, store.files),
             )
             if damage is not None:
                 raise damage

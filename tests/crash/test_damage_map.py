@@ -124,12 +124,13 @@ def forgotten(found: Contents) -> Iterator[Damage]:
 
 
 def passed(found: Contents) -> Iterator[Damage]:
-    """Let the unit of a timer that is rolled later be in a slot that has passed."""
+    """Let the units of timers that are rolled later be in slots that have passed."""
     path = f"timerlog/{0:020}"
     fields: Any = unit_dtype().fields
     unit_at = 5 * TimerLog.UNIT_SIZE
     yield changed_at(found, path, "bit", (unit_at + fields["write_time_ms"][1] + 4, b"\xcb"))
-    yield changed_at(found, path, "zeros", (unit_at + fields["delay_ms"][1], bytes(4)))
+    for delay_ms in 0, 60_000, 120_000:
+        yield changed_at(found, path, "zeros", (unit_at + fields["delay_ms"][1], delay_ms.to_bytes(4)))
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])

@@ -477,6 +477,29 @@ def test_a_changed_bit_of_a_unit_delays_no_message(at: int, bit: int, number: in
     assert sorted(delivered) == [(second, second) for second in (1, 2, 3, 10, 20, 20, 30)]
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("delay_s", [1, 14, 20, 99])
+@pytest.mark.parametrize("rolled", [1, 3], ids=["alone in its slot", "last of its slot"])
+def test_a_shrunk_delay_of_a_unit_that_rolls_delays_no_message(rolled: int, delay_s: int, closed: bool) -> None:
+    """Its message does not say in which slot it waits for its roll, but the wheel does."""
+    wheel = Wheel()
+    for number in range(rolled):
+        wheel.put(b"%d" % number, key=f"U{number}", TIMER_DELAY_SEC=430)
+    wheel.put(b"soon", key="soon", TIMER_DELAY_SEC=15)
+    wheel.pass_to(20_000)
+    wheel.save()
+    if closed:
+        wheel.store.close()
+    files = died(wheel.files)
+    place, buffer = 52 * (rolled - 1) + 24, files.open(f"{ROOT}/timerlog/{0:020d}", writable=True).buffer
+    buffer[place : place + 4] = (1000 * delay_s).to_bytes(4)
+    if closed and delay_s < 19:
+        assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["unit"]
+    again = Wheel(files=files, at_ms=START_MS + 20_000)
+    again.pass_to(500_000)
+    assert again.delivered() == [(b"soon", 15_000), *((b"%d" % number, 430_000) for number in range(rolled))]
+
+
 def test_a_file_of_the_timer_log_goes_with_its_messages() -> None:
     """As in 5.3.3, this happens once the commit log begins after every record that the file names."""
     wheel = Wheel()

@@ -184,6 +184,13 @@ class TimerWheel:
         return next((file_size(files, os.path.join(store, name)) for name in names), None)
 
     @classmethod
+    def slots_in(cls, store: str, files: Files) -> npt.NDArray[Any]:
+        """Return the used slots of the newest sound wheel of a store, an array of `slot_dtype`."""
+        wheels = [wheel.name for wheel in cls.files_in(store, files) if wheel.damage is None]
+        pieces = [slots for name in wheels[:1] for _, slots in _used_slots(store, name, files)]
+        return np.concatenate(pieces) if pieces else np.empty(0, slot_dtype())
+
+    @classmethod
     def read_slots(cls, store: str, files: Files) -> Iterator[tuple[int, Slot]]:
         """Yield the used slots of the newest wheel of a store with their numbers.
 
@@ -504,8 +511,8 @@ def unit_damage(
     entries: npt.NDArray[Any],
     log_begin: int,
     message_of: Callable[[int, int], StoredMessage | None],
+    slots: npt.NDArray[Any] | None,
     *,
-    of_each: bool = True,
     may_lack: bool = False,
 ) -> CorruptionError | None:
     """Compare the units below a position of the timer log with the messages in the timer's topic; None if all agree.
@@ -513,7 +520,8 @@ def unit_damage(
     ``entries`` are those of the messages that have been put into slots and that the store's log, which begins at
     ``log_begin``, still has; ``message_of(place, size)`` returns one. Each unit belongs to a message, units
     of a slot are chained, and unless some ``may_lack``, each message that is due from ``read_ms`` on has a unit. What a
-    unit says is compared ``of_each``; else messages are read only where they have no unit.
+    unit says is compared too, unless ``slots`` is None; then messages are read only where they have no unit. A message
+    does not say in which slot it waits for its roll, but the wheel's ``slots`` do, of the last unit of each.
     """
     places, sizes = entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64)
     expected = log.begin
@@ -551,18 +559,35 @@ def unit_damage(
         message = _waiting(message_of(int(place), int(size)))
         if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
             return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
-    for at, time_ms, row in zip(ats.tolist(), times.tolist(), rows, strict=True) if of_each else ():
+    moved = set[int]() if slots is None else _moved(slots, ats, times, read_ms)
+    for at, time_ms, row in () if slots is None else zip(ats.tolist(), times.tolist(), rows, strict=True):
         unit = Unit._make(row.item())
         is_there = unit.physical_offset >= log_begin
         message = _waiting(message_of(unit.physical_offset, unit.message_size)) if is_there else None
         if message is None or max(message.due_ms, time_ms) < read_ms:
             continue
         early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)
-        rolls_on = early_ms > 0 and unit.delay_ms > 0 and time_ms >= message.stored_ms
+        rolls_on = early_ms > 0 and unit.delay_ms > 0 and time_ms >= message.stored_ms and at not in moved
         is_its_time = rolls_on if unit.magic & TimerLog.ROLL else 0 <= early_ms < precision_ms
         if not is_its_time or deletes != message.deletes:
             return _unit_damage(log, at, f"it is not what the message at {unit.physical_offset} says")
     return None
+
+
+def _moved(
+    slots: npt.NDArray[Any], positions: npt.NDArray[np.int64], times: npt.NDArray[np.int64], read_ms: int
+) -> set[int]:
+    """Return the positions of units that name a slot before ``read_ms``, while the wheel has them in another one.
+
+    The time of a unit is a multiple of that of its slot, whatever the precision is.
+    """
+    passed = times < read_ms
+    positions, times = positions[passed], times[passed]
+    at = np.searchsorted(positions, slots["last"])
+    at[at == len(positions)] = 0
+    is_last = (positions[at] == slots["last"]) & (slots["time"] > 0) if len(positions) else np.zeros(len(at), np.bool_)
+    at, slot_times = at[is_last], slots["time"][is_last].astype(np.int64)
+    return set(positions[at[times[at] % slot_times != 0]].tolist())
 
 
 def _unit_damage(log: TimerLog, position: int, what: str) -> CorruptionError:

@@ -418,7 +418,8 @@ def _timer_damage(
     )
     return unit_damage(
         units, units.end_below(log.end, checkpoint.log_position), checkpoint.read_time_ms,
-        timer_entries(queue, end, log.begin), log.begin, message_of, may_lack=not is_closed,
+        timer_entries(queue, end, log.begin), log.begin, message_of, TimerWheel.slots_in(path, files),
+        may_lack=not is_closed,
     )  # fmt: skip
 
 
