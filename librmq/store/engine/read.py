@@ -56,6 +56,7 @@ _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _OWN: Final = ["size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "sys_flag", "body_length"]
 _unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
+_unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
 _crc32: Final = record_format.crc32  # here ISA-L is faster for short bodies too
 _NOT_PLAIN: Final = record_format.HOSTS_V6 | record_format.COMPRESSED
 _MAGIC: Final = record_format.MESSAGE_MAGIC
@@ -556,19 +557,34 @@ def _leading_to(queues: QueueTable, topic: str | None, place: int) -> Iterator[t
             yield name, queue_offset, ENTRY.unpack(raw)[1]
 
 
+def _leads_to(queues: QueueTable, name: QueueName, queue_offset: int, place: int) -> bool:
+    """Return whether an entry leads to a place."""
+    try:
+        queue = queues.find(name)
+        return queue is not None and queue.read(queue_offset, 1).startswith(_PLACE.pack(place))
+    except (CorruptionError, MessageIllegalError):
+        return False
+
+
 def _message_at(checks: EntryChecks, topic: str | None, place: int) -> StoredMessage | None:
     """Return the message at a place, as the entry says that leads there; ``topic`` is the one of its queue, if known.
 
     Raises:
         CorruptionError: The record is damaged.
     """
-    message = checks.log.message(place)
-    if message is None or not has_queue_entry(message.sys_flag):
+    raw = checks.log.read(place)
+    if raw is None:
+        return None
+    queue_id, queue_offset = _unpack_place(raw)
+    name = (topic or "", queue_id)
+    if is_usual(raw, place, queue_offset, name) and _leads_to(checks.queues, name, queue_offset, place):
+        return StoredMessage(raw)
+    message = StoredMessage(checks.log.sound(raw, place))
+    own = message.topic, queue_id
+    if not has_queue_entry(message.sys_flag) or (
+        message.physical_offset == place and _leads_to(checks.queues, own, queue_offset, place)
+    ):
         return message
-    with suppress(CorruptionError, MessageIllegalError):
-        queue, entry = checks.queues.find((message.topic, message.queue_id)), _PLACE.pack(place)
-        if queue and message.physical_offset == place and queue.read(message.queue_offset, 1).startswith(entry):
-            return message
     for name, queue_offset, size in _leading_to(checks.queues, topic, place):
         raw = checks.record(checks.queues[name], name, queue_offset, place, size)
         if raw is not None and StoredMessage(raw).physical_offset == place:
