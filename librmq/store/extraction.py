@@ -5,15 +5,15 @@ The messages of each queue are numbered from 0 without a gap, and the progress o
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import struct
 import sys
 from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
@@ -29,7 +29,7 @@ from librmq.errors import (
     RecordError,
 )
 from librmq.files import DiskFiles, Files, file_size
-from librmq.files.interface import make_folders
+from librmq.files.interface import copy_file, make_folders
 from librmq.java.lang import java_decode
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 _TIMER_CHECK: Final = re.compile("timercheck")
 _MAX_DIGITS: Final = 20  # a queue offset has no more
 _LONG: Final = struct.Struct(">q")
+_LONGEST: Final = 1 << 30
+"""Length of a broker's log files."""
 _OTHER_PROPERTIES: Final = frozenset(
     (
         PropertyName.CHECK_IMMUNITY_TIME,
@@ -102,7 +104,7 @@ def rescue(
     check_path("target", target, "the folder of a new store")
     files, clock = files or DiskFiles(), SystemClock()
     config = config or directory.infer_config(path, files)
-    count = gaps = 0
+    gaps = 0
     with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files))) as copies:
         notes = _sound_notes(path, files, tell)
         numbers, jobs = copies.numbers, MovedJobs(notes)
@@ -111,7 +113,6 @@ def rescue(
         for item in _records(path, files, numbers.end_log, largest, in_blocks=not notes):
             if isinstance(item, RecordBlock):
                 copies.append_block(item)
-                count += len(item.sizes)
                 continue
             if isinstance(item, StoredMessage):
                 try:
@@ -119,7 +120,6 @@ def rescue(
                     for message in inner_messages(item):
                         place, raw = copies.append(message)
                         jobs.add_copy(item.physical_offset, item.raw, place, raw)
-                        count += 1
                     continue
                 except (MessageIllegalError, RecordError) as error:
                     item = Gap(item.physical_offset, item.size, path, str(error))
@@ -134,8 +134,8 @@ def rescue(
         copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
         with suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
-        copies.settle()
-    return Rescued(target, count, gaps)
+        copies.settle(config)
+    return Rescued(target, copies.count, gaps)
 
 
 class Extracted(NamedTuple):
@@ -167,7 +167,7 @@ def extract(
     Of each record all but physical offset, queue offset and prepared-transaction offset stays, unless ``redact`` names
     it: a redacted body or value is as long as before, a redacted body is not compressed, and gets its checksum. Tags
     and keys stay. The files are as small as the records allow. Topics, the progress of groups and filters go with
-    their messages. ``path`` is only read; beside a writer, ``keep`` is asked twice about each record.
+    their messages. ``path`` is only read.
 
     Raises:
         ConfigError: ``target`` is in the store, or ``redact`` names something else.
@@ -182,10 +182,11 @@ def extract(
     files = files or DiskFiles()
     directory.check_kind(path, files)
     check_outside(path, target)
-    chosen = _Chosen(path, files)
-    config = small_config(directory.infer_config(path, files), chosen.choose(keep))
+    config = directory.infer_config(path, files)
     tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-    return make_store(target, chosen.read(in_blocks=not redact), tables, config, redact=redact, files=files)
+    chosen = _chosen(path, files, keep, in_blocks=not redact)
+    room = sum(entry.size for entry in files.list(os.path.join(path, directory.COMMITLOG)))
+    return make_store(target, chosen, tables, config, redact=redact, files=files, room=room)
 
 
 def make_store(
@@ -197,86 +198,46 @@ def make_store(
     topics: Collection[str] = (),
     redact: Collection[Redaction] = (),
     files: Files,
+    room: int | None = None,
 ) -> Extracted:
     """Create a store in ``target``, as `extract` does, from records of another in the order of its log.
 
-    ``tables`` are those of the other store. Their rows of the records' topics are copied, and those of ``topics``.
+    ``tables`` are those of the other store. Their rows of the records' topics are copied, and those of ``topics``. With
+    ``room``, about the most bytes that they can have, the files get the smallest lengths that hold the records, not
+    those of ``config``.
     """
-    count = size = 0
-    places: dict[int, int] = {}
-    with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files), places)) as copies:
-        for message in messages:
-            if isinstance(message, RecordBlock):
-                copies.append_block(message)
-                count, size = count + len(message.sizes), size + len(message.data)
-                continue
-            copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
-            place, raw = copies.append(copied)
-            if message.sys_flag & record.TRANSACTION_MASK or message.topic == SystemTopic.HALF:
-                places[message.physical_offset] = place
-            count, size = count + 1, size + len(raw)
+    with (
+        growing_store(target, files) as part,
+        closing(_Copies(PartFiles(part, config, files), {}, room)) as copies,
+    ):
+        copied = copies.extend(messages, redact)
+        if room is not None:
+            config = small_config(config, copied)
+        deque(copied, maxlen=0)
         numbers = copies.numbers
         numbers.end_log()
         write_kept_config(part, config, files, is_own=True)
         _copy_tables(tables, part, numbers, numbers.topics() | set(topics), files)
-        copies.settle()
-    return Extracted(target, count, size)
+        copies.settle(config)
+    return Extracted(target, copies.count, copies.size)
 
 
-class _Chosen:
-    """The messages of a store to copy: the first pass checks all records, the second one reads only these."""
-
-    def __init__(self, path: str, files: Files) -> None:
-        self._path = path
-        self._files = files
-        self._wanted = np.empty(0, np.int64)
-        """Their places, without those that a function has chosen."""
-        self._places = array("q")
-        self._sizes = array("q")  # of a block, 0 for a record
-        self._numbers = array("q")  # within the record, which can be a batch of 5.x
-
-    def choose(self, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage | RecordBlock]:
-        """Yield each chosen message, and note where it is."""
-        if not callable(keep):
-            self._wanted = np.sort(np.fromiter(keep, np.int64, len(keep)))
-        for item in _sound(self._path, self._files, self._wanted_parts(is_all=callable(keep))):
-            if isinstance(item, RecordBlock):
-                yield item
-                continue
-            for number, inner in enumerate(_inner(self._path, item)):
-                if not callable(keep) or keep(inner):
-                    self._note(item.physical_offset, 0, number)
-                    yield inner
-
-    def _wanted_parts(self, *, is_all: bool) -> Iterator[LogPart]:
-        """Yield the gaps, and all records or those at the wanted places."""
-        for part in _plain_blocks(salvage.log_parts(self._path, self._files, in_blocks=not is_all)):
-            if isinstance(part, RecordBlock):
-                block = part.at(self._wanted)
-                if block is not None:
-                    self._note(int(part.derived.keys.physical_offsets[0]), len(part.data), 0)
-                    yield block
-            elif is_all or isinstance(part, Gap) or _contains(self._wanted, part.physical_offset):
-                yield part
-
-    def _note(self, place: int, size: int, number: int) -> None:
-        self._places.append(place)
-        self._sizes.append(size)
-        self._numbers.append(number)
-
-    def read(self, *, in_blocks: bool) -> Iterator[StoredMessage | RecordBlock]:
-        """Yield them again."""
-        last, messages = -1, list[StoredMessage]()
-        parts = salvage.parts_at(self._path, self._files, zip(self._places, self._sizes, strict=True))
-        for part, number in zip(parts, self._numbers, strict=True):
-            if isinstance(part, RecordBlock):
-                block = part.at(self._wanted)
-                assert block is not None
-                yield from (block,) if in_blocks else block.messages()
-                continue
-            if part.physical_offset != last:
-                last, messages = part.physical_offset, _inner(self._path, part)
-            yield messages[number]
+def _chosen(
+    path: str, files: Files, keep: Callable[[StoredMessage], bool] | Collection[int], *, in_blocks: bool
+) -> Iterator[StoredMessage | RecordBlock]:
+    """Yield the messages of a store to copy; all its records are checked."""
+    wanted = np.empty(0, np.int64)
+    if not callable(keep):
+        wanted = np.sort(np.fromiter(keep, np.int64, len(keep)))
+    parts = _plain_blocks(salvage.log_parts(path, files, in_blocks=in_blocks and not callable(keep)))
+    for part in _sound(path, files, parts):
+        if isinstance(part, RecordBlock):
+            if (block := part.at(wanted)) is not None:
+                yield block
+        elif callable(keep):
+            yield from filter(keep, _inner(path, part))
+        elif _contains(wanted, part.physical_offset):
+            yield from _inner(path, part)
 
 
 def _contains(places: NDArray[np.int64], place: int) -> bool:
@@ -346,9 +307,9 @@ def small_config(config: StoreConfig, messages: Iterable[StoredMessage | RecordB
         entries[message.topic, message.queue_id] += 1
         keys += 1 + len(message.keys)
     slots = _power_of_two(max(16, keys // 2))
-    return dataclasses.replace(
+    return replace(
         config,
-        commitlog_file_size=min(_power_of_two(max(4 << 10, size + 2 * largest)), 1 << 30),
+        commitlog_file_size=min(_power_of_two(max(4 << 10, size + 2 * largest)), _LONGEST),
         consumequeue_file_size=ENTRY_SIZE * _power_of_two(max(64, *entries.values(), 0)),
         max_hash_slot_num=slots,
         max_index_num=4 * slots,  # so that both follow from the file's length
@@ -366,13 +327,13 @@ def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:
     if "bodies" in redact and topic != SystemTopic.OP:  # its bodies are numbers of halves
         body = b"x" * len(copy.body)
         plain = copy.sys_flag & ~(record.COMPRESSED | record.COMPRESSION_MASK)
-        copy = dataclasses.replace(copy, body=body, body_crc=record.body_checksum(body), sys_flag=plain)
+        copy = replace(copy, body=body, body_crc=record.body_checksum(body), sys_flag=plain)
     if "properties" in redact:
         parts = [part.partition(b"\1") for part in copy.properties_raw.split(b"\2")]
         hidden = [
             name + separator + (value if _is_rocketmqs(name) else b"x" * len(value)) for name, separator, value in parts
         ]
-        copy = dataclasses.replace(copy, properties_raw=b"\2".join(hidden))
+        copy = replace(copy, properties_raw=b"\2".join(hidden))
     return record.encode_record(copy)
 
 
@@ -489,21 +450,49 @@ class _Copies:
 
     _BLOCK: Final = 4 << 20
 
-    def __init__(self, part: PartFiles, places: Mapping[int, int] | None = None) -> None:
-        """Take the new places of halves by their old ones; without them prepared offsets stay."""
+    def __init__(self, part: PartFiles, places: dict[int, int] | None = None, room: int | None = None) -> None:
+        """Take the new places of halves by their old ones; without them prepared offsets stay.
+
+        With ``room`` for about the whole log the files get their lengths by `settle`, which makes queues and index.
+        """
         self.numbers = Renumbering()
-        self._part = part
-        self._log = log = part.open_log(writable=True)
+        self.count = self.size = 0
+        """Number and bytes of the records."""
         self._places = places
+        self._is_small = room is not None
         self._block = bytearray()
-        self._end = log.end
-        self._fits = log.fits
+        self._end = 0
+        self._parts: CopiedParts | None = None
+        if room is not None:
+            self._open(part, min(_power_of_two(max(4 << 10, room)), _LONGEST))
+            return
+        self._open(part, part.config.commitlog_file_size)
         try:
             # Extension units are made by a recovery, which reads the log again.
-            self._parts = None if part.config.enable_consumequeue_ext else CopiedParts(part, log)
+            self._parts = None if part.config.enable_consumequeue_ext else CopiedParts(part, self._log)
         except BaseException:
-            log.close()
+            self._log.close()
             raise
+
+    def _open(self, part: PartFiles, file_size: int) -> None:
+        self._part = part = replace(part, config=replace(part.config, commitlog_file_size=file_size))
+        self._log = log = part.open_log(writable=True, scan_from=lambda _: self._end)
+        self._fits = log.fits
+
+    def extend(
+        self, messages: Iterable[StoredMessage | RecordBlock], redact: Collection[Redaction]
+    ) -> Iterator[StoredMessage | RecordBlock]:
+        """Append messages without what ``redact`` names, and yield each behind that."""
+        assert self._places is not None
+        for message in messages:
+            if isinstance(message, RecordBlock):
+                self.append_block(message)
+            else:
+                copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
+                place, _ = self.append(copied)
+                if message.sys_flag & record.TRANSACTION_MASK or message.topic == SystemTopic.HALF:
+                    self._places[message.physical_offset] = place
+            yield message
 
     def append(self, message: StoredMessage) -> tuple[int, bytes]:
         """Append a record, and return its place and bytes.
@@ -525,11 +514,8 @@ class _Copies:
             self._claim(len(raw))
         place = self._end
         raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
-        self._add(raw)
-        copy = bytes(raw)
-        if self._parts is not None:
-            self._parts.add_record(place, copy)
-        return place, copy
+        self._add(raw, 1)
+        return place, bytes(raw)
 
     def append_block(self, block: RecordBlock) -> None:
         """Append records that take part in no transaction."""
@@ -551,7 +537,7 @@ class _Copies:
         places = np.empty(len(old), np.int64)
         words = np.ndarray((len(raw) - 7,), ">i8", raw.data, strides=(1,))
         words[begins + record.QUEUE_OFFSET_AT] = numbers
-        at = size = 0
+        begin, at, size = self._end, 0, 0
         while at < len(old):
             end = int(np.searchsorted(ends, size + self._fits - self._end, "right"))
             if end <= at:
@@ -559,9 +545,9 @@ class _Copies:
                 continue
             places[at:end] = begins[at:end] + (self._end - size)
             words[begins[at:end] + record.PHYSICAL_OFFSET_AT] = places[at:end]
-            self._add(raw.data[size : ends[end - 1]])
+            self._add(raw.data[size : ends[end - 1]], end - at)
             at, size = end, int(ends[end - 1])
-        if self._parts is not None:
+        if self._parts is not None and self._parts.followed == begin:  # so they need not be derived again
             entries["physical_offset"] = places[rows]
             packs = np.split(entries, stops[:-1])
             moved = [
@@ -573,12 +559,27 @@ class _Copies:
     def _claim(self, size: int) -> None:
         """Go to the next file, if ``size`` bytes do not fit into this one."""
         self.write()
+        while self._is_small and (length := self._log.file_size) < min(_LONGEST, self._end + size + record.BLANK_SIZE):
+            self._resize(min(2 * length, _LONGEST))
         self._end = self._log.claim(size)
         self._fits = self._end - self._end % self._log.file_size + self._log.file_size - record.BLANK_SIZE
 
-    def _add(self, raw: bytes | bytearray | memoryview) -> None:
+    def _resize(self, length: int) -> None:
+        """Give the only file of the log another length."""
+        files, place = self._part.files, self._log.sequence.path(0)
+        self._log.close()
+        if self._end:
+            whole = os.path.join(self._part.path, "whole")
+            files.rename(place, whole)
+            copy_file(files, files.open(whole), place, end=self._end, size=length)
+            files.delete(whole)
+        self._open(self._part, length)
+
+    def _add(self, raw: bytes | bytearray | memoryview, count: int) -> None:
         self._block += raw
         self._end += len(raw)
+        self.size += len(raw)
+        self.count += count
         if len(self._block) >= self._BLOCK:
             self.write()
 
@@ -587,15 +588,21 @@ class _Copies:
         if self._block:
             self._log.append_block(self._block)
             self._block = bytearray()
+            if self._parts is not None:
+                self._parts.follow()
 
-    def settle(self) -> None:
-        """Write what is left, make queues and index, and mark the store as closed."""
+    def settle(self, config: StoreConfig) -> None:
+        """Write what is left, make queues and index with these settings, and mark the store as closed."""
         self.write()
-        if self._parts is not None:
-            self._parts.settle()
+        if self._log.file_size != config.commitlog_file_size:
+            self._resize(config.commitlog_file_size)
+        self._part = part = replace(self._part, config=config)
+        if config.enable_consumequeue_ext:
+            self.close()
+            settle(part.path, config, part.files, SystemClock())
             return
-        self.close()
-        settle(self._part.path, self._part.config, self._part.files, SystemClock())
+        self._parts = self._parts or CopiedParts(part, self._log)
+        self._parts.settle()
 
     def close(self) -> None:
         """Release the files of the log and the index."""
@@ -615,7 +622,7 @@ def _op_of_half(message: StoredMessage, numbers: Renumbering) -> bytearray:
     if any(_is_number(part) for part in parts):
         moved = (b"%d" % numbers.half(message.queue_id, int(part)) if _is_number(part) else part for part in parts)
         body = b",".join(moved)
-        op = dataclasses.replace(op, body=body, body_crc=record.body_checksum(body))
+        op = replace(op, body=body, body_crc=record.body_checksum(body))
     return bytearray(record.encode_record(op))
 
 

@@ -19,12 +19,14 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files import DiskFiles, File
 from librmq.message import record
+from librmq.message.batch import BatchItem
 from librmq.message.message import StoredMessage
 from librmq.message.topics import SystemTopic
 from librmq.protocol import TransactionState
 from librmq.store import extract, rescue, verify
 from librmq.store.format.broker_tables import BrokerTables
 from tests.budget import many
+from tests.stores_of_5 import batch_record, write_log
 
 
 @pytest.fixture(scope="module")
@@ -138,20 +140,26 @@ def test_each_record_is_judged_once(source: Path, tmp_path: Path) -> None:
     assert judged == [one.physical_offset for one in messages(source)]
 
 
-def test_a_log_that_loses_a_file_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_a_log_that_loses_a_file_meanwhile(tmp_path: Path) -> None:
+    """What was read before is copied, and a file that comes later is an error."""
     path = tmp_path / "store"
     with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=8 << 10)) as store:
         for number in range(60):
             store.append(Message("T", b"x" * 500, keys=f"k{number}"))
-    first, second, *_ = sorted((path / "commitlog").iterdir())
+    first, second, *_, last = sorted((path / "commitlog").iterdir())
 
-    def keep(message: StoredMessage) -> bool:
-        if message.physical_offset >= int(second.name):
-            first.unlink(missing_ok=True)
-        return True
+    def copy_without(lost: Path) -> int:
+        def keep(message: StoredMessage) -> bool:
+            if message.physical_offset >= int(second.name):
+                lost.unlink(missing_ok=True)
+            return True
 
-    with pytest.raises(CorruptionError, match="its file was deleted meanwhile"):
-        extract(str(path), str(tmp_path / "small"), keep)
+        return extract(str(path), str(tmp_path / "small"), keep).messages
+
+    assert copy_without(first) == 60
+    shutil.rmtree(tmp_path / "small")
+    with pytest.raises(CorruptionError, match="No such file"):
+        copy_without(last)
     assert sorted(tmp_path.iterdir()) == [path]
 
 
@@ -265,6 +273,18 @@ def test_bytes_behind_a_file_of_the_log_hide_no_record(tmp_path: Path) -> None:
         file.write(b"rubbish" * 400)  # these bytes have the physical offsets of the next file
     assert extract(str(path), str(tmp_path / "small"), lambda _: True).messages == 60
     assert [compared(one) for one in messages(tmp_path / "small")] == before
+
+
+def test_messages_of_batches_take_more_room_than_the_batches(tmp_path: Path) -> None:
+    one = record.Record(topic="T", queue_id=0, queue_offset=0, body=b"", store_timestamp_ms=1_700_000_000_000)
+    write_log(tmp_path / "store", [batch_record(one, [BatchItem(b"%d" % at, 0, b"") for at in range(2_000)])])
+    (tmp_path / "store/batchconsumequeue/T/0").mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (tmp_path / "store/commitlog").iterdir())
+    small = extract(str(tmp_path / "store"), str(tmp_path / "small"), lambda _: True)
+    assert small.messages == 2_000
+    assert small.bytes > 2 * size
+    assert [message.body for message in messages(tmp_path / "small")] == [b"%d" % at for at in range(2_000)]
+    assert not verify(tmp_path / "small").damage
 
 
 def test_a_small_store_takes_more_messages(source: Path, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.store import extract
 
     selection = select(arguments)
-    with log_bar("extract", arguments.store, 4):
+    with log_bar("extract", arguments.store, 3):
         with open_store(arguments) as store:
             note_tables(StoreView.over(store))
             places = selection.places(store, arguments.limit)

@@ -560,14 +560,14 @@ def walk(
             at, least, is_worth_block = stretch.end, min(2 * least, _MOST_APART), True
 
 
-def derived_blocks(log: CommitLog, levels: DelayLevels) -> Iterator[DerivedBlock]:
-    """Yield what the records of a whole log define, in its order; a record without an entry has an empty one.
+def derived_blocks(log: CommitLog, levels: DelayLevels, begin: int) -> Iterator[DerivedBlock]:
+    """Yield what the records of a log from ``begin`` on define, in its order; one without an entry has an empty one.
 
     Raises:
         CorruptionError: A record is unreadable.
     """
     derive = Derivation(levels).derive
-    for stretch in walk(log, log.begin, log.end):
+    for stretch in walk(log, begin, log.end):
         if stretch.block is not None:
             yield stretch.block
         elif records := [derive(*item) for item in stretch.records()]:

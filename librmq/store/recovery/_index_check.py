@@ -344,5 +344,5 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
         index.delete(file.name)
-    for block in derived_blocks(log, levels):
+    for block in derived_blocks(log, levels, log.begin):
         index.append_block(*block.keys)

@@ -31,14 +31,7 @@ from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import counted
 from librmq.store.engine._durability import MANY_FILES
-from librmq.store.engine.derivation import (
-    COMPARED,
-    BitmapOf,
-    Derivation,
-    DerivedBlock,
-    DerivedRecord,
-    block_of_records,
-)
+from librmq.store.engine.derivation import BitmapOf, DerivedBlock, derived_blocks
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
     WORTH_A_MARK,
@@ -596,7 +589,7 @@ _MOST_COLLECTED: Final = 64 << 20
 
 
 class CopiedParts:
-    """Queues, key index and checkpoint of a log that this process writes, from what its records define.
+    """Queues, key index and checkpoint of a log that this process writes, derived behind it.
 
     There is nothing to recover: each record was checked when it was copied, and each queue counts from 0. As with
     `settle`, no other process may know the store yet. The entries are collected so that one call makes most files.
@@ -606,39 +599,27 @@ class CopiedParts:
         set_abort(part.files, part.path)  # a kill would leave queues that lack entries
         self._part = part
         self._log = log
-        self._derive = Derivation(DelayLevels.parse(part.config.message_delay_level)).derive
+        self._levels = DelayLevels.parse(part.config.message_delay_level)
+        self.followed = log.begin
+        """The physical offset up to which records are taken in."""
         self._index = part.open_index(writable=True)
-        self._records: list[DerivedRecord] = []
         self._entries: dict[QueueName, bytearray] = {}
         self._size = 0
         self._ends: Counter[QueueName] = Counter()
         self._stored_ms = 0
 
-    def add_record(self, physical_offset: int, raw: bytes) -> None:
-        """Add the next record.
-
-        Raises:
-            CorruptionError: It names a queue that can't be.
-        """
-        self._records.append(self._derive(physical_offset, len(raw), raw))
-        if len(self._records) == COMPARED:
-            self._add_records()
-
-    def _add_records(self) -> None:
-        if self._records:
-            self._add_block(block_of_records(self._records))
-            self._records = []
-
-    def add_block(self, block: DerivedBlock) -> None:
-        """Add what the next records define.
+    def follow(self) -> None:
+        """Take in the records up to the log's end.
 
         Raises:
             CorruptionError: One names a queue that can't be.
         """
-        self._add_records()
-        self._add_block(block)
+        for block in derived_blocks(self._log, self._levels, self.followed):
+            self.add_block(block)
+        self.followed = max(self.followed, self._log.end)
 
-    def _add_block(self, block: DerivedBlock) -> None:
+    def add_block(self, block: DerivedBlock) -> None:
+        """Take in what the next records define, which the log can still lack; raise as `follow`."""
         for topic, queue_id, _, entries in block.queues:
             name = java_decode(topic), queue_id  # several damaged topics can be read as one
             collected = self._entries.get(name)
@@ -656,13 +637,14 @@ class CopiedParts:
             self._write()
         self._index.append_block(*block.keys)
         self._stored_ms = max(int(block.keys.timestamps[-1]), 0)
+        self.followed = block.end
 
     def settle(self) -> None:
         """Write what is collected and flush all, after the log, and mark the store as closed."""
         path, files = self._part.path, self._part.files
         self._log.flush()
         make_folders(files, self._log.sequence.folder)  # a store is recognised by it
-        self._add_records()
+        self.follow()
         self._write()
         self._index.flush()
         checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)

@@ -18,7 +18,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from types import NoneType
@@ -92,9 +92,9 @@ class RecordBlock:
     """What they define, at their places in the log."""
 
     @classmethod
-    def of_file(cls, buffer: Buffer, start: int, place: int, end: int, *, check_body: bool) -> Self | None:
-        """Return usual records between two places of a file; None if the first ones are unusual."""
-        derived = block_of_file(buffer, start, place, end, COMPARED, check_body=check_body)
+    def of_file(cls, buffer: Buffer, start: int, place: int, end: int) -> Self | None:
+        """Return usual sound records between two places of a file; None if the first ones are unusual."""
+        derived = block_of_file(buffer, start, place, end, COMPARED, check_body=True)
         if derived is None:
             return None
         sizes = np.diff(derived.keys.physical_offsets, append=derived.end)
@@ -204,7 +204,7 @@ class _Source:
         """Yield what `items` does, and many usual records together."""
         end, place, least = min(file.data_end(), self.size), 0, _LEAST_APART
         while place < end:
-            block = RecordBlock.of_file(file.buffer, self.start, place, end, check_body=True)
+            block = RecordBlock.of_file(file.buffer, self.start, place, end)
             if block is not None and len(block.sizes) >= _WORTH_BLOCK:
                 advance(len(block.data))
                 yield place, len(block.data), block
@@ -292,67 +292,12 @@ def log_parts(path: str, files: Files, *, in_blocks: bool = True) -> Iterator[Lo
     """Yield the part of `salvaged_records` that the log holds; with ``in_blocks`` many usual records together."""
     end: int | None = None
     sources = _sources(os.path.join(path, COMMITLOG), files)
-    in_blocks = in_blocks and not _overlap(sources)
+    in_blocks = in_blocks and not any(source.end > following.start for source, following in pairwise(sources))
     for source in sources:
         if end is not None and source.start > end:
             yield Gap(end, source.start - end, os.path.dirname(source.path), "these bytes are in no log file")
         end = source.end
         yield from _read(source, [], files, in_blocks=in_blocks)
-
-
-def _overlap(sources: Sequence[_Source]) -> bool:
-    return any(source.end > following.start for source, following in pairwise(sources))
-
-
-def parts_at(path: str, files: Files, places: Iterable[tuple[int, int]]) -> Iterator[RecordBlock | StoredMessage]:
-    """Yield what `log_parts` has found at places of the log, without another check.
-
-    The second number of each place is the size of a block, or 0 for a record.
-
-    Raises:
-        CorruptionError: A file of the log was deleted meanwhile.
-    """
-    sources = _sources(os.path.join(path, COMMITLOG), files)
-    if _overlap(sources):
-        yield from _searched(path, files, places)
-        return
-    source, file, released = None, None, 0
-    for place, size in places:
-        if source is None or file is None or not source.start <= place < source.end:
-            source = next((source for source in sources if source.start <= place < source.end), None)
-            if source is None:
-                raise _deleted(path, place)
-            file, released = files.open(source.path), 0
-        begin = place - source.start
-        if begin - released > _MOST_HELD:
-            file.advise(released, begin, Advice.NO_USE)
-            released = begin
-        if not size:
-            size = int.from_bytes(file.buffer[begin : begin + 4], "big")
-            yield _message_at(place, file.buffer[begin : begin + size])
-        else:
-            block = RecordBlock.of_file(file.buffer, source.start, begin, begin + size, check_body=False)
-            if block is None or len(block.data) != size:
-                raise _deleted(path, place)
-            yield block
-        advance(size)
-
-
-def _searched(path: str, files: Files, places: Iterable[tuple[int, int]]) -> Iterator[StoredMessage]:
-    """Do as `parts_at` where a file is too long: only the search tells which file has the record of a place."""
-    records = (item for item in log_records(path, files) if isinstance(item, StoredMessage))
-    message = None
-    for place, _ in places:
-        while message is None or message.physical_offset != place:
-            message = next(records, None)
-            if message is None:
-                raise _deleted(path, place)
-        yield message
-
-
-def _deleted(path: str, place: int) -> CorruptionError:
-    folder = os.path.join(path, COMMITLOG)
-    return CorruptionError(folder, place, "record", "its file was deleted meanwhile: run the command again")
 
 
 def cut_records(path: str, files: Files) -> Iterator[LogPart]:
