@@ -38,7 +38,7 @@ from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.earlier_copies import EarlierCopies
+from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, BrokerTables, MessageStore
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.engine.read import records_of

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.formatting import printable
 from librmq.override import override
-from librmq.runtime.locks import Lock
-from librmq.runtime.outside import call_outside
+from librmq.runtime.locks import Lock, call_outside
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, Observation

@@ -290,7 +290,7 @@ def _watch_applications() -> None:
     """Let code of the application check, where librmq calls it, that its thread holds no lock of librmq."""
     from librmq.client import allocation
     from librmq.metrics import Metrics
-    from librmq.runtime import event_log, outside
+    from librmq.runtime import event_log
     from librmq.runtime.runner import Runner
 
     def call_checked(call: Callable[[], object]) -> None:
@@ -306,7 +306,7 @@ def _watch_applications() -> None:
         return own_share(client_id, queues, clients, *strategy)
 
     def write_checked(self: Any, *fields: Any) -> None:  # also lines that no handler gets at this level
-        if outside._thread.calls is None:
+        if locks._thread.calls is None:
             _check_application("a log line", queues=True)
         write(self, *fields)
 
@@ -314,7 +314,7 @@ def _watch_applications() -> None:
         _check_application("work of a runner")
         return call_work(self, work)
 
-    call_outside, own_share = outside.call_outside, allocation.own_share
+    call_outside, own_share = locks.call_outside, allocation.own_share
     write, call_work = event_log.EventLog._write, Runner._call
     _replace(call_outside, call_checked)
     _replace(own_share, own_share_checked)
@@ -355,13 +355,14 @@ def _check_application(what: str, *, queues: bool = False) -> None:
 
     ``queues``: what comes under the lock of a runner waits for its release.
     """
-    from librmq.runtime.outside import _all
 
     held = [lock.name for lock in _held.locks if lock.is_held() and lock.name != _OF_A_CALL]
     names = [name for name in held if levels().get(name, [9])[-1] > 1]
     if not names:
         return
-    if "Runner.lock" in names and (queues or not any((one := at()) is not None and one._is_held() for at in _all)):
+    if "Runner.lock" in names and (
+        queues or not any((one := at()) is not None and one._is_held() for at in locks._outsides)
+    ):
         return
     pair = what, names[-1]
     if pair not in _known:

@@ -17,10 +17,9 @@ from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receiv
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
-from librmq.message.dead_letter_cause import record_cause
 from librmq.message.delays import parse_level
 from librmq.message.ids import parse_host
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, record_cause
 from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic
 from librmq.protocol import (
     ENDED,
@@ -40,7 +39,7 @@ from librmq.protocol import (
     process_deaths,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.earlier_copies import EarlierCopies
+from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times

@@ -34,8 +34,7 @@ from librmq.metrics import METRICS, Metrics, outside
 from librmq.protocol import Route
 from librmq.runtime import Runner
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
-from librmq.runtime.outside import call_outside
+from librmq.runtime.locks import Lock, call_outside
 
 R = TypeVar("R")
 _log = EventLog("librmq.client")

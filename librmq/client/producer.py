@@ -12,8 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from librmq.client._publish_routes import PublishRoutes
-from librmq.client.client import Client, LifeCycle, Member, State, client_of
+from librmq.client.client import Client, LifeCycle, Member, PublishRoutes, State, client_of
 from librmq.client.operations import Watcher
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult

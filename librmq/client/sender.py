@@ -14,8 +14,7 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
-from librmq.client._publish_routes import PublishRoutes, TopicQueues
-from librmq.client.client import LifeCycle, State
+from librmq.client.client import LifeCycle, PublishRoutes, State, TopicQueues
 from librmq.client.operations import Operation, Watcher, begin, end
 from librmq.client.queue_selectors import BrokerLatencies
 from librmq.config import Between, Config, Seconds

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, cast
 
-from librmq.client._publish_routes import PublishRoutes
-from librmq.client.client import Client, LifeCycle
+from librmq.client.client import Client, LifeCycle, PublishRoutes
 from librmq.client.operations import Ended, Kind, Operation, Watchers
 from librmq.client.sender import ProducerConfig, Sender, SendResult
 from librmq.clock import moves_by_itself

@@ -15,10 +15,9 @@ from itertools import islice
 from typing import Final, Literal
 
 from librmq.config import check_reached
-from librmq.console._messages import Waits, name_of
+from librmq.console._messages import Waits, has_key, name_of
 from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link, topic_link
-from librmq.console._waiting import has_key
 from librmq.diagnosis import GivenUpMessage, StoreView, decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
 from librmq.errors import BrokerError, ConfigError, RmqError

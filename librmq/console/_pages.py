@@ -13,13 +13,10 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Final
 
-from librmq.console._backwards import newest_letters
-from librmq.console._busy import work_table
-from librmq.console._group_parts import Members, causes, queues_of_group
-from librmq.console._history import Sample, Samples, history_of, stored_per_s
+from librmq.console._group_parts import Members, causes, queues_of_group, work_table
 from librmq.console._place import Look, Place
-from librmq.console._plots import line
-from librmq.console._requested import LETTERS, waiting_by_requests
+from librmq.console._requested import LETTERS, newest_letters, waiting_by_requests
+from librmq.console._search import Sample, Samples, history_of, stored_per_s
 from librmq.console._tables import (
     KINDS,
     Cell,
@@ -30,6 +27,7 @@ from librmq.console._tables import (
     Table,
     count,
     group_link,
+    line,
     link,
     notices,
     topic_link,

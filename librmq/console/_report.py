@@ -8,8 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from librmq.console._plots import CELLS, Scale, area, bar, cells, columns
-from librmq.console._tables import KINDS, Axis, Cell, Fact, Findings, Notice, Page, Table, count, notices, render
+from librmq.console._tables import (
+    CELLS,
+    KINDS,
+    Axis,
+    Cell,
+    Fact,
+    Findings,
+    Notice,
+    Page,
+    Scale,
+    Table,
+    area,
+    bar,
+    cells,
+    columns,
+    count,
+    notices,
+    render,
+)
 from librmq.diagnosis import (
     Comparison,
     DeadLetterCause,

@@ -31,8 +31,7 @@ from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue, is_requested, returned_failure
 from librmq.message import Message, MessageQueue, retry_level, retry_topic
-from librmq.message.dead_letter_cause import record_cause
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, record_cause
 from librmq.protocol import (
     INNER_PRODUCER,
     MessageModel,

@@ -65,8 +65,7 @@ from librmq.protocol import (
 )
 from librmq.runtime import Runner, StateLog
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event
-from librmq.runtime.outside import call_outside
+from librmq.runtime.locks import Event, call_outside
 
 R = TypeVar("R")
 _Source: TypeAlias = tuple[Subscription, str]

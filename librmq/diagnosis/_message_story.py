@@ -37,9 +37,8 @@ from librmq.filter import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
-from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import level_of_queue_id
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, recorded_cause
 from librmq.message.topics import (
     WAITING_TOPICS,
     SystemTopic,

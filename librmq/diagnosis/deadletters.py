@@ -12,8 +12,7 @@ from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, groupe
 from librmq.diagnosis.view import LiveView, Source, StoreView, View, viewed
 from librmq.formatting import sent_again
 from librmq.message import StoredMessage, retry_topic
-from librmq.message.dead_letter_cause import cause_of
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, cause_of
 from librmq.message.topics import TopicPrefix
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from librmq.runtime._background import Background as Background
     from librmq.runtime._progress_saver import ProgressSaver as ProgressSaver
     from librmq.runtime.event_log import StateLog as StateLog
+    from librmq.runtime.locks import calls_later as calls_later
     from librmq.runtime.locks import critical as critical
-    from librmq.runtime.outside import calls_later as calls_later
     from librmq.runtime.runner import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
@@ -27,8 +27,10 @@ else:
         {
             "librmq.runtime._background": ("Background",),
             "librmq.runtime.event_log": ("StateLog",),
-            "librmq.runtime.locks": ("critical",),
-            "librmq.runtime.outside": ("calls_later",),
+            "librmq.runtime.locks": (
+                "calls_later",
+                "critical",
+            ),
             "librmq.runtime._progress_saver": ("ProgressSaver",),
             "librmq.runtime.runner": ("ManualRunner", "Runner", "Step", "Work"),
             "librmq.runtime.threads": ("ThreadRunner",),

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 from librmq.errors import RmqError
 from librmq.formatting import printable, printable_lines
 from librmq.override import override
-from librmq.runtime.outside import call_outside
+from librmq.runtime.locks import call_outside
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller

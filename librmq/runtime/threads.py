@@ -16,8 +16,7 @@ from librmq.errors import BrokerUnreachableError, RunnerClosedError
 from librmq.override import override
 from librmq.runtime import _lazy_asyncio as asyncio
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import Inherited, Lock, RLock, is_held_here
-from librmq.runtime.outside import Outside
+from librmq.runtime.locks import Inherited, Lock, Outside, RLock, is_held_here
 from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_coroutine, is_task_cancelled
 
 _log = EventLog("librmq.runner")

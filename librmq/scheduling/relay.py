@@ -23,9 +23,8 @@ from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
-from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
+from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, EarlierCopies
 from librmq.store import AppendResult, GetStatus, MessageStore
 
 _log = EventLog("librmq.hops")

@@ -41,9 +41,9 @@ from librmq.runtime import StateLog
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
+from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, slot_dtype, timer_entries, unit_damage
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from librmq.spark._functions import match_sql_udf as match_sql_udf
     from librmq.spark._functions import match_tags as match_tags
     from librmq.spark._functions import tags_code as tags_code
-    from librmq.spark._incremental import run_incrementally as run_incrementally
+    from librmq.spark._positions import run_incrementally as run_incrementally
     from librmq.spark._stores_report import overview as overview
     from librmq.spark._stream import StreamLag as StreamLag
     from librmq.spark._stream import stream_lags as stream_lags
@@ -34,7 +34,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.spark._incremental": ("run_incrementally",),
+            "librmq.spark._positions": ("run_incrementally",),
             "librmq.spark._functions": (
                 "allocate",
                 "bloom_positions",

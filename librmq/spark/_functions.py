@@ -40,8 +40,8 @@ from librmq.filter.spark_backend import property_text
 from librmq.idempotence import dedup_key as key_of_record
 from librmq.message import MessageQueue
 from librmq.override import override
-from librmq.spark._conditions import raises_conditions, with_condition
 from librmq.spark._encode import tags_codes
+from librmq.spark._options import raises_conditions, with_condition
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession

@@ -29,7 +29,6 @@ from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
 from librmq.override import override
 from librmq.runtime.event_log import EventLog
-from librmq.spark._conditions import shows_conditions, with_condition
 from librmq.spark._kafka import Renaming, kafka_columns, kafka_schema, plain_name, plain_schema
 from librmq.spark._options import (
     READ_OPTIONS,
@@ -44,6 +43,8 @@ from librmq.spark._options import (
     refuse_for_batches,
     refuse_unknown,
     refuse_urls,
+    shows_conditions,
+    with_condition,
 )
 from librmq.store import BrokerTables
 from librmq.store.format import directory

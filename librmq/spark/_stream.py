@@ -30,8 +30,7 @@ from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
 from librmq.override import override
-from librmq.spark._conditions import shows_conditions
-from librmq.spark._options import StreamLimits
+from librmq.spark._options import StreamLimits, shows_conditions
 from librmq.spark._positions import Document, Key, Positions, flat, nested
 from librmq.spark._source import read_part
 from librmq.store.engine.store_parts import QueueName

@@ -35,10 +35,9 @@ from librmq.files import DiskFiles, file_size
 from librmq.files.interface import confine, make_folders
 from librmq.message import record
 from librmq.override import override
-from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
 from librmq.spark._kafka import written_batch, written_schema
-from librmq.spark._options import WriteOptions, local_path
+from librmq.spark._options import WriteOptions, local_path, shows_conditions
 from librmq.spark._source import freeze_modules
 from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, missing, run_folder
 from librmq.store import MessageStore

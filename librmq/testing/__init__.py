@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.testing._deployments import one_cluster as one_cluster
     from librmq.testing._drills import Drill as Drill
     from librmq.testing._drills import DrillReport as DrillReport
     from librmq.testing._drills import run_drill as run_drill
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from librmq.testing._process import Process as Process
     from librmq.testing._process import ProcessDied as ProcessDied
     from librmq.testing._process import ProcessStateError as ProcessStateError
+    from librmq.testing._replica import one_cluster as one_cluster
     from librmq.testing.exploring._exploration import Exploration as Exploration
     from librmq.testing.exploring._exploration import explore as explore
     from librmq.testing.histories._history import History as History
@@ -47,7 +47,7 @@ else:
             "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
             "librmq.testing._kit_runner": ("NotAwaitedError",),
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
-            "librmq.testing._deployments": ("one_cluster",),
+            "librmq.testing._replica": ("one_cluster",),
             "librmq.testing._drills": ("Drill", "DrillReport", "run_drill"),
             "librmq.testing.served": ("NotSettledError", "ServedKit"),
         },

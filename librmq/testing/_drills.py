@@ -30,7 +30,7 @@ from librmq.files import MemoryFiles
 from librmq.protocol import site_of
 from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
-from librmq.testing._deployments import Deployment, check_deployment
+from librmq.testing._replica import Deployment, check_deployment
 from librmq.testing.histories._history import History
 from librmq.testing.histories.anomalies import Anomaly, check_history
 

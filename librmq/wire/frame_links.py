@@ -19,12 +19,12 @@ from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime import Runner, Step
 from librmq.wire.remote._administration import ANSWERS
 from librmq.wire.remote._connection import Ended, EndedTogether, Requested, Transport
-from librmq.wire.remote._connections import Connections
+from librmq.wire.remote._dialing import Connections
 from librmq.wire.remote._remote_broker import RemoteBroker
 from librmq.wire.remoting._channels import Channel, ClientChannels
 from librmq.wire.remoting._consumer_requests import ChannelReceives, Pulls
 from librmq.wire.remoting._frames import Frame, FrameReader, encode
-from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import SENDS
 from librmq.wire.remoting._server import FrameAnswers
 

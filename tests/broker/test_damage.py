@@ -24,7 +24,7 @@ from librmq import (
 from librmq.broker import Broker
 from librmq.errors import BrokerDamageError, CorruptionError
 from librmq.message import StoredMessage, dead_letter_topic, record, retry_topic
-from librmq.message.dead_letter_cause import recorded_cause
+from librmq.message.properties import recorded_cause
 from librmq.message.topics import SystemTopic
 from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
 from librmq.runtime.runner import ManualRunner

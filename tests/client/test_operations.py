@@ -17,7 +17,7 @@ from librmq.errors import ConfigError
 from librmq.listener import DeadLetter
 from librmq.message import Message
 from librmq.metrics import Metrics
-from librmq.runtime.outside import call_outside
+from librmq.runtime.locks import call_outside
 from librmq.testing import Kit
 from tests import own
 

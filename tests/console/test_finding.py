@@ -167,7 +167,7 @@ def test_the_first_overview_takes_from_the_log_what_was_stored(
         assert shown["consumed"].startswith("unknown ")
     rows = Asked(console(broker)).table("/", "Busiest topics")
     assert [(row["topic"], row["stored"]) for row in rows] == [("orders", "2 a second"), ("mails", "none")]
-    monkeypatch.setattr("librmq.console._history._QUEUES", 1)
+    monkeypatch.setattr("librmq.console._search._QUEUES", 1)
     assert facts(Asked(console(broker)).page("/"))["stored"].startswith("unknown rates come with the second look")
 
 

@@ -22,8 +22,7 @@ from librmq import (
 from librmq.client.allocation import allocate_averagely
 from librmq.message import MessageQueue
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, is_held_here
-from librmq.runtime.outside import calls_later
+from librmq.runtime.locks import Lock, calls_later, is_held_here
 from tests import lock_order
 
 
@@ -157,7 +156,7 @@ def _log_line() -> None:
 
 
 def _call_outside() -> None:
-    from librmq.runtime.outside import call_outside
+    from librmq.runtime.locks import call_outside
 
     call_outside(lambda: None)
 

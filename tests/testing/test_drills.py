@@ -9,7 +9,8 @@ import pytest
 from librmq.broker._replication import Replication
 from librmq.errors import ConfigError
 from librmq.protocol import SendStatus
-from librmq.testing._deployments import (
+from librmq.testing._drills import Drill, DrillReport, run_drill
+from librmq.testing._replica import (
     Deployment,
     one_active,
     one_active_replicated,
@@ -18,7 +19,6 @@ from librmq.testing._deployments import (
     two_active,
     two_active_routed,
 )
-from librmq.testing._drills import Drill, DrillReport, run_drill
 
 
 def brokers_fail(drill: Drill) -> None:

@@ -28,7 +28,7 @@ from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import RemoteRoute, remote_route
 from librmq.wire.remote._connection import Connection
-from librmq.wire.remote._connections import Connections
+from librmq.wire.remote._dialing import Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._bodies import write_body
 from librmq.wire.remoting._frames import Frame, answer_to, encode

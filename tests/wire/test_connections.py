@@ -22,9 +22,8 @@ from librmq.runtime.locks import RLock, is_held_here
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import _connection as connection
 from librmq.wire.remote._connection import Connection, Ended, EndedTogether, Requested, Transport
-from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import LongPulls
-from librmq.wire.remote._dialing import dial_by_tcp
+from librmq.wire.remote._dialing import Connections, dial_by_tcp
 from librmq.wire.remote._remote_broker import RemoteBroker
 from librmq.wire.remoting._frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call

@@ -14,9 +14,8 @@ from librmq.diagnosis import Consumption, estimate
 from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PARTS
 from librmq.errors import AllocationError
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
-from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.lag import lag_terms
-from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
+from librmq.message.properties import AT_ONCE, IN_ORDER, RESERVED_PROPERTIES, USED_UP, PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.waiting import PRECISION_MS

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from librmq.testing.histories._rows import HistoryRows, Marks, by_key, falls
+from librmq.testing.histories._history import HistoryRows, Marks, by_key, falls
 from librmq.testing.histories.events import (
     ENDLESS,
     Commit,

@@ -1,7 +1,7 @@
-"""Opens connections: looks host names up, connects over TCP or locally, and signs requests with an access key.
+"""The connections of one route, one for each address and client: opened, signed with an access key, and reopened.
 
-A signed request carries the key's name and an HMAC-SHA1 of its fields and body. Mirrors ``AclClientRPCHook`` and
-``AclUtils``.
+Opening one looks host names up and connects over TCP or locally. A signed request carries the key's name and an
+HMAC-SHA1 of its fields and body. Mirrors ``AclClientRPCHook`` and ``AclUtils``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from librmq.clock import Clock
-from librmq.errors import BrokerUnreachableError, ConfigError
+from librmq.errors import BrokerUnreachableError, ConfigError, RequestNotSentError
 from librmq.override import override
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Inherited, Lock
 from librmq.wire.remote._connection import Connection, Requested, Transport
-from librmq.wire.remote._connections import Dial
 from librmq.wire.remoting._frames import Frame, FrameSocket, limit_time
 
 OpenSocket = Callable[[tuple[str, int], float], socket.socket]
@@ -232,3 +232,209 @@ def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: fl
         return Connection(stream, label, None, requested, lost, timeout_s).begin_reading()
 
     return dial
+
+
+Dial = Callable[[str, Requested, Callable[[Transport], None]], Transport]
+"""Opens a connection to ``host:port``; ``lost(transport)`` is called once at its end.
+
+Raises:
+    BrokerUnreachableError: There is nothing at that address.
+"""
+
+_BACK_OFF_S: Final = (0.1, 5.0)
+_SHORT_S: Final = 1.0
+"""After a connection that ends sooner, the next one waits."""
+_PATIENCE_S: Final = 0.05
+_HANDLER: Final = "!"
+"""In place of a client id: the connection for signal handlers that interrupt a request on the one before."""
+_Key = tuple[str, str]
+
+
+class _Pause(NamedTuple):
+    """A time without a try after a connection that failed."""
+
+    until: float
+    back_off_s: float
+    why: BrokerUnreachableError
+
+
+class _Line:
+    """The connection of one client to one address, open or not."""
+
+    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "pause", "transport")
+
+    def __init__(self) -> None:
+        # Held while the connection is opened, so that the callers of one address open one connection and not many.
+        self.lock = Lock()
+        self.opening: Future[Transport] | None = None  # the last one in a thread of its own
+        self.transport: Transport | None = None
+        self.opened_at = 0.0
+        self.is_dropped = False
+        self.pause: _Pause | None = None
+
+
+class Connections:
+    """The open connections. Thread-safe."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        monotonic: Callable[[], float],
+        requested: Callable[[str, str, Transport, Frame], None],
+        lost: Callable[[str, str, Transport], None],
+        back_off_s: tuple[float, float] = _BACK_OFF_S,
+        is_hurried: Callable[[], bool] = lambda: False,
+        patience_s: float = _PATIENCE_S,
+        opened_late: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        """Open connections by ``dial``.
+
+        Args:
+            dial: Opens one.
+            monotonic: The time in seconds.
+            requested: Gets address, client id, connection and frame of a request of the server.
+            lost: Gets address, client id and connection at its end.
+            back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
+            is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
+            patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
+            opened_late: Gets address and client id of a connection that opens after its caller has stopped waiting.
+        """
+        self._dial = dial
+        self._monotonic = monotonic
+        self._requested = requested
+        self._lost = lost
+        self._back_off_s = back_off_s
+        self._is_hurried = is_hurried
+        self._patience_s = patience_s
+        self._late = opened_late
+        self._is_closed = False
+        self._remove_all()
+        _inherited.add(self)
+
+    def _remove_all(self) -> None:
+        # A forked child starts without connections too, because threads of the parent hold the locks of the parent's.
+        self._lock = Lock()
+        self._lines: dict[_Key, _Line] = {}
+        self._pauses: dict[str, _Pause] = {}  # of addresses that could not be reached
+
+    def get_open(self, address: str) -> Transport | None:
+        """Return the connection to an address for requests without a client, if it is open."""
+        line = self._lines.get((address, ""))
+        transport = None if line is None else line.transport
+        return transport if transport is not None and transport.is_open and not transport.is_interrupted else None
+
+    def get(self, address: str, client_id: str = "") -> Transport:
+        """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
+
+        Raises:
+            BrokerUnreachableError: It can't be opened, or could not a moment ago; the route is closed; or others wait
+                for the caller, and the connection is not open yet.
+        """
+        key = address, client_id
+        line = self._lines.get(key)
+        if line is not None and (transport := line.transport) is not None and transport.is_open:
+            if not transport.is_interrupted or client_id.strip(_HANDLER):
+                return transport
+            return self.get(address, client_id + _HANDLER)
+        with self._lock:
+            if self._is_closed:
+                raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")
+            line = self._lines.setdefault(key, _Line())
+        return self._open_in_thread(key, line) if self._is_hurried() else self._open(key, line)
+
+    def _open(self, key: _Key, line: _Line) -> Transport:
+        with line.lock:
+            if line.transport is not None and line.transport.is_open:
+                return line.transport
+            self._check_pauses(line, key[0])
+            line.transport = self._dial_for(key, line)
+        if line.is_dropped or self._is_closed:
+            line.transport.close()
+        return line.transport
+
+    def _open_in_thread(self, key: _Key, line: _Line) -> Transport:
+        """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
+        address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
+        if opening is None or opening.done():
+            self._check_pauses(line, address)
+            patience_s = 0.0 if address in self._pauses else self._patience_s
+            opening = Future()
+            thread = threading.Thread(
+                target=self._run_opening, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
+            line.opening = opening
+            is_first = True
+        try:
+            return opening.result(patience_s)
+        except TimeoutError:
+            if is_first:
+                opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
+            raise BrokerUnreachableError("the connection is not open yet: try again") from None
+
+    def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
+        try:
+            opening.set_result(self._open(key, line))
+        except BaseException as error:
+            # Pass every error on, Ctrl-C included: the callers wait for this result and raise it.
+            opening.set_exception(error)
+
+    def _check_pauses(self, line: _Line, address: str) -> None:
+        for pause in (line.pause, self._pauses.get(address)):
+            if pause is not None and self._monotonic() < pause.until:
+                raise RequestNotSentError(str(pause.why))
+
+    def _dial_for(self, key: _Key, line: _Line) -> Transport:
+        address, client_id = key
+        first_s, most_s = self._back_off_s
+
+        def requested(transport: Transport, frame: Frame) -> None:
+            self._requested(address, client_id, transport, frame)
+
+        def lost(transport: Transport) -> None:
+            # A server that accepts and hangs up must not be called in a loop, so an early end is followed by a pause
+            # like a failed opening.
+            if not transport.was_interrupted and self._monotonic() - line.opened_at < _SHORT_S:
+                why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
+                line.pause = _Pause(self._monotonic() + first_s, first_s, why)
+            self._lost(address, client_id, transport)
+
+        line.opened_at, line.pause = self._monotonic(), None
+        try:
+            transport = self._dial(address, requested, lost)
+        except BrokerUnreachableError as error:
+            before, now = self._pauses.get(address), self._monotonic()
+            # If another client's try has failed meanwhile, its pause stands: doubling it for each client would grow
+            # with their number.
+            if before is None or now >= before.until:
+                back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
+                self._pauses[address] = _Pause(now + back_off_s, back_off_s, error)
+            raise
+        self._pauses.pop(address, None)
+        return transport
+
+    def drop(self, client_id: str, address: str) -> None:
+        """Close the connection of a client."""
+        with self._lock:
+            line = self._lines.pop((address, client_id), None)
+        if line is not None:
+            # The connection can be being opened at this moment; the mark lets that thread close it.
+            line.is_dropped = True
+            if line.transport is not None:
+                line.transport.close()
+
+    def close(self) -> None:
+        """Close all connections; no new one is opened."""
+        with self._lock:
+            self._is_closed = True
+            lines = list(self._lines.values())
+        for line in lines:
+            transport = line.transport
+            if transport is not None:
+                transport.close()
+
+
+_inherited: Final[Inherited[Connections]] = Inherited(Connections._remove_all)

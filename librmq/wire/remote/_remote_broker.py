@@ -76,8 +76,8 @@ from librmq.runtime.runner import NEVER
 from librmq.store import BrokerTables
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
-from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import SUSPEND_MS, HeldReceives, LongPulls
+from librmq.wire.remote._dialing import Connections
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame

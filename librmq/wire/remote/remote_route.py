@@ -29,8 +29,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
 from librmq.wire.remote._administration import ANSWERS
 from librmq.wire.remote._connection import Requested, Transport
-from librmq.wire.remote._connections import Connections, Dial
-from librmq.wire.remote._dialing import AccessKeys, HostNames, OpenSocket, dial_by_tcp, split_address
+from librmq.wire.remote._dialing import AccessKeys, Connections, Dial, HostNames, OpenSocket, dial_by_tcp, split_address
 from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting._codec import frame_of, refusal

@@ -74,8 +74,7 @@ from librmq.wire.remoting._headers import (
     StatsOfHeader,
     TopicNameHeader,
 )
-from librmq.wire.remoting._rates import Rates
-from librmq.wire.remoting._running_info import running_info_body
+from librmq.wire.remoting._running_info import Rates, running_info_body
 
 ADMINISTRATIVE: Final = frozenset(
     {

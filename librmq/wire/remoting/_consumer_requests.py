@@ -62,7 +62,7 @@ from librmq.wire.remoting._headers import (
     TimestampHeader,
 )
 from librmq.wire.remoting._pop import PopRequests
-from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over
 

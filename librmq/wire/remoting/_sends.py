@@ -39,7 +39,7 @@ from librmq.wire.remoting._headers import (
     SendHeader,
     SentHeader,
 )
-from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import Rates
 
 
 def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> None:

@@ -72,7 +72,7 @@ from librmq.wire.remoting._headers import (
     RouteOfTopicHeader,
     WipedTopicsHeader,
 )
-from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import SENDS, Replies, Sends
 
 # ---- the name server

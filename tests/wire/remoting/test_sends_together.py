@@ -22,7 +22,7 @@ from librmq.wire.remoting._codec import send_frame
 from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
-from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import Sends
 from librmq.wire.remoting._server import RemotingServer
 from tests.file_seams import FailingFiles
