@@ -294,7 +294,7 @@ def delay(bench: Bench, folder: Path) -> Timed:
         for message in messages:
             broker.store.append(message)
         with broker.runner.lock:
-            broker._deliveries.schedule.run_due(broker.runner.now_ms() + 2_000)
+            broker._deliveries.schedule().run_due(broker.runner.now_ms() + 2_000)
         yield len(messages)
         assert sum(1 for _ in broker.messages("T")) == len(messages)
 

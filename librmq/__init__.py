@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from librmq.cluster import Cluster as Cluster
     from librmq.cluster import RouteTable as RouteTable
     from librmq.config import StoreConfig as StoreConfig
+    from librmq.config import TransactionConfig as TransactionConfig
     from librmq.consumer import ConsumerConfig as ConsumerConfig
     from librmq.consumer import DeliveredMessage as DeliveredMessage
     from librmq.consumer import PullConsumer as PullConsumer
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     from librmq.runtime import ThreadRunner as ThreadRunner
     from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore
-    from librmq.txn import TransactionConfig as TransactionConfig
     from librmq.wire.remote import connect as connect
     from librmq.wire.share import SharedBroker as SharedBroker
     from librmq.wire.share import share as share
@@ -92,7 +92,7 @@ else:
             "librmq.client.sender": ("SendResult",),
             "librmq.clock": ("ManualClock",),
             "librmq.cluster": ("Cluster", "RouteTable"),
-            "librmq.config": ("StoreConfig",),
+            "librmq.config": ("StoreConfig", "TransactionConfig"),
             "librmq.consumer": (
                 "ConsumerConfig",
                 "DeliveredMessage",
@@ -141,7 +141,6 @@ else:
             "librmq.runtime.threads": ("ThreadRunner",),
             "librmq.scheduling.timer_config": ("TimerConfig",),
             "librmq.store": ("MessageStore",),
-            "librmq.txn": ("TransactionConfig",),
             "librmq.wire.remote.remote_route": ("connect",),
             "librmq.wire.share": (
                 "SharedBroker",

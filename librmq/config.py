@@ -1,4 +1,4 @@
-"""Settings: frozen values that are checked when they are made, and those of a store.
+"""Settings: frozen values that are checked when they are made, and those of a store and its transactions.
 
 Every class of settings derives from `Config` and states its limits beside each field. So one place checks them all,
 with one wording of errors. Sizes are bytes, ``*_s`` are seconds.
@@ -552,3 +552,35 @@ class StoreConfig(NamedConfig):
         ignored = _IGNORED | _TIMER
         settings = {name: value for name, value in row.items() if name not in ignored}
         return (base or cls.broker()).with_settings(settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionConfig(Config):
+    """Settings for the checks of half messages; the defaults are 4.9.4's."""
+
+    timeout_s: Annotated[float, Seconds()] = 6
+    """Age of a half message at its first check, unless it has an immunity of its own."""
+    check_max: Annotated[int, Between(1, (1 << 31) - 1)] = 15
+    """Checks after which a half message is discarded."""
+    interval_s: Annotated[float, Seconds(0.001)] = 60
+    """Time between two check passes."""
+    reserved_hours: Annotated[int | None, Between(1, (1 << 31) - 1)] = None
+    """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
+    most_at_once: Annotated[int, Between(1, (1 << 31) - 1)] = 1000
+    """Half messages in one turn of `HalfCheck.run_due`; the next turn continues the pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayConfig(Config):
+    """Times of looks at the delay levels and of saves; the defaults are 4.9.4's."""
+
+    first_look_s: Annotated[float, Seconds()] = 1
+    """Time from the start to the first look."""
+    look_every_s: Annotated[float, Seconds(0.001)] = 0.1
+    """Time between two looks, in whole milliseconds."""
+    retry_s: Annotated[float, Seconds(0.001)] = 10
+    """Time from a failure (a full disk, a damaged queue) to the next look at the same level."""
+    save_every_s: Annotated[float | None, Seconds()] = 10
+    """Time from the first unsaved delivery to the save; None leaves saving to `DelaySchedule.save`."""
+    most_at_once: Annotated[int, Between(1)] = 10_000
+    """Most messages of a level in one turn; the rest is due at once."""

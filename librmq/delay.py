@@ -16,11 +16,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Final
+from typing import Final
 
-from librmq.config import Between, Config, Seconds, check_now
+from librmq.config import DelayConfig as DelayConfig
+from librmq.config import check_now
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY, is_ext_address
 from librmq.errors import (
@@ -49,22 +49,6 @@ _log = EventLog("librmq.delay")
 
 _ENTRIES_A_READ: Final = 64  # entries read together
 _HASHES: Final = -(1 << 31), 1 << 31  # no time in ms of this century is among them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DelayConfig(Config):
-    """Times of looks and saves; the defaults are 4.9.4's."""
-
-    first_look_s: Annotated[float, Seconds()] = 1
-    """Time from the start to the first look."""
-    look_every_s: Annotated[float, Seconds(0.001)] = 0.1
-    """Time between two looks, in whole milliseconds."""
-    retry_s: Annotated[float, Seconds(0.001)] = 10
-    """Time from a failure (a full disk, a damaged queue) to the next look at the same level."""
-    save_every_s: Annotated[float | None, Seconds()] = 10
-    """Time from the first unsaved delivery to the save; None leaves saving to `DelaySchedule.save`."""
-    most_at_once: Annotated[int, Between(1)] = 10_000
-    """Most messages of a level in one turn; the rest is due at once."""
 
 
 COPIED_PROPERTIES: Final = (
@@ -159,7 +143,7 @@ class DelaySchedule:
     flushes the store first, so that no progress outlives the messages it covers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a broker gives it)
         self,
         store: MessageStore,
         offsets: BrokerTables,
@@ -170,6 +154,7 @@ class DelaySchedule:
         is_cancelled: Callable[[StoredMessage, int], bool] | None = None,
         persist: Callable[[int], object] | None = None,
         aside: Aside | None = None,
+        is_first: bool = False,
     ) -> None:
         """Delivery continues from the saved progress.
 
@@ -183,6 +168,7 @@ class DelaySchedule:
             is_cancelled: ``is_cancelled(message, now_ms)`` returns whether a due message is not delivered.
             persist: ``persist(now_ms)`` writes the progress, durable when it returns; None writes all of ``offsets``.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
+            is_first: Whether no earlier run of the store had delayed messages, so that none has been delivered.
         """
         config = config or DelayConfig()
         self._store = store
@@ -218,7 +204,7 @@ class DelaySchedule:
                 level,
                 store.levels.delay_ms(level) if level in configured_levels else None,
                 offsets.delay_offset(level),
-                EarlierCopies(store),
+                EarlierCopies(store, 0 if is_first else store.log.end),
             )
             for level in sorted(stored_levels | set(configured_levels))
         ]

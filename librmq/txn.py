@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+from librmq.config import TransactionConfig
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -41,7 +42,6 @@ from librmq.scheduling.half_messages import (
     CheckBack,
     EndedHalves,
     HalfCheck,
-    TransactionConfig,
     TransactionOffsets,
     transaction_of,
 )

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
-from librmq.broker._context import BrokerContext, BrokerPart
-from librmq.broker._transactions import BrokerTransactions
+from librmq.broker._context import BrokerContext, BrokerPart, LaterPart
 from librmq.config import to_timestamp_ms
-from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, CorruptionError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
@@ -50,10 +48,11 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
 from librmq.store.retention import Unread, UnreadInFile
 
 if TYPE_CHECKING:
+    from librmq.broker._transactions import BrokerTransactions
+    from librmq.delay import DelaySchedule
     from librmq.scheduling.timer import Timers
 
 _MAX_RESULTS: Final = 64
@@ -473,8 +472,8 @@ class StoreReaders(BrokerPart):
     def __init__(
         self,
         context: BrokerContext,
-        schedule: DelaySchedule,
-        transactions: BrokerTransactions,
+        schedule: LaterPart[DelaySchedule],
+        transactions: LaterPart[BrokerTransactions],
         timers: Callable[[], Timers | None],
     ) -> None:
         super().__init__(context)
@@ -492,12 +491,12 @@ class StoreReaders(BrokerPart):
                 for group, row in self._progress_in(topic).items():
                     for queue_id in queue_ids:
                         yield Unread(group, topic, queue_id, row.get(queue_id, 0))
-        for queue_id, queue_offset in self._schedule.next_offsets():
+        for queue_id, queue_offset in self._schedule().next_offsets() if SystemTopic.SCHEDULE in queues else ():
             yield Unread(DELAYS, SystemTopic.SCHEDULE, queue_id, queue_offset)
         if SystemTopic.HALF in queues:
-            yield Unread(CHECK_GROUP, SystemTopic.HALF, QUEUE, *self._transactions.open_halves())
+            yield self._transactions().unread()
         if SystemTopic.TIMER in queues and (timers := self._timers()) is not None:
-            yield Unread(TIMERS, SystemTopic.TIMER, QUEUE, 0, timers.passed(before))
+            yield Unread(TIMERS, SystemTopic.TIMER, 0, 0, timers.passed(before))
 
     def never_read(self) -> Iterator[Unread]:
         """Return the queues of users' topics that no group has read, and that no running group subscribes to."""

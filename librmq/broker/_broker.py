@@ -19,19 +19,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
-from librmq.broker._context import BrokerContext, BrokerLife
+from librmq.broker._context import BrokerContext, BrokerLife, LaterPart
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._replication import Replication
-from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
-from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._pull import PullHandler, told_end
-from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._requests import request_table
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
@@ -52,6 +48,7 @@ from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
+    CheckSubscription,
     CopiedTables,
     Endpoint,
     QueueData,
@@ -63,11 +60,16 @@ from librmq.runtime import Runner, ThreadRunner
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
-from librmq.store import BrokerTables, MessageStore
+from librmq.store import AppendResult, BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
 
 if TYPE_CHECKING:
+    from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
+    from librmq.broker._transactions import BrokerTransactions, DiscardHook
+    from librmq.broker.handlers._damage import DamagedMessages
+    from librmq.broker.handlers._receive import ReceiveHandler
+    from librmq.broker.long_polling import Arrivals
 
 R = TypeVar("R")
 _log = EventLog("librmq.broker")
@@ -91,11 +93,11 @@ class Broker(StoreRoute, Endpoint):
     _life: BrokerLife
     _context: BrokerContext
     _deliveries: Deliveries
-    _transactions: BrokerTransactions
-    _replication: Replication
+    _transactions: LaterPart[BrokerTransactions]
+    _replication: LaterPart[Replication]
     _sending: SendHandler
     _progress: Progress
-    _receives: ReceiveHandler
+    _receives: LaterPart[ReceiveHandler]
     _answers: dict[type, Callable[[Any], Any]]
     _own_runner: ThreadRunner | None
     _temporary: TemporaryFolder | None
@@ -252,23 +254,18 @@ class Broker(StoreRoute, Endpoint):
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._deliveries = deliveries = Deliveries(context)
-            self._transactions = transactions = BrokerTransactions(context, deliveries.arrivals)
+            self._transactions = transactions = LaterPart(partial(_make_transactions, context, deliveries.arrivals))
+            deliveries.arrivals.wake_by_topic[SystemTopic.HALF] = lambda: transactions().prepared()
             store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
-            self._replication = replication = Replication(context)
-            self._sending = sending = SendHandler(
-                context, deliveries, replication, transactions.half_stored, transactions.is_rolled_back
-            )
-            damaged = DamagedMessages(context, sending.failed)
+            self._replication = replication = LaterPart(partial(_make_replication, context))
+            self._sending = sending = SendHandler(context, deliveries, replication, transactions)
+            damaged = LaterPart(partial(_make_damaged, context, sending))
             pulling = PullHandler(context, sending, replication, damaged)
             self._progress = progress = Progress(context)
-            self._receives = receives = ReceiveHandler(context, sending, progress, pulling.check_subscription, damaged)
-
-            @cache
-            def schedules() -> Schedules:
-                from librmq.broker._schedules import Schedules
-
-                return Schedules(context, sending.put)
-
+            self._receives = receives = LaterPart(
+                partial(_make_receives, context, sending, progress, pulling.check_subscription, damaged)
+            )
+            schedules = LaterPart(partial(_make_schedules, context, sending.put))
             self._answers = request_table(
                 context=context,
                 replication=replication,
@@ -284,12 +281,13 @@ class Broker(StoreRoute, Endpoint):
             if is_master:
                 with runner.lock:
                     deliveries.start()
-                    receives.start()
+                    if (page := context.offsets.page) is not None and page.received:
+                        receives().start()
                     if tables.schedules.rows:
                         schedules().start()
                     if (SystemTopic.HALF, 0) in store.queues:
-                        transactions.prepared()
-            context.show_gauges(lambda: replication.replica_count)
+                        transactions().prepared()
+            context.show_gauges(lambda: 0 if replication.made is None else replication.made.replica_count)
             life.mark_open()
         except BaseException:
             with runner.lock:  # the caller's runner goes on, and has steps of this broker by now
@@ -527,12 +525,12 @@ class Broker(StoreRoute, Endpoint):
 
         A replica delivers nothing, and has its master's.
         """
-        return self.tables.delays.rows if self._config.replica_of is not None else self._deliveries.schedule.progress
+        return self.tables.delays.rows if self._config.replica_of is not None else self._deliveries.schedule().progress
 
     @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
-        return self._transactions.discard_hooks
+        return self._transactions().discard_hooks
 
     @property
     def reset_hooks(self) -> list[ResetHook]:
@@ -633,8 +631,8 @@ class Broker(StoreRoute, Endpoint):
                 f"{self.store.path}: a listener can't close the broker that runs it: set an event there, and let the "
                 "code that opened the broker close it"
             )
-        if not self.dead:
-            self._replication.copy_tables_early(is_closing=True)
+        if not self.dead and self._replication.made is not None:
+            self._replication.made.copy_tables_early(is_closing=True)
         with ExitStack() as last:
             with self.runner.lock:
                 is_first = self._end_calls(was_killed=False)
@@ -677,9 +675,11 @@ class Broker(StoreRoute, Endpoint):
         is_replica = self._config.replica_of is not None
         with self.runner.lock, ExitStack() as saves:
             saves.callback(self._context.saving.save_all, self._life.why_dead)
-            saves.callback(self._receives.end)
+            if (receives := self._receives.made) is not None:
+                saves.callback(receives.end)
             if not is_replica:
-                saves.callback(self._transactions.save)
+                if (transactions := self._transactions.made) is not None:
+                    saves.callback(transactions.save)
                 self._deliveries.save()
         if not is_replica:
             self._deliveries.write_passed()
@@ -704,3 +704,42 @@ class Broker(StoreRoute, Endpoint):
     @override
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
+
+
+# ---- parts that most brokers do without, each imported when it is made
+
+
+def _make_transactions(context: BrokerContext, arrivals: Arrivals) -> BrokerTransactions:
+    from librmq.broker._transactions import BrokerTransactions
+
+    return BrokerTransactions(context, arrivals)
+
+
+def _make_replication(context: BrokerContext) -> Replication:
+    from librmq.broker._replication import Replication
+
+    return Replication(context)
+
+
+def _make_damaged(context: BrokerContext, sending: SendHandler) -> DamagedMessages:
+    from librmq.broker.handlers._damage import DamagedMessages
+
+    return DamagedMessages(context, sending.failed())
+
+
+def _make_schedules(context: BrokerContext, put: Callable[..., tuple[int, AppendResult]]) -> Schedules:
+    from librmq.broker._schedules import Schedules
+
+    return Schedules(context, put)
+
+
+def _make_receives(
+    context: BrokerContext,
+    sending: SendHandler,
+    progress: Progress,
+    check_subscription: Callable[[CheckSubscription], None],
+    damaged: LaterPart[DamagedMessages],
+) -> ReceiveHandler:
+    from librmq.broker.handlers._receive import ReceiveHandler
+
+    return ReceiveHandler(context, sending, progress, check_subscription, damaged)

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker._context import BrokerContext, BrokerPart
+from librmq.broker._context import BrokerContext, BrokerPart, LaterPart
 from librmq.broker.long_polling import Arrivals
-from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, StoredMessage
@@ -24,6 +23,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
+    from librmq.delay import DelaySchedule
     from librmq.scheduling.relay import HopProxy
     from librmq.scheduling.timer import Timers
 
@@ -69,18 +69,12 @@ class Deliveries(BrokerPart):
         self._notify_watchers = context.writing.notify_watchers
         wake_flush = None if context.flushing is None else context.wake_flush
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
-        self._delay = context.step("delivers delayed messages")
-        self.schedule = DelaySchedule(
-            store,
-            context.tables,
-            runner.now_ms(),
-            config.delay,
-            delivered=self._delivered,
-            is_cancelled=self._cancellations.skips,
-            persist=partial(context.writing.save, context.tables.delays),
-            aside=context.aside("flushes for its delays", self._delay),
-        )
-        self._delay.run_due = self.schedule.run_due
+        self._delay = context.step("delivers delayed messages", lambda now_ms: self.schedule().run_due(now_ms))
+        had_delays = bool(context.tables.delays.rows) or any(topic == SystemTopic.SCHEDULE for topic, _ in store.queues)
+        self.schedule = LaterPart(partial(self._make_schedule, context, runner.now_ms(), is_first=not had_delays))
+        """Delivers by the delay levels; made when the first message waits for one."""
+        if had_delays or config.hops:  # the relay sends on by levels, and tells nobody
+            self.schedule()
         self._timers: Timers | None = None
         self._timer_config = None
         if config.replica_of is None:
@@ -106,6 +100,21 @@ class Deliveries(BrokerPart):
             )
             self.arrivals.wake_by_topic[SystemTopic.HOP] = partial(self._wake, relaying)
         self._refusal = None if self.takes_any_delay else _no_timer(store)
+
+    def _make_schedule(self, context: BrokerContext, start_ms: int, *, is_first: bool) -> DelaySchedule:
+        from librmq.delay import DelaySchedule
+
+        return DelaySchedule(
+            context.store,
+            context.tables,
+            start_ms,
+            context.config.delay,
+            delivered=self._delivered,
+            is_cancelled=self._cancellations.skips,
+            persist=partial(context.writing.save, context.tables.delays),
+            aside=context.aside("flushes for its delays", self._delay),
+            is_first=is_first,
+        )
 
     def timers(self) -> Timers | None:
         """Return the timer, which is opened at its first use; None for a broker without one."""
@@ -154,7 +163,8 @@ class Deliveries(BrokerPart):
                 saves.callback(self.relay.save)
             if self._timers is not None:
                 saves.callback(self._timers.save)
-            self.schedule.save(self._runner.now_ms())
+            if self.schedule.made is not None:
+                self.schedule.made.save(self._runner.now_ms())
 
     def end_timer_writes(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
@@ -162,12 +172,13 @@ class Deliveries(BrokerPart):
             self._timers.end_writing(why)
 
     def _run_schedule(self) -> None:
-        due = self.schedule.run_due(self._runner.now_ms())
+        schedule = self.schedule.made
+        due = None if schedule is None else schedule.run_due(self._runner.now_ms())
         if due is not None:
             self._runner.wake(self._delay, due)
 
     def _delayed(self, level: int, store_timestamp_ms: int) -> int:
-        self._runner.wake(self._delay, self.schedule.due_for(level, store_timestamp_ms))
+        self._runner.wake(self._delay, self.schedule().due_for(level, store_timestamp_ms))
         return self._store.levels.cap(level)
 
     def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
@@ -332,7 +343,7 @@ class Deliveries(BrokerPart):
         """Return whether a record waits for its time: progress is before it, and the log has no delivery of it."""
         topic, queue_offset = message.topic, message.queue_offset
         if topic == SystemTopic.SCHEDULE:
-            is_passed = queue_offset < dict(self.schedule.next_offsets()).get(message.queue_id, 0)
+            is_passed = queue_offset < dict(self.schedule().next_offsets()).get(message.queue_id, 0)
         elif topic == SystemTopic.HOP:
             relay, saved = self.relay, self._offsets.consumer_offset(SystemTopic.HOP, HOP_GROUP, 0)
             is_passed = queue_offset < (saved or 0 if relay is None else relay.next_offset)

@@ -17,7 +17,6 @@ from typing import Final
 
 from librmq.broker._context import BrokerContext
 from librmq.clock import moves_by_itself
-from librmq.errors import BrokerError
 from librmq.protocol import (
     CopiedTables,
     CopyTables,
@@ -26,7 +25,6 @@ from librmq.protocol import (
     LeaveLog,
     LogBytes,
     LogDescription,
-    ResponseCode,
     SendStatus,
 )
 from librmq.runtime.event_log import EventLog
@@ -52,14 +50,6 @@ class _Follower:
 _acknowledged: Final = attrgetter("acknowledged")
 
 
-def refused_by_replica(name: str, master: str, kind: type) -> BrokerError:
-    """Return the error of a request of a ``kind`` that only the ``master`` of the replica ``name`` takes."""
-    return BrokerError(
-        ResponseCode.SERVICE_NOT_AVAILABLE,
-        f"{name} is a replica of {master} and takes no {kind.__name__}: ask {master}, or promote the replica",
-    )
-
-
 class Replication:
     """The replicas of one broker. Thread-safe."""
 
@@ -73,8 +63,7 @@ class Replication:
         self._timeout_s = config.replica_timeout_s
         self._expiry_ms = round(1000 * config.replica_expiry_s)
         self._max_lag = config.replica_max_lag
-        self.is_sync = config.replication == "sync"
-        """Whether sends wait for a replica."""
+        self._is_sync = config.replication == "sync"
         self._opened = object()
         self._followers: dict[str, _Follower] = {}
         self._all: tuple[_Follower, ...] = ()
@@ -204,7 +193,7 @@ class Replication:
 
         With "sync" and before closing they have them when this returns; a warning says if one has not.
         """
-        version, waits = self._tables_version(), self.is_sync or is_closing
+        version, waits = self._tables_version(), self._is_sync or is_closing
         for replica, copy in list(self._table_copiers.items()):
             has_copied = copy(version, waits)
             with self._guard:

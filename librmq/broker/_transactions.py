@@ -20,6 +20,8 @@ from librmq.runtime import Work, calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 from librmq.runtime.runner import Aside
+from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
+from librmq.store.retention import Unread
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
 _log = EventLog("librmq.broker")
@@ -32,7 +34,7 @@ class BrokerTransactions(BrokerPart):
     """The transactions of one broker. Thread-safe."""
 
     def __init__(self, context: BrokerContext, arrivals: Arrivals) -> None:
-        """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
+        """Notify ``arrivals`` of final messages."""
         super().__init__(context)
         self.discard_hooks: list[DiscardHook] = []
         store = context.store
@@ -54,7 +56,6 @@ class BrokerTransactions(BrokerPart):
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        arrivals.wake_by_topic[SystemTopic.HALF] = self.prepared
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message before its producer gets an answer. Thread-safe."""
@@ -103,10 +104,10 @@ class BrokerTransactions(BrokerPart):
             self._topics.warn_of_missing(final[0])
             self._arrivals.stored(*final)
 
-    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
-        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
+    def unread(self) -> Unread:
+        """Return the check's progress, for retention: halves behind it can be open."""
         with self._lock:
-            return self._transactions.open_halves()
+            return Unread(CHECK_GROUP, SystemTopic.HALF, QUEUE, *self._transactions.open_halves())
 
     def is_rolled_back(self, half: StoredMessage) -> bool:
         """Return whether a half's transaction has ended without a delivery, so that a commit would be refused."""

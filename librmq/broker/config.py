@@ -10,8 +10,17 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
-from librmq.config import Between, NamedConfig, Seconds, StoreConfig, check_kind, check_path, suggest
-from librmq.delay import DelayConfig
+from librmq.config import (
+    Between,
+    DelayConfig,
+    NamedConfig,
+    Seconds,
+    StoreConfig,
+    TransactionConfig,
+    check_kind,
+    check_path,
+    suggest,
+)
 from librmq.errors import ConfigError
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
@@ -27,7 +36,6 @@ from librmq.store.format.documents import (
     read_retention,
     write_document,
 )
-from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
     from librmq.clock import Clock

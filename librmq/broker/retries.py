@@ -95,7 +95,9 @@ class FailedMessages(BrokerPart):
         self._put = put
         self._flushed = flushed
         self._store_host = parse_host(context.store.config.store_host)
-        self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
+        self._earlier = (
+            EarlierCopies(context.store, context.store.log.end, in_order=False) if context.was_killed else None
+        )
         self._resending: set[LetterIdentity] = set()
         self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
+from librmq.config import TransactionConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY, HOLE_SIZE, is_ext_address
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
@@ -46,7 +47,6 @@ from librmq.store.engine.derivation import derived_tags_code
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.retention import first_behind, last_timestamp_ms
-from librmq.txn import TransactionConfig
 
 Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop", "schedule"]
 

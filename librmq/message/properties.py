@@ -97,6 +97,11 @@ RESERVED_PROPERTIES: Final = frozenset((
 """Names that users' properties must not have."""
 
 
+def is_half(properties: Mapping[str, str]) -> bool:
+    """Return whether a message is a half one of a transaction."""
+    return properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true"
+
+
 def priority_of(properties: Mapping[str, str]) -> int | None:
     """Return the priority of a message, which names its queue; None without one. Mirrors 5.4's ``getPriority``."""
     priority = java_int(properties.get(PropertyName.PRIORITY, ""))

@@ -12,9 +12,9 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from librmq.config import Between, Config, Seconds, check_now
+from librmq.config import TransactionConfig, check_now
 from librmq.errors import LASTING, MessageIllegalError, RmqError
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage
@@ -176,24 +176,7 @@ _LOOK_AHEAD: Final = 1000
 _RESERVED_HOURS: Final = 72  # This is the limit of 4.9.
 _MAX_UNCOUNTED: Final = 1 << 16
 """The copies that are remembered as not counted, so that a producer that stays away costs no more memory than this."""
-_MAX_INT: Final = (1 << 31) - 1
 _STATE: Final = ("check",), "the check of half messages"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransactionConfig(Config):
-    """Settings for the checks of half messages; the defaults are 4.9.4's."""
-
-    timeout_s: Annotated[float, Seconds()] = 6
-    """Age of a half message at its first check, unless it has an immunity of its own."""
-    check_max: Annotated[int, Between(1, _MAX_INT)] = 15
-    """Checks after which a half message is discarded."""
-    interval_s: Annotated[float, Seconds(0.001)] = 60
-    """Time between two check passes."""
-    reserved_hours: Annotated[int | None, Between(1, _MAX_INT)] = None
-    """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
-    most_at_once: Annotated[int, Between(1, _MAX_INT)] = 1000
-    """Half messages in one turn of `HalfCheck.run_due`; the next turn continues the pass."""
 
 
 class CheckBack(NamedTuple):

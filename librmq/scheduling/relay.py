@@ -109,7 +109,7 @@ class HopProxy:
         self._offsets = offsets
         self._delivered = delivered
         self._states = StateLog(_log, "the relay")
-        self._earlier = EarlierCopies(store)
+        self._earlier = EarlierCopies(store, store.log.end)
         self._next_offset = offsets.consumer_offset(SystemTopic.HOP, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = ProgressSaver(

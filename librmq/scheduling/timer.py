@@ -121,7 +121,7 @@ class Timers:
         self._retry_at_ms: int | None = None
         self._states = StateLog(_log, "the timer")
         self._emptying: _Emptying | None = None
-        self._earlier = EarlierCopies(store, in_order=False)
+        self._earlier = EarlierCopies(store, store.log.end, in_order=False)
         size = TimerLog.file_size_in(store.path, self._files)
         if size is not None and size != config.timer_log_file_size:
             raise ConfigError(

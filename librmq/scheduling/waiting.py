@@ -312,15 +312,15 @@ _ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOP
 class EarlierCopies:
     """The copies that are in the log when it is opened. Not thread-safe if the calls are ``in_order``."""
 
-    def __init__(self, store: MessageStore, *, in_order: bool = True) -> None:
-        """With ``in_order`` the copies were written in the order of the calls, so the first without a copy is the last.
+    def __init__(self, store: MessageStore, end: int, *, in_order: bool = True) -> None:
+        """``end`` is the log's end before this run wrote to it.
 
-        Make it before the store is written.
+        With ``in_order`` the copies were written in the order of the calls, so the first without a copy is the last.
         """
         self._store = store
-        self._end = store.log.end
+        self._end = end
         self._in_order = in_order
-        self._is_over = self._end == store.log.begin
+        self._is_over = end <= store.log.begin
 
     def concerns(self, physical_offset: int) -> bool:
         """Return whether a record can have a copy."""

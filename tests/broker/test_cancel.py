@@ -519,7 +519,7 @@ def test_history_tells_that_a_cancelled_message_came(monkeypatch: pytest.MonkeyP
             assert (rmq.broker if by_test else rmq.producer()).cancel(receipt).cancelled
             if is_broken:
                 monkeypatch.setattr(waiting.Cancellations, "skips", lambda self, message, now_ms: False)
-                rmq.broker._deliveries.schedule._is_cancelled = None
+                rmq.broker._deliveries.schedule()._is_cancelled = None
             rmq.advance(minutes=1)
             assert len(rmq.delivered("billing")) == is_broken
 
@@ -657,7 +657,7 @@ def test_a_replica_copies_early_only_what_it_lacks(caplog: pytest.LogCaptureFixt
 def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Copying(8)
     begun, all_wait = list[None](), threading.Event()
-    copy = few.broker._replication.copy_tables_early
+    copy = few.broker._replication().copy_tables_early
 
     def counted() -> None:
         begun.append(None)
@@ -665,7 +665,7 @@ def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             all_wait.set()
         copy()
 
-    monkeypatch.setattr(few.broker._replication, "copy_tables_early", counted)
+    monkeypatch.setattr(few.broker._replication(), "copy_tables_early", counted)
     few.link.at_copy = lambda: all_wait.wait(60)
     with ThreadPoolExecutor(len(few.ids)) as pool:
         list(pool.map(few.broker.cancel, few.ids))

@@ -180,11 +180,11 @@ def test_an_opening_that_is_interrupted_leaves_nothing_behind(
     with Broker.open("/broker", runner=runner, files=files) as broker:
         Producer(broker, "shop").send("T", b"later", delay_level=1)
 
-    def interrupt(part: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("librmq.broker.handlers._receive.ReceiveHandler.start", interrupt)
+        patched.setattr("librmq.broker._context.BrokerContext.show_gauges", interrupt)
         with pytest.raises(KeyboardInterrupt):
             Broker.open("/broker", runner=runner, files=files, metrics=metrics)
     runner.advance(60_000)

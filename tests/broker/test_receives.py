@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -497,13 +498,13 @@ def test_reset_of_the_group_outlasts_messages_in_flight(rmq: Kit, broker: Broker
 
 def test_times_of_finished_messages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     due: list[Deadlines[tuple[tuple[str, str, int], int]]] = []
-    start = ReceiveHandler.start
+    make = ReceiveHandler.__init__
 
-    def noting_start(self: ReceiveHandler) -> None:
+    def noting(self: ReceiveHandler, *parts: Any) -> None:
+        make(self, *parts)
         due.append(self._visible)
-        start(self)
 
-    monkeypatch.setattr(ReceiveHandler, "start", noting_start)
+    monkeypatch.setattr(ReceiveHandler, "__init__", noting)
     with Broker.temporary(runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
         broker.create_topic("t", 1)
         for _ in range(40):

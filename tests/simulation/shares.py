@@ -25,9 +25,9 @@ import librmq
 from librmq.broker import BrokerConfig
 from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock
+from librmq.config import TransactionConfig
 from librmq.files.lock import lock_process
 from librmq.message.properties import PropertyName
-from librmq.scheduling.half_messages import TransactionConfig
 from librmq.testing import check_history
 from librmq.wire._unix_sockets import share_folder
 from tests.simulation.promises import broken_promises, records, unfinished

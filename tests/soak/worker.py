@@ -20,14 +20,13 @@ from librmq.client.queue_selectors import select_by_remainder
 from librmq.client.recorded_route import record_history
 from librmq.client.recorder import Event
 from librmq.clock import SystemClock
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, TransactionConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, Route, TransactionState
 from librmq.runtime.locks import Lock
-from librmq.scheduling.half_messages import TransactionConfig
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.histories.events import SharedQueues
 from librmq.wire.remote import connect

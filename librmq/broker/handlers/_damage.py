@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from librmq.broker._context import BrokerContext, BrokerPart
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart
 from librmq.broker.handlers._in_flight import QueueKey
 from librmq.broker.retries import FailedMessages
 from librmq.errors import CorruptionError, RecordError
@@ -13,9 +11,6 @@ from librmq.protocol import MessageModel
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.broker")
-
-NEVER: Final = -1
-"""In place of a time: the group waits until a person repairs the store, or moves its progress."""
 
 
 class DamagedMessages(BrokerPart):

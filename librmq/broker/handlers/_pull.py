@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from librmq.broker._context import BrokerContext, BrokerPart
-from librmq.broker._replication import Replication
-from librmq.broker.handlers._damage import NEVER, DamagedMessages
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart, LaterPart
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
 from librmq.clock import Allowance
@@ -40,6 +38,10 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 
+if TYPE_CHECKING:
+    from librmq.broker._replication import Replication
+    from librmq.broker.handlers._damage import DamagedMessages
+
 _log = EventLog("librmq.broker")
 
 _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
@@ -49,7 +51,11 @@ class PullHandler(BrokerPart):
     """The reading side of one broker. Thread-safe."""
 
     def __init__(
-        self, context: BrokerContext, sending: SendHandler, replication: Replication, damaged: DamagedMessages
+        self,
+        context: BrokerContext,
+        sending: SendHandler,
+        replication: LaterPart[Replication],
+        damaged: LaterPart[DamagedMessages],
     ) -> None:
         super().__init__(context)
         self._registrations = context.registrations
@@ -99,7 +105,7 @@ class PullHandler(BrokerPart):
             self._store_moved_event(request, result.next_offset)
         if result.messages:
             self._count_read(request, len(result.messages), result.total_size)
-        has_others = self._is_replica or self._replication.has_followers
+        has_others = self._is_replica or (self._replication.made is not None and self._replication.made.has_followers)
         suggests = has_others and self._is_far_behind(result.messages)
         return PullResponse(
             status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
@@ -132,7 +138,7 @@ class PullHandler(BrokerPart):
         try:
             result = read(joined=request.joined)
         except CorruptionError as error:
-            if self._is_replica or not self._damaged.passes(
+            if self._is_replica or not self._damaged().passes(
                 (request.group, topic, queue_id), queue_offset, error, self._wait_for_repair(request)
             ):
                 raise

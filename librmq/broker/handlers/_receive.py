@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.broker._administration import Progress
-from librmq.broker._context import BrokerContext, BrokerPart
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart, LaterPart
 from librmq.broker._topics import Topic, not_readable
-from librmq.broker.handlers._damage import NEVER, DamagedMessages
+from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._in_flight import (
     ALONE,
     Flight,
@@ -79,7 +79,7 @@ class ReceiveHandler(BrokerPart):
         sending: SendHandler,
         progress: Progress,
         check_subscription: Callable[[CheckSubscription], None],
-        damaged: DamagedMessages,
+        damaged: LaterPart[DamagedMessages],
     ) -> None:
         """``check_subscription(request)`` refuses a filter that the broker does not serve."""
         super().__init__(context)
@@ -404,7 +404,7 @@ class ReceiveHandler(BrokerPart):
         try:
             return self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
         except CorruptionError as error:
-            if self._damaged.passes(key, queue_offset, error, damage_ms):
+            if self._damaged().passes(key, queue_offset, error, damage_ms):
                 begin, end = self._store.queue_range(topic, queue_id)
                 return ReadResult(GetStatus.NO_MATCHED_MESSAGE, (), queue_offset + 1, begin, end)
             if damage_ms == NEVER:
@@ -557,7 +557,7 @@ class ReceiveHandler(BrokerPart):
         return key, receipt, flight
 
     def _make_dead_letter(self, group: str, physical_offset: int, cause: str) -> None:
-        self._sending.failed.send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
+        self._sending.failed().send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
 
     # ---- the end of invisible times
 
@@ -580,7 +580,7 @@ class ReceiveHandler(BrokerPart):
                 self._held.wake_receives(key[0], key[1])
                 continue
             try:
-                self._sending.failed.store_again(key, flight, is_suspect=self._has_ended(key[0], flight))
+                self._sending.failed().store_again(key, flight, is_suspect=self._has_ended(key[0], flight))
             except RmqError as error:
                 self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
                 what = f"storing a message of group {key[0]} again, which was not acknowledged"

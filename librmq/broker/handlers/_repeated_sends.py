@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from librmq.broker._context import BrokerContext
 from librmq.errors import CorruptionError
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import encode_host
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, is_half
 from librmq.message.topics import SystemTopic, TopicPrefix
-from librmq.protocol import TOOL_PRODUCERS
+from librmq.protocol import TOOL_PRODUCERS, SendBatch
 from librmq.runtime.locks import RLock
 from librmq.scheduling.waiting import TARGET_TOPIC, sent_to
 from librmq.store import AppendResult
-
-_PREPARED: Final = PropertyName.TRANSACTION_PREPARED
-
-
-def is_half(properties: dict[str, str]) -> bool:
-    """Return whether a message is a half one of a transaction."""
-    return _PREPARED in properties and properties[_PREPARED].lower() == "true"
-
 
 Name = tuple[str, str, str]
 """The topic and the unique id of a producer's send, and the producer group of a half message."""
@@ -59,7 +52,7 @@ def _name_of_record(message: StoredMessage) -> Name | None:
 
 
 class RecentSends:
-    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to `add_send`.
+    """The producers' sends of a time up to now, by topic and unique id.
 
     Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
     two generations, so that dropping old ones costs nothing.
@@ -71,7 +64,7 @@ class RecentSends:
         ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
         after that is a new one.
         """
-        self.lock = RLock()
+        self._lock = RLock()  # held from the search for a send until it is added
         self._store = context.store
         self._window_ms = window_ms
         self._now_ms = now_ms = context.runner.now_ms
@@ -116,6 +109,59 @@ class RecentSends:
         host = encode_host(message.store_host)
         result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
         return FirstSend(destination.queue_id, result)
+
+    def store_once(
+        self,
+        store: Callable[..., tuple[int, AppendResult]],
+        group: str,
+        message: Message,
+        *fields: Any,  # noqa: ANN401 (of a send)
+    ) -> tuple[int, AppendResult]:
+        """Store a message by ``store(group, message, *fields)``, or find the one that it repeats."""
+        name = name_of_send(group, message)
+        if name is None:
+            return store(group, message, *fields)
+        with self._lock:
+            first = self.first_send(name)
+            if first is None:
+                first = FirstSend(*store(group, message, *fields))
+                self.add_send(name, first.result.physical_offset)
+            else:
+                self.count_resend(name)
+        return first
+
+    def store_new(
+        self, store: Callable[[SendBatch], tuple[int, list[AppendResult]]], request: SendBatch
+    ) -> tuple[int, list[AppendResult]]:
+        """Store the messages of a batch that are no resends; return the queue of the first, and the places of all."""
+        with self._lock:
+            sent = self._store_new(store, request)
+        return sent[0].queue_id, [send.result for send in sent]
+
+    def _store_new(
+        self, store: Callable[[SendBatch], tuple[int, list[AppendResult]]], request: SendBatch
+    ) -> list[FirstSend]:
+        names = [name_of_send(request.group, message) for message in request.messages]
+        resends: dict[Name | None, FirstSend] = {}
+        new: dict[Name | int, Message] = {}
+        for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
+            first = None if name is None or name in new or name in resends else self.first_send(name)
+            if first is not None and name is not None:
+                resends[name] = first
+                self.count_resend(name)
+            elif name is None or name not in resends:
+                new.setdefault(number if name is None else name, message)
+        stored: dict[Name | int, FirstSend] = {}
+        if new:
+            queue_id, results = store(replace(request, messages=tuple(new.values())))
+            for new_name, result in zip(new, results, strict=True):
+                stored[new_name] = FirstSend(queue_id, result)
+                if not isinstance(new_name, int):
+                    self.add_send(new_name, result.physical_offset)
+        return [
+            resends[name] if name in resends else stored[number if name is None else name]
+            for number, name in enumerate(names)
+        ]
 
     def count_resend(self, name: Name) -> None:
         """Count a send that is not stored."""

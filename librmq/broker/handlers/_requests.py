@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.broker._administration import Administration, Progress
 from librmq.broker._clients import Clients
-from librmq.broker._context import BrokerContext
+from librmq.broker._context import BrokerContext, LaterPart, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._replication import Replication, refused_by_replica
-from librmq.broker._transactions import BrokerTransactions
 from librmq.broker.handlers._pull import PullHandler
-from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._send import SendHandler
 from librmq.errors import BrokerUnreachableError, ClientStateError
 from librmq.message.topics import validate_kept_names
@@ -83,7 +80,10 @@ from librmq.protocol import (
 )
 
 if TYPE_CHECKING:
+    from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
+    from librmq.broker._transactions import BrokerTransactions
+    from librmq.broker.handlers._receive import ReceiveHandler
 
 _Names = tuple[Iterable[str], Iterable[str]]
 
@@ -125,11 +125,11 @@ class _Answers(NamedTuple):
 
 def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
     context: BrokerContext,
-    replication: Replication,
+    replication: LaterPart[Replication],
     sending: SendHandler,
     pulling: PullHandler,
-    receives: ReceiveHandler,
-    transactions: BrokerTransactions,
+    receives: LaterPart[ReceiveHandler],
+    transactions: LaterPart[BrokerTransactions],
     deliveries: Deliveries,
     administration: Administration,
     progress: Progress,
@@ -145,25 +145,25 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             SendTogether: sending.send_together,
             SendBatch: sending.send_batch,
             SendReply: sending.send_reply,
-            SendBack: sending.failed.send_back,
-            ResendLetters: sending.failed.resend,
-            EndTransaction: transactions.end_transaction,
+            SendBack: lambda request: sending.failed().send_back(request),
+            ResendLetters: lambda request: sending.failed().resend(request),
+            EndTransaction: lambda request: transactions().end_transaction(request),
             CancelMessage: deliveries.cancel,
-            DescribeLog: replication.describe,
-            FollowLog: replication.follow_log,
-            LeaveLog: replication.remove_replica,
+            DescribeLog: lambda request: replication().describe(request),
+            FollowLog: lambda request: replication().follow_log(request),
+            LeaveLog: lambda request: replication().remove_replica(request),
         },
         {
             LockQueues: locks.lock_queues,
             UnlockQueues: locks.unlock_queues,
-            Receive: receives.receive,
-            CancelReceive: receives.cancel_receive,
-            Acknowledge: receives.acknowledge,
-            ChangeInvisible: receives.change,
-            ForwardToDeadLetters: receives.forward,
+            Receive: lambda request: receives().receive(request),
+            CancelReceive: lambda request: receives().cancel_receive(request),
+            Acknowledge: lambda request: receives().acknowledge(request),
+            ChangeInvisible: lambda request: receives().change(request),
+            ForwardToDeadLetters: lambda request: receives().forward(request),
             CleanUnusedTopics: administration.clean_unused_topics,
             DeleteExpiredFiles: administration.delete_expired_files,
-            CopyTables: replication.snapshot_tables,
+            CopyTables: lambda request: replication().snapshot_tables(request),
         },
         {
             CreateTopic: administration.create_topic,
@@ -247,12 +247,13 @@ def _locked(context: BrokerContext, handler: Callable[[Any], object], *, writes:
     return handle
 
 
-def _replicated(handler: Callable[[Any], object], replication: Replication) -> Callable[[Any], object]:
+def _replicated(handler: Callable[[Any], object], replication: LaterPart[Replication]) -> Callable[[Any], object]:
     """Wrap a handler: with synchronous replication, the replicas that answer have its changes when it returns."""
 
     def handle(request: Request[Any]) -> object:
         answer = handler(request)
-        replication.copy_tables_early()
+        if replication.made is not None:
+            replication.made.copy_tables_early()
         return answer
 
     return handle
@@ -277,8 +278,9 @@ def _checked(
 # ---- answers by several parts
 
 
-def _unregister(receives: ReceiveHandler, clients: Clients, request: Unregister) -> None:
-    receives.left(request)
+def _unregister(receives: LaterPart[ReceiveHandler], clients: Clients, request: Unregister) -> None:
+    if receives.made is not None:
+        receives.made.left(request)
     clients.unregister(request)
 
 
@@ -306,6 +308,7 @@ def _groups_behind(
     behind = progress.behind()
     if behind:  # It may be behind only by messages that its filter lets through none of.
         context.held.answer_passed()
-    if context.config.replica_of is None and deliveries.schedule.has_due(context.runner.now_ms()):
+    schedule = None if context.config.replica_of is not None else deliveries.schedule.made
+    if schedule is not None and schedule.has_due(context.runner.now_ms()):
         behind.append(GroupsBehind.DUE)
     return tuple(behind)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-from librmq.broker._context import BrokerContext, BrokerPart
+from librmq.broker._context import BrokerContext, BrokerPart, LaterPart, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker._topics import Topic
-from librmq.broker.handlers._repeated_sends import FirstSend, Name, RecentSends, is_half, name_of_send
-from librmq.broker.retries import FailedMessages
 from librmq.config import to_seconds
 from librmq.errors import (
     BrokerBusyError,
@@ -25,11 +23,11 @@ from librmq.errors import (
     RmqError,
 )
 from librmq.java.lang import java_int
-from librmq.message import Message, StoredMessage, record
+from librmq.message import Message, record
 from librmq.message.delays import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
-from librmq.message.properties import PropertyName, encode_properties, priority_of
+from librmq.message.properties import PropertyName, encode_properties, is_half, priority_of
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.protocol import (
     TOOL_PRODUCERS,
@@ -45,6 +43,12 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult
 from librmq.store.engine.store_parts import CTRL_C_WAITS_S
+
+if TYPE_CHECKING:
+    from librmq.broker._replication import Replication
+    from librmq.broker._transactions import BrokerTransactions
+    from librmq.broker.handlers._repeated_sends import RecentSends
+    from librmq.broker.retries import FailedMessages
 
 _log = EventLog("librmq.broker")
 
@@ -75,15 +79,10 @@ class SendHandler(BrokerPart):
         self,
         context: BrokerContext,
         deliveries: Deliveries,
-        replication: Replication,
-        half_stored: Callable[[str | None, int], object],
-        is_rolled_back: Callable[[StoredMessage], bool],
+        replication: LaterPart[Replication],
+        transactions: LaterPart[BrokerTransactions],
     ) -> None:
-        """Send on behalf of producers and groups.
-
-        ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer;
-        ``is_rolled_back(half)`` returns whether its transaction ended without a delivery.
-        """
+        """Send on behalf of producers and groups."""
         super().__init__(context)
         store, config = context.store, context.config
         self._by_name = context.topics.by_name
@@ -93,32 +92,42 @@ class SendHandler(BrokerPart):
         self._deliveries = deliveries
         self._missing_levels: set[tuple[str, int]] = set()
         self._write_tables = context.writing.write
-        self._half_stored = half_stored
+        self._transactions = transactions
         self._waits = store.config.durability == "sync"
         self._replication = replication
-        self._confirms = self._waits or replication.is_sync
+        self._is_replicated = config.replication == "sync"
+        self._confirms = self._waits or self._is_replicated
         self._busy_after_s = config.busy_after_s
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
-        self.failed = FailedMessages(context, self.store_message, self._flushed, self.answer, self.send_together)
+        self.failed = LaterPart(partial(self._make_failed, context))
+        if context.was_killed:  # what the killed process wrote is told from what this one will
+            self.failed()
         self._recent: RecentSends | None = None
         self.put: Callable[..., tuple[int, AppendResult]] = self._store_send
         """Stores a message, with the fields of a send; returns the queue that it is for, and its place."""
         if config.drop_resends_within is not None and config.replica_of is None:
             window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
-            self.put = self._store_once
+            from librmq.broker.handlers._repeated_sends import RecentSends
+
             self._recent = RecentSends(
                 context,
                 window_ms,
                 lambda message: (
-                    is_rolled_back(message)
+                    transactions().is_rolled_back(message)
                     if message.topic == SystemTopic.HALF
                     else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
                 ),
             )
+            self.put = partial(self._recent.store_once, self._store_send)
         host = encode_host(parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
+
+    def _make_failed(self, context: BrokerContext) -> FailedMessages:
+        from librmq.broker.retries import FailedMessages
+
+        return FailedMessages(context, self.store_message, self._flushed, self.answer, self.send_together)
 
     # ---- producers
 
@@ -157,20 +166,6 @@ class SendHandler(BrokerPart):
             SendResponse, (status, queue_id, result.queue_offset, place, (offset_id,), None, None)
         )
         return response
-
-    def _store_once(self, group: str, message: Message, *fields: Any) -> tuple[int, AppendResult]:  # noqa: ANN401 (of `_store_send`)
-        """Store a message like `_store_send`, or find the one that it repeats."""
-        recent, name = self._recent, name_of_send(group, message)
-        if recent is None or name is None:
-            return self._store_send(group, message, *fields)
-        with recent.lock:
-            first = recent.first_send(name)
-            if first is None:
-                first = FirstSend(*self._store_send(group, message, *fields))
-                recent.add_send(name, first.result.physical_offset)
-            else:
-                recent.count_resend(name)
-        return first
 
     def _store_send(
         self,
@@ -260,7 +255,7 @@ class SendHandler(BrokerPart):
             stored_queue_id = 0
             sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
         elif topic.is_retry:
-            stored_queue_id = self.failed.redirect(stored_message, queue_id, request)
+            stored_queue_id = self.failed().redirect(stored_message, queue_id, request)
         elif name == SystemTopic.HOP:
             stored_queue_id = self._send_to_relay(stored_message, request)
         elif is_timed(properties):
@@ -280,7 +275,7 @@ class SendHandler(BrokerPart):
             is_copy=request.group in TOOL_PRODUCERS,
         )
         if is_prepared:
-            self._half_stored(stored_message.unique_key, result.physical_offset)
+            self._transactions().half_stored(stored_message.unique_key, result.physical_offset)
         return queue_id, result
 
     def send_batch(self, request: SendBatch) -> SendResponse:
@@ -288,40 +283,13 @@ class SendHandler(BrokerPart):
         if not request.messages:
             raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "expected at least one message in a batch")
         recent = self._recent
-        if recent is None:
-            queue_id, results = self._store_batch(request)
-            sent = [FirstSend(queue_id, result) for result in results]
-        else:
-            with recent.lock:
-                sent = self._store_new(request, recent)
-        status = self._flushed(max(send.result for send in sent), request.messages[0].properties.get(_WAIT))
-        offset_ids = tuple(f"{self._id_prefix}{send.result.physical_offset:016X}" for send in sent)
-        queue_id, first = sent[0]
+        queue_id, results = (
+            self._store_batch(request) if recent is None else recent.store_new(self._store_batch, request)
+        )
+        status = self._flushed(max(results), request.messages[0].properties.get(_WAIT))
+        offset_ids = tuple(f"{self._id_prefix}{result.physical_offset:016X}" for result in results)
+        first = results[0]
         return SendResponse(status, queue_id, first.queue_offset, first.physical_offset, offset_ids)
-
-    def _store_new(self, request: SendBatch, recent: RecentSends) -> list[FirstSend]:
-        """Store the messages of a batch that are no resends; return the places of all."""
-        names = [name_of_send(request.group, message) for message in request.messages]
-        resends: dict[Name | None, FirstSend] = {}
-        new: dict[Name | int, Message] = {}
-        for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
-            first = None if name is None or name in new or name in resends else recent.first_send(name)
-            if first is not None and name is not None:
-                resends[name] = first
-                recent.count_resend(name)
-            elif name is None or name not in resends:
-                new.setdefault(number if name is None else name, message)
-        stored: dict[Name | int, FirstSend] = {}
-        if new:
-            queue_id, results = self._store_batch(replace(request, messages=tuple(new.values())))
-            for new_name, result in zip(new, results, strict=True):
-                stored[new_name] = FirstSend(queue_id, result)
-                if not isinstance(new_name, int):
-                    recent.add_send(new_name, result.physical_offset)
-        return [
-            resends[name] if name in resends else stored[number if name is None else name]
-            for number, name in enumerate(names)
-        ]
 
     def _store_batch(self, request: SendBatch) -> tuple[int, list[AppendResult]]:
         """Store the messages of a batch; return their queue and their places."""
@@ -388,8 +356,8 @@ class SendHandler(BrokerPart):
                 self._store.wait_for(result)
             except FlushFailedError:
                 status = SendStatus.FLUSH_DISK_TIMEOUT  # the message is in the log, but may not survive the machine
-        if self._replication.is_sync:
-            replicated = self._replication.confirm(result.physical_offset + result.size)
+        if self._is_replicated:
+            replicated = self._replication().confirm(result.physical_offset + result.size)
             status = status if replicated is _OK else replicated
         return status
 
