@@ -1,4 +1,4 @@
-"""Rows that commands print; other tools rely on their names, values and order."""
+"""Rows that commands read, JSON objects in lines, and print; other tools rely on their names, values and order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import math
 import os
 import re
+import sys
 from binascii import b2a_base64
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from librmq.cli._json_rows import refuse_constant
 from librmq.cli._output import complain, to_json
 from librmq.consumequeue_entries import is_ext_address
-from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
+from librmq.errors import BodyCompressionError, InputError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage, record
 from librmq.message.batch import inner_messages, is_batch
@@ -33,8 +33,60 @@ if TYPE_CHECKING:
     from librmq.store import Gap, MessageStore, Snapshot, Verdict
     from librmq.store.engine.store_parts import QueueState
 
-
 Row = dict[str, Any]
+
+_LONGEST_LINE: Final = 64 << 20
+
+
+def parse_object(text: str | bytes) -> Row:
+    """Return a JSON object.
+
+    Raises:
+        InputError: The text is none.
+    """
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+    except RecursionError:
+        raise InputError("not JSON: nested too deep") from None
+    except UnicodeDecodeError:
+        raise InputError("not JSON: not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise InputError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError("expected a JSON object")
+    return value
+
+
+def refuse_constant(name: str) -> object:
+    """Refuse a number of Python that JSON does not have, such as NaN."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+def standard_input() -> Iterator[bytes]:
+    """Return the lines of standard input, none if it is closed; a line that is far too long comes in parts."""
+    if sys.stdin is None:
+        return iter(())
+    stream = sys.stdin.buffer
+    return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
+
+
+def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
+    """Yield the JSON objects of lines with their numbers, without empty lines.
+
+    Raises:
+        InputError: A line has none; the error names the line.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"line {number}: longer than {_LONGEST_LINE} bytes")
+        try:
+            yield number, parse_object(line)
+        except InputError as error:
+            raise InputError(f"line {number}: {error}") from None
 
 
 def named(broker_name: str, row: Row) -> Row:

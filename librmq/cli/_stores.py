@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli._json_rows import parse_object
 from librmq.cli._output import complain, name_as
+from librmq.cli._rows import parse_object
 from librmq.cli._selection import age_clock, parse_time
 from librmq.cli._syntax import READING
 from librmq.clock import ManualClock, SystemClock

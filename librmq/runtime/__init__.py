@@ -12,7 +12,7 @@ from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.runtime._background import Background as Background
-    from librmq.runtime._progress_saver import ProgressSaver as ProgressSaver
+    from librmq.runtime._background import ProgressSaver as ProgressSaver
     from librmq.runtime.event_log import StateLog as StateLog
     from librmq.runtime.locks import calls_later as calls_later
     from librmq.runtime.locks import critical as critical
@@ -25,13 +25,15 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.runtime._background": ("Background",),
+            "librmq.runtime._background": (
+                "Background",
+                "ProgressSaver",
+            ),
             "librmq.runtime.event_log": ("StateLog",),
             "librmq.runtime.locks": (
                 "calls_later",
                 "critical",
             ),
-            "librmq.runtime._progress_saver": ("ProgressSaver",),
             "librmq.runtime.runner": ("ManualRunner", "Runner", "Step", "Work"),
             "librmq.runtime.threads": ("ThreadRunner",),
         },

@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any, Final
 
-from librmq.cli._json_rows import Row
+from librmq.cli._rows import Row
 from librmq.errors import InputError, MalformedError, MessageIllegalError
 from librmq.message.ids import Host, parse_host
 from librmq.message.message import Message

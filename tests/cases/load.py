@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from librmq.cli._json_rows import Row, parse_object, standard_input
 from librmq.cli._output import Output, ProgressBar, complain
+from librmq.cli._rows import Row, parse_object, standard_input
 from librmq.cli._stores import files_and_config, read_config
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig, suggest

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Final
 
-from librmq.cli._json_rows import read_rows, standard_input
 from librmq.cli._output import Output
-from librmq.cli._rows import Row
+from librmq.cli._rows import Row, read_rows, standard_input
 from librmq.cli._stores import open_store
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter import TagFilter

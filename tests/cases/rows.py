@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from librmq.cli._json_rows import Row, read_rows, standard_input
 from librmq.cli._output import Output
+from librmq.cli._rows import Row, read_rows, standard_input
 from librmq.cli.commands.filters import read_case
 from librmq.client import allocation
 from librmq.client.queue_selectors import select_by_hash

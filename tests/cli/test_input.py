@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli._json_rows import read_rows, standard_input
+from librmq.cli._rows import read_rows, standard_input
 from librmq.cli._selection import parse_time
 from librmq.cli._stores import settle_config
 from librmq.clock import ManualClock
@@ -98,7 +98,7 @@ def test_an_invalid_row_names_its_line(line: bytes, said: str) -> None:
 
 
 def test_lines_of_standard_input_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.cli._json_rows._LONGEST_LINE", 10)
+    monkeypatch.setattr("librmq.cli._rows._LONGEST_LINE", 10)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"a": 1}\n' + b"x" * 30)))
     rows = read_rows(standard_input())
     assert next(rows) == (1, {"a": 1})

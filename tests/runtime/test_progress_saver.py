@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from librmq.errors import StoreClosedError, StoreIOError
-from librmq.runtime._progress_saver import ProgressSaver
+from librmq.runtime._background import ProgressSaver
 
 
 class Owner:

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from librmq.cli._json_rows import read_rows, standard_input
 from librmq.cli._output import Output
+from librmq.cli._rows import read_rows, standard_input
 from librmq.errors import FilterError, InputError
 from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse, refuse_rest

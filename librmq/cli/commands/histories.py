@@ -14,8 +14,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from librmq.cli._json_rows import parse_object
 from librmq.cli._output import Output, complain, write_page
+from librmq.cli._rows import parse_object
 from librmq.errors import InputError
 from librmq.formatting import visible
 from librmq.runtime.event_log import counted

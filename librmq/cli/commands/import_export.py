@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple, cast
 
-from librmq.cli._json_rows import parse_object
 from librmq.cli._output import Output, ProgressBar, complain
+from librmq.cli._rows import parse_object
 from librmq.cli._selection import age_clock, check_times, parse_time
 from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
