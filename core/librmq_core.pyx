@@ -1646,10 +1646,15 @@ def put_entries(
 
 cdef uint32_t hashed_ascii(uint32_t code, const uint8_t *text, Py_ssize_t size, uint8_t *seen) noexcept:
     """Return Java's hash of a text that continues one with the hash ``code``; ``seen`` gets the bits of its bytes."""
-    cdef Py_ssize_t at
-    for at in range(size):
-        code = 31 * code + text[at]
-        seen[0] |= text[at]
+    cdef const uint8_t *end = text + size
+    while end - text >= 4:
+        code = 923521 * code + (29791 * text[0] + 961 * text[1] + 31 * text[2] + text[3])  # powers of 31
+        seen[0] |= text[0] | text[1] | text[2] | text[3]
+        text += 4
+    while text < end:
+        code = 31 * code + text[0]
+        seen[0] |= text[0]
+        text += 1
     return code
 
 
@@ -1665,7 +1670,8 @@ def derive(
     """
     cdef Py_buffer view
     cdef Py_ssize_t room = 4 * most + 64, count = 0, keys = 0, number = -1, at, size, topic_size, tail_size, begin, stop
-    cdef Py_ssize_t kept, word
+    cdef Py_ssize_t kept
+    cdef const uint8_t *mark
     cdef bytearray places = bytearray(8 * most), times = bytearray(8 * most), packed = bytearray(20 * most)
     cdef bytearray owners = bytearray(8 * room), hashes = bytearray(8 * room)
     cdef bytearray numbers_of = bytearray(8 * most), following = bytearray(8 * most), counted = bytearray(8 * most)
@@ -1718,9 +1724,8 @@ def derive(
                 break
             unique_size = keys_size = tags_size = unique_begin = keys_begin = tags_begin = -1
             while begin < tail_size:
-                at = begin
-                while at < tail_size and tail[at] != 2:
-                    at += 1
+                mark = <const uint8_t *>memchr(tail + begin, 2, tail_size - begin)
+                at = tail_size if mark == NULL else mark - tail
                 size = at - begin
                 if size >= 9 and not memcmp(tail + begin, b"UNIQ_KEY\1", 9):
                     unique_begin, unique_size = begin + 9, size - 9

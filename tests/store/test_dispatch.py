@@ -25,7 +25,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
 from librmq.message.delays import DelayLevels
 from librmq.message.message import Message
-from librmq.message.record import Record, check_record, encode_record
+from librmq.message.record import TRANSACTION_COMMIT, Record, check_record, encode_record
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine import derivation, dispatch
@@ -428,7 +428,10 @@ def test_records_define_the_same_together_as_one_by_one(
 
 
 def test_usual_records_are_taken_together(store: MessageStore) -> None:
-    send(store, 0, 100)
+    """Also those of committed transactions."""
+    send(store, 0, 10)
+    store.append(Message("T", b"x", keys="k10"), 1, sys_flag=TRANSACTION_COMMIT)
+    send(store, 11, 100)
     for core in (compiled_core.CORE, compiled_core.PURE):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(derivation, "CORE", core)

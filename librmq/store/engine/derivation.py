@@ -161,6 +161,7 @@ _new_record = tuple.__new__
 _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
+_UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
 _TAGS_KEPT: Final = 10_000
@@ -276,9 +277,7 @@ def block_of_file(
     limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
         return _derive_in_arrays(buffer[place:limit], start + place, max_records, check_body)
-    place, queues, *columns = CORE.derive(
-        buffer, start, place, limit, max_records, _UNUSUAL | _IN_TRANSACTION, check_body
-    )
+    place, queues, *columns = CORE.derive(buffer, start, place, limit, max_records, _UNUSUAL_IN_BLOCKS, check_body)
     if not queues:
         return None
     return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
@@ -393,7 +392,7 @@ def _usual_frames(
         & (ends <= len(data))
         & (head["body_length"] >= 0)
         & (tails_at + 3 <= ends)
-        & (head["sys_flag"] & (_UNUSUAL | _IN_TRANSACTION) == 0)
+        & (head["sys_flag"] & _UNUSUAL_IN_BLOCKS == 0)
         & (head["physical_offset"] == places + begin)
     )
     frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
