@@ -14,6 +14,7 @@
     take, release, reset           moments of a queue: a consumer reads it, leaves it, or continues elsewhere
     hand_out, settle, give_up      moments of messages: a poll returns them; they are consumed (ok), come again (retry)
                                    or neither yet (open), without ``messages`` those handed out; a dead letter
+    keep                           what was consumed of a queue, or of all, is kept as the group's progress
 
 A watcher is a function that is called when an operation begins. It may return a function that is called at the end,
 with the result or the error. Without watchers a send asks once whether there are any.
@@ -44,7 +45,7 @@ Act = Literal[
 ]  # fmt: skip
 Moment = Literal[
     "pull", "throttle", "rest", "rebalance", "predicate", "outcome",
-    "take", "release", "reset", "hand_out", "settle", "give_up",
+    "take", "release", "reset", "hand_out", "settle", "keep", "give_up",
 ]  # fmt: skip
 Kind = Act | Moment
 _COUNTERS: Final[Mapping[Kind, str]] = {

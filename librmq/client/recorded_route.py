@@ -89,10 +89,12 @@ class HistoryFile(RecordedRoute, Closing):
             if room and place is not None:
                 self._open[id(event)] = event, place, len(line) + room
 
-    def ends(self, event: Event) -> None:
+    def ends(self, event: Event, *, is_last: bool = True) -> None:
         """Write an event again, in the place where it began."""
         with calls_later(), self._lock:
-            _, place, size = self._open.pop(id(event), (event, 0, 0))
+            _, place, size = self._open.get(id(event), (event, 0, 0))
+            if is_last:
+                self._open.pop(id(event), None)
             line = _line(event)
             if not size or self._file.closed:
                 return
@@ -153,7 +155,9 @@ class _RecordedEndpoint(Endpoint):
 
     @override
     def call(self, request: Request[R], /) -> R:
-        answer = self._recorder.call(self._process, self._broker_name, request, self.behind.call)
+        answer = self._recorder.call(
+            self._process, self._broker_name, request, self.behind.call, has_page=self.has_page
+        )
         if isinstance(request, HoldPlace) and isinstance(answer, Place):
             answer.watcher = partial(self._committed, request, answer)
         return answer

@@ -16,6 +16,7 @@ from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqErr
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
 from librmq.message.delays import deliver_time_ms, time_properties
+from librmq.message.ids import Receipt
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import (
@@ -26,8 +27,11 @@ from librmq.protocol import (
     EndTransaction,
     ForwardToDeadLetters,
     Heartbeat,
+    HoldPlace,
     MessageModel,
+    Place,
     PullMessage,
+    QueryOffset,
     Receive,
     Received,
     ReceiveResponse,
@@ -43,6 +47,8 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 
 R = TypeVar("R")
+_Reader = tuple[str, str, MessageQueue]
+"""A process and a group, and a queue that they read."""
 Event = dict[str, Any]
 """One event of a history, by the names of its fields."""
 
@@ -74,8 +80,8 @@ class EventSink(Protocol):
     def begins(self, event: Event) -> None:
         """Take an event; one with `begin_ms` is as it stands if its process is killed now, and changes at its end."""
 
-    def ends(self, event: Event) -> None:
-        """Take the same event at its end."""
+    def ends(self, event: Event, *, is_last: bool = True) -> None:
+        """Take the same event at its end, and once more unless that ``is_last``."""
 
     def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
         """Take the deliveries of messages that are handed out together."""
@@ -106,6 +112,10 @@ class Recorder:
         self._flights: dict[str, tuple[Event, int]] = {}  # receives by receipt, with the end of their time
         self._lapsed: set[tuple[str, MessageQueue]] = set()
         """Groups and queues in which such a time has ended."""
+        self.asked_ms: dict[_Reader, int] = {}
+        """When a process has asked for the progress of a queue, from which it will read it."""
+        self.places: dict[_Reader, Place] = {}
+        """Where a process keeps the progress of a queue, if no kill undoes it."""
 
     def add_event(self, kind: str, /, **fields: object) -> Event:
         """Record an event."""
@@ -115,8 +125,10 @@ class Recorder:
 
     # ---- requests
 
-    def call(self, process: str, broker_name: str, request: Request[R], call: Callable[[Any], Any]) -> R:
-        """Pass a request on by ``call``, and record it."""
+    def call(
+        self, process: str, broker_name: str, request: Request[R], call: Callable[[Any], Any], *, has_page: bool = False
+    ) -> R:
+        """Pass a request on by ``call``, and record it; ``has_page`` if no kill undoes what the broker answers."""
         if isinstance(request, SendMessage | SendBatch):
             return cast(R, self._send(process, broker_name, request, call))
         if isinstance(request, EndTransaction):
@@ -127,6 +139,8 @@ class Recorder:
                     self.watch_consumer(process, member)
         if isinstance(request, CancelMessage):
             return cast(R, self._cancel(request, call))
+        if isinstance(request, QueryOffset | HoldPlace):
+            return cast(R, self._take_up(process, broker_name, request, call))
         answer: R = call(request)
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:
@@ -136,7 +150,21 @@ class Recorder:
             queue, is_forward = MessageQueue(request.topic, broker_name, request.queue_id), bool(request.only_forward)
             self.committed(process, request.group, queue, request.queue_offset, only_forward=is_forward)
         elif isinstance(request, Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters):
-            self._receive(process, broker_name, request, answer)
+            self._receive(process, broker_name, request, answer, has_page)
+        return answer
+
+    def _take_up(
+        self, process: str, broker_name: str, request: QueryOffset | HoldPlace, call: Callable[[Any], Any]
+    ) -> object:
+        """Note when a process asks where it goes on in a queue, and where it keeps its progress."""
+        reader = process, request.group, MessageQueue(request.topic, broker_name, request.queue_id)
+        if isinstance(request, QueryOffset):
+            self.asked_ms[reader] = self.now_ms()
+        elif not request.was_held:
+            self.asked_ms.setdefault(reader, self.now_ms())
+        answer = call(request)
+        if isinstance(answer, Place):
+            self.places[reader] = answer
         return answer
 
     def _send(
@@ -264,15 +292,17 @@ class Recorder:
         broker_name: str,
         request: Receive | Acknowledge | ChangeInvisible | ForwardToDeadLetters,
         answer: Any,  # noqa: ANN401 (that of the request)
+        has_page: bool,
     ) -> None:
         if isinstance(request, Receive):
             response: ReceiveResponse = answer
             if request.acknowledged:
-                self._acknowledged(request.acknowledged)
+                self._acknowledged(request.acknowledged, has_page)
             for received in response.messages:
                 self._received(process, broker_name, request.group, received)
         elif isinstance(request, Acknowledge):
-            self._acknowledged(receipt for receipt, is_valid in zip(request.receipts, answer, strict=True) if is_valid)
+            valid = (receipt for receipt, is_valid in zip(request.receipts, answer, strict=True) if is_valid)
+            self._acknowledged(valid, has_page)
         elif isinstance(request, ChangeInvisible):
             flight = self._flights.pop(request.receipt, None)
             if flight is not None:
@@ -283,10 +313,12 @@ class Recorder:
             if flight is not None:
                 self.dead_letter(request.group, flight[0]["id"])
 
-    def _acknowledged(self, receipts: Iterable[str]) -> None:
+    def _acknowledged(self, receipts: Iterable[str], has_page: bool) -> None:
         self.end_invisible_times()  # a broker can take an acknowledgement after it has given the message back
         for receipt in receipts:
-            self._end_flight(receipt, "ok")
+            # In order, what is acknowledged behind a message that comes again comes again too.
+            is_kept = has_page and not Receipt.parse(receipt).is_ordered
+            self._end_flight(receipt, "ok", is_kept=is_kept)
 
     def _received(self, process: str, broker_name: str, group: str, received: Received) -> None:
         message = received.message
@@ -313,10 +345,10 @@ class Recorder:
                 if "stored_in" not in event:  # this is a retry of a group without order, which reads nothing again
                     self._lapsed.add((event["group"], MessageQueue(event["topic"], event["broker"], event["queue_id"])))
 
-    def _end_flight(self, receipt: str, outcome: str, at_ms: int | None = None) -> None:
+    def _end_flight(self, receipt: str, outcome: str, at_ms: int | None = None, *, is_kept: bool = False) -> None:
         flight = self._flights.pop(receipt, None)
         if flight is not None:
-            self._end(flight[0], outcome, at_ms)
+            self._end(flight[0], outcome, at_ms, is_kept=is_kept)
 
     def has_committed(self, group: str, queue: MessageQueue) -> bool:
         """Return whether a broker has saved progress of a group in a queue, since it last crashed."""
@@ -379,17 +411,34 @@ class Recorder:
             event["stored_in"] = read_topic
         return event
 
-    def ended(self, message: StoredMessage, outcome: str) -> None:
-        """Record the end of a delivery, unless it has ended."""
+    def ended(self, message: StoredMessage, outcome: str, *, is_kept_later: bool = False) -> Event | None:
+        """Record the end of a delivery; return it, unless it had ended."""
         running = self._running.pop(id(message), None)
         returned_ms = self._returned.pop(id(message), None)
-        if running is not None:
-            self._end(running[0], outcome, returned_ms)
+        if running is None or "outcome" in running[0]:
+            return None
+        self._end(running[0], outcome, returned_ms, is_last=not is_kept_later)
+        return running[0]
 
-    def _end(self, event: Event, outcome: str, at_ms: int | None = None) -> None:
+    def _end(
+        self,
+        event: Event,
+        outcome: str,
+        at_ms: int | None = None,
+        *,
+        is_kept: bool = False,
+        is_last: bool = True,
+    ) -> None:
         if "outcome" not in event:
             event |= {"end_ms": self.now_ms() if at_ms is None else at_ms, "outcome": outcome}
-            self._sink.ends(event)
+            if is_kept:
+                event["kept_ms"] = self.now_ms()
+            self._sink.ends(event, is_last=is_last)
+
+    def kept(self, event: Event) -> None:
+        """Record that no kill undoes the end of a delivery any more."""
+        event["kept_ms"] = self.now_ms()
+        self._sink.ends(event)
 
     def returned(self, message: StoredMessage) -> None:
         """Note that a listener has returned whose outcome is still open."""
@@ -413,12 +462,21 @@ class Recorder:
         """Record that a broker has crashed; the progress that it has later need not be the last recorded one."""
         self.add_event("crash", broker=broker_name, at_ms=self.now_ms())
         self._committed = {place: progress for place, progress in self._committed.items() if place[2] != broker_name}
+        self.places = {reader: place for reader, place in self.places.items() if reader[2].broker_name != broker_name}
 
     # ---- groups
 
-    def assigned(self, name: Literal["assign", "revoke"], process: str, group: str, queue: MessageQueue) -> None:
-        """Record that a process reads a queue from now on, or no longer."""
-        self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
+    def assigned(
+        self,
+        name: Literal["assign", "revoke"],
+        process: str,
+        group: str,
+        queue: MessageQueue,
+        at_ms: int | None = None,
+    ) -> None:
+        """Record that a process reads a queue from now on, or from ``at_ms``, or no longer."""
+        at_ms = self.now_ms() if at_ms is None else at_ms
+        self.add_event(name, process=process, group=group, **_place(queue), at_ms=at_ms)
 
     def watch_consumer(self, process: str, consumer: Any) -> str:  # noqa: ANN401 (any consumer)
         """Record a consumer in a process; return the process of its events: its stable name, if it has one.
@@ -430,7 +488,7 @@ class Recorder:
         if name and self._named.setdefault(name, client_id) != client_id:
             name = client_id
         self._watched.add(consumer)
-        consumer._watch_by(ConsumerRecorder(self, name or process, consumer).watchers)
+        consumer._watch_by(ConsumerRecorder(self, name or process, consumer, process).watchers)
         return name or process
 
     def joined(self, consumer: Member) -> None:
@@ -465,8 +523,12 @@ def _place(queue: MessageQueue) -> dict[str, object]:
 class ConsumerRecorder:
     """Records the queues and deliveries of one consumer."""
 
-    def __init__(self, recorder: Recorder, process: str, consumer: Member) -> None:
+    def __init__(self, recorder: Recorder, process: str, consumer: Member, route_process: str) -> None:
+        """Record a consumer in ``process``, whose requests go over the route of ``route_process``."""
         self._recorder = recorder
+        self._route_process = route_process
+        self._unkept: dict[MessageQueue, list[Event]] = {}
+        """What has ended, and is not kept yet, by queue; of queues that it reads."""
         self.process = process
         """The process of its events."""
         self._group = consumer.group
@@ -478,10 +540,11 @@ class ConsumerRecorder:
         """What records the queues that the consumer reads, and what becomes of their messages."""
         return {
             "take": self._take,
-            "release": lambda moment: self._assign("revoke", moment),
+            "release": self._release,
             "reset": lambda moment: self._recorder.reset(self._group, moment.topic or ""),
             "hand_out": self._hand_out,
             "settle": self._settle,
+            "keep": self._keep,
             "give_up": lambda moment: self._recorder.dead_letter(
                 self._group, id_of(cast("StoredMessage", moment.message))
             ),
@@ -492,11 +555,19 @@ class ConsumerRecorder:
         recorder.joined(self._consumer)
         if moment.result == "moved" and moment.queue and not recorder.has_committed(self._group, moment.queue):
             recorder.reset(self._group, moment.queue.topic)
-        self._assign("assign", moment)
-
-    def _assign(self, name: Literal["assign", "revoke"], moment: Operation) -> None:
         if moment.queue is not None:
-            self._recorder.assigned(name, self.process, self._group, moment.queue)
+            self._unkept[moment.queue] = []
+            # What its former reader ends from its question on can come again here.
+            asked_ms = recorder.asked_ms.pop(self._reader(moment.queue), None)
+            recorder.assigned("assign", self.process, self._group, moment.queue, asked_ms)
+
+    def _release(self, moment: Operation) -> None:
+        if moment.queue is not None:
+            self._unkept.pop(moment.queue, None)
+            self._recorder.assigned("revoke", self.process, self._group, moment.queue)
+
+    def _reader(self, queue: MessageQueue) -> _Reader:
+        return self._route_process, self._group, queue
 
     def _hand_out(self, moment: Operation) -> None:
         messages: Any = moment.messages
@@ -515,4 +586,20 @@ class ConsumerRecorder:
             if outcome == "open":
                 self._recorder.returned(message)
             else:
-                self._recorder.ended(message, outcome)
+                queue: MessageQueue = message.queue
+                unkept = self._unkept.get(queue) if outcome == "ok" and self._place(queue) is not None else None
+                event = self._recorder.ended(message, outcome, is_kept_later=unkept is not None)
+                if unkept is not None and event is not None:
+                    unkept.append(event)
+
+    def _keep(self, moment: Operation) -> None:
+        for queue in list(self._unkept) if moment.queue is None else [moment.queue]:
+            events = self._unkept.get(queue, [])
+            place = self._place(queue)
+            for event in events if place is not None and place.is_open else ():
+                self._recorder.kept(event)
+            events.clear()
+
+    def _place(self, queue: MessageQueue) -> Place | None:
+        """Return where the progress of a queue is kept."""
+        return self._recorder.places.get(self._reader(queue))

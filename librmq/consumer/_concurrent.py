@@ -408,7 +408,8 @@ class ConcurrentDelivery:
             messages = call.at_listener
             self._end_run(call)
         consumed, error = outcome(call.listener, len(messages), result, error)
-        if "settle" in self._instance.watchers:
+        is_recorded = "settle" in self._instance.watchers
+        if is_recorded:
             if consumed:
                 self._instance._note("settle", assigned.queue.topic, "ok", messages=messages[:consumed])
             if consumed < len(messages):
@@ -423,6 +424,8 @@ class ConcurrentDelivery:
                 self._rests.succeeded()
             if messages:
                 self._apply(assigned, messages, consumed, error)
+            if is_recorded and consumed:
+                self._instance._note("keep", assigned.queue.topic, queue=assigned.queue)
         if self._backlog.lanes:
             if not self.is_fast:
                 self._count_ended()

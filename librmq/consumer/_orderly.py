@@ -212,6 +212,7 @@ class OrderlyDelivery:
             self._done_after_release(assigned, messages, now_ms)
         else:
             rest_ms = self._apply(call, result, error)
+            self._instance._note("keep", assigned.queue.topic, queue=assigned.queue)
             if assigned.throttled:
                 self._resume(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:

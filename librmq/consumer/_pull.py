@@ -758,6 +758,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
                 self._progressed(assigned, assigned.next_offset)
+        self._note("keep")
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
         """Store progress now: after all polled messages, or at these queue offsets.
@@ -790,6 +791,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
                 )
             if offsets is None:
+                self._note("keep")
                 self._end_work()
 
     def _chosen(self, offsets: Mapping[MessageQueue, int]) -> dict[AssignedQueue, int]:

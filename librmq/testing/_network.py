@@ -120,6 +120,8 @@ class Network:
             from librmq.wire.frame_links import FrameLinks
 
             self._frames = FrameLinks(runner, is_shared=frames == "share")
+        self.has_pages = False
+        """Whether a process keeps what it has consumed by itself, as one with its own store or in a share does."""
         self._path = path
         self._files = files
         self._runner = runner

@@ -347,6 +347,7 @@ class _Connection(Endpoint):
         self._kit = kit
         self._process = process
         self._name = broker_name
+        self.has_page = kit.network.has_pages
         self._pulls: dict[tuple[str, str, str, int], bool] = {}  # pulls on their way, and whether they have arrived
 
     @override
@@ -357,7 +358,7 @@ class _Connection(Endpoint):
             raise ProcessDied(process.label)
         if process._skew_ms:
             request = _skewed(request, process._skew_ms)
-        return kit.recorder.call(process.label, self._name, request, self._pass_on)
+        return kit.recorder.call(process.label, self._name, request, self._pass_on, has_page=self.has_page)
 
     def _pass_on(self, request: Request[R]) -> R:
         """Pass a request to the broker, with notes and faults."""

@@ -130,6 +130,7 @@ def test_all_that_a_message_goes_through(rmq: Kit) -> None:
         ("process", "orders", "+"),
         ("settle", "%RETRY%mailer", "ok"),
         ("outcome", "%RETRY%mailer", "success"),
+        ("keep", "%RETRY%mailer", ""),
     ]
     stop()
     del seen[:]

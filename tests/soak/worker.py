@@ -28,7 +28,6 @@ from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, Route, TransactionState
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing.histories.events import SharedQueues
 from librmq.wire.remote import connect
 from librmq.wire.remoting import RemotingServer, listen
 
@@ -268,7 +267,7 @@ class Recording:
 
     def lines(self, events: Sequence[Event]) -> Iterator[bytes]:
         """Yield the lines of all processes so far, and those of ``events``; each group is described once."""
-        decided, shared = self._decided(), self._shared_queues(events)
+        decided = self._decided()
         groups = set()
         for line in self._recorded_lines():
             kind = recorded_kind(line)
@@ -280,8 +279,6 @@ class Recording:
             elif kind == "end_transaction" and _id(line) in decided:
                 line = line.replace(b'"outcome":"unknown"', b'"outcome":"ok"')
             yield line + b"\n"
-        deliveries = (line for line in self._recorded_lines() if recorded_kind(line) == "deliver")
-        yield from map(_line, shared.marks(map(json.loads, deliveries)))
         yield from map(_line, events)
 
     def _decided(self) -> set[bytes]:
@@ -298,10 +295,6 @@ class Recording:
         lines = self._recorded_lines() if unknown else ()
         delivered = {_id(line) for line in lines if recorded_kind(line) == "deliver"}
         return {name for name, is_commit in unknown.items() if not is_commit or name in delivered}
-
-    def _shared_queues(self, events: Sequence[Event]) -> SharedQueues:
-        moves = [json.loads(line) for line in self._recorded_lines() if recorded_kind(line) in ("assign", "revoke")]
-        return SharedQueues([*moves, *events], lambda group: group.endswith("_in_order"))
 
     def _recorded_lines(self) -> Iterator[bytes]:
         """Yield what the processes have recorded so far, without incomplete last lines."""

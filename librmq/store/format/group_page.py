@@ -192,6 +192,14 @@ class Place:
         """The queue offset of the group's next message; -1 without one."""
         return (self._words[self._at + _POSITION] & _NUMBER) - 1
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be written: not after the end of the broker, or of this process's link to it."""
+        try:
+            return self.position is not None
+        except ValueError:
+            return False
+
     def advance(self, position: int) -> bool:
         """Move the position forward; return False, and move nothing, if it was set back since `Place` was made.
 

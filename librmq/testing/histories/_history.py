@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +149,7 @@ class History:
         """Take an event."""
         self.events.append(event)
 
-    def ends(self, event: Event) -> None:
+    def ends(self, event: Event, *, is_last: bool = True) -> None:
         """Take the end of an event, which is in it."""
 
     def delivers(self, events: list[Event], messages: Sequence[StoredMessage], *, calls_listener: bool) -> None:
@@ -384,6 +384,24 @@ class HistoryRows:
                 moves[event["group"], (event["topic"], event["broker"], event["queue_id"])].append(at_ms)
         return {key: sorted(times) for key, times in moves.items()}
 
+    def shared_ms(self) -> dict[tuple[str, Queue], list[int]]:
+        """Return when queues got a second reader and lost it, in turn, by group and queue.
+
+        Ordered groups are left out, whose queues have locks, and broadcasting ones, which share all.
+        """
+        moves: dict[tuple[str, Queue], list[tuple[int, str, str]]] = defaultdict(list)
+        for kind in ("assign", "revoke"):
+            for at_ms, _, event in self.marks[kind]:
+                rules = self.groups.get(event["group"])
+                if rules is None or not (rules.ordered or rules.broadcast):
+                    queue = (event["topic"], event["broker"], event["queue_id"])
+                    moves[event["group"], queue].append((at_ms, kind, event["process"]))
+        crashes = [
+            (at_ms, "crash", process) for process, times in self.crashes("process").items() for at_ms, _ in times
+        ]
+        shared = {queue: _times_shared(sorted([*queue_moves, *crashes])) for queue, queue_moves in moves.items()}
+        return {queue: times for queue, times in shared.items() if times}
+
     def stored(self, message: MessageId) -> list[Send]:
         """Return the sends of a message that did not fail."""
         return [send for send in self.sends_by_id.get(message, ()) if send.outcome != "failed"]
@@ -427,19 +445,36 @@ class Marks:
     """Assignments, revocations, crashes and resets, which explain repeats, with sorted times."""
 
     def __init__(self, history: HistoryRows) -> None:
-        self._queues = history.moves_ms("assign", "revoke")
         self._resets = history.resets_ms
+        self._moves = history.moves_ms("assign", "revoke")
+        self._shared = history.shared_ms()
+        self._queues = {queue: [*times] for queue, times in self._moves.items()}
         members: dict[str, set[str]] = defaultdict(set)
         for mark in history.marks["assign"]:
             members[mark.event["group"]].add(mark.event["process"])
         for row in history.deliveries:
             members[row.group].add(row.process)
+            if self._is_read_by_two(row):
+                insort(self._queues[row.group, row.queue], row.begin_ms)
         crashes = history.crashes("process")
         self._processes = {
             group: sorted(at_ms for process in processes for at_ms, _ in crashes.get(process, ()))
             for group, processes in members.items()
         }
         self._brokers = {broker: [at_ms for at_ms, _ in times] for broker, times in history.crashes("broker").items()}
+        self._losses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for at_ms, _, event in history.marks["crash"]:
+            if event.get("broker") is not None and event.get("since_ms") is not None:
+                self._losses[event["broker"]].append((at_ms, event["since_ms"]))
+        self._commits = history.commits
+
+    def _is_read_by_two(self, row: Delivery) -> bool:
+        """Return whether another process reads the queue too, because one was lost without noticing.
+
+        Both deliver what they have fetched.
+        """
+        times = self._shared.get((row.group, row.queue), ())
+        return bool(times) and 1 in (bisect_left(times, row.begin_ms) % 2, bisect_right(times, row.begin_ms) % 2)
 
     def lies_between(self, row: Delivery, queues: Iterable[Queue], first_ms: int) -> bool:
         """Return whether one lies between the first delivery of a message in a group and ``row``.
@@ -453,6 +488,54 @@ class Marks:
             self._resets.get((row.group, row.topic), ()),
             self._resets.get((row.group, row.queue[0]), ()),
         ]
-        return any(
-            (after := bisect_left(every, first_ms)) < len(every) and every[after] <= row.begin_ms for every in times
+        return any(_has_one(every, first_ms, row.begin_ms) for every in times)
+
+    def is_kept(self, row: Delivery, until_ms: int) -> bool:
+        """Return whether the end of a delivery was kept before a time.
+
+        Not if its queue went to another process meanwhile, which got what was in work.
+        """
+        moves = self._moves.get((row.group, row.queue), ())
+        return (
+            row.kept_ms < until_ms
+            and not _has_one(moves, row.begin_ms + 1, row.kept_ms)
+            and not self._is_read_by_two(row)
         )
+
+    def undo(self, kept: Delivery, row: Delivery) -> bool:
+        """Return whether a reset, or a loss of power, explains that ``row`` begins after an end that was kept."""
+        resets = (self._resets.get((row.group, topic), ()) for topic in {row.topic, row.queue[0], kept.queue[0]})
+        return any(_has_one(times, kept.kept_ms, row.begin_ms) for times in resets) or any(
+            kept.kept_ms <= at_ms <= row.begin_ms and not self._has_passed(kept, since_ms)
+            for at_ms, since_ms in self._losses.get(kept.queue[1], ())
+        )
+
+    def _has_passed(self, row: Delivery, at_ms: int) -> bool:
+        """Return whether progress had passed a message at a time."""
+        return any(
+            commit.begin_ms <= at_ms and commit.queue_offset > row.queue_offset
+            for commit in self._commits
+            if (commit.group, commit.queue) == (row.group, row.queue)
+        )
+
+
+def _has_one(times: Sequence[int], begin_ms: int, end_ms: int) -> bool:
+    """Return whether one of some sorted times lies between two."""
+    after = bisect_left(times, begin_ms)
+    return after < len(times) and times[after] <= end_ms
+
+
+def _times_shared(moves: Sequence[tuple[int, str, str]]) -> list[int]:
+    """Return when a queue got a second reader and lost it, in turn."""
+    readers: Counter[str] = Counter()  # a process can have two instances of the group
+    times: list[int] = []
+    for at_ms, kind, process in moves:
+        if kind == "assign":
+            readers[process] += 1
+        elif kind == "crash":
+            del readers[process]
+        else:
+            readers[process] = max(0, readers[process] - 1)
+        if len(times) % 2 != (readers.total() > 1):
+            times.append(at_ms)
+    return times

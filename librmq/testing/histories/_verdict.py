@@ -21,7 +21,7 @@ from librmq.testing._kit_runner import KitRunner, ProcessTable
 from librmq.testing._network import Network
 from librmq.testing.histories._history import History, HistoryLine
 from librmq.testing.histories.anomalies import KINDS, check_history
-from librmq.testing.histories.events import SharedQueues, span_of
+from librmq.testing.histories.events import span_of
 
 _TICK_MS = 1_000
 """What is due is delivered within this time."""
@@ -103,8 +103,6 @@ class Facts:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         rules = {name: self._rules(name, described) for name, described in self._groups.items()}
-        shared = SharedQueues(events, lambda group: not {"ordered", "broadcast"}.isdisjoint(rules.get(group, ())))
-        yield from shared.marks(event for event in events if event["event"] == "deliver")
         yield from rules.values()
         for name, described in self._groups.items():
             if self._is_drained(name, described):

@@ -45,7 +45,7 @@ KINDS: Final = {
     "attempts": "attempts of a message in a group skip a number, or reach `max_attempts`",
     "repeat": (
         "a message came again after a delivery that ends `ok`, and no retry, further send, assignment, revocation, "
-        "crash or reset explains it"
+        "crash or reset explains it; if that end was kept, no assignment, revocation or kill does"
     ),
     "progress-ahead": "progress passed a message that had neither ended a delivery nor was a dead letter",
     "progress-back": "progress fell without a crash or reset",
@@ -399,17 +399,29 @@ class _Check:
                 retries[row.attempt + 1].append(row.end_ms)
         repeats = []
         queues: set[Queue] = set()
+        places: dict[tuple[Queue, int], Delivery] = {}
         resends, is_ended = 0, False
         for number, row in enumerate(part):
             queues.add(row.queue)
-            times = retries[row.attempt]
-            if number and times and times[0] <= row.begin_ms:
+            times, place = retries[row.attempt], (row.queue, row.queue_offset)
+            # A retry or a further send is another place, with an end of its own.
+            former = [places[place]] if place in places else places.values()
+            kept = [before for before in former if marks.is_kept(before, row.begin_ms)]
+            if place in places and kept:
+                if not marks.undo(kept[0], row):
+                    repeats.append(row)
+            elif number and times and times[0] <= row.begin_ms:
                 times.pop(0)
-            elif number and not marks.lies_between(row, queues, first_ms):
+            elif number and (
+                not any(marks.undo(before, row) for before in kept)
+                if kept
+                else not marks.lies_between(row, queues, first_ms)
+            ):
                 if sum(sent_ms <= row.begin_ms for sent_ms in sends_ms) > resends + 1:
                     resends += 1
                 elif is_ended:
                     repeats.append(row)
+            places[place] = row
             is_ended = is_ended or row.is_ok
         return repeats
 
@@ -433,9 +445,11 @@ class _Check:
                 if shows(fewer):
                     evidence, is_smaller = fewer, True
         lines = [*(delivery.line for delivery in evidence), *self._history.support(row.id)]
+        is_kept = any(marks.is_kept(before, row.begin_ms) for before in evidence)
         what = (
-            f"Group {row.group} got {row.id} again with attempt {row.attempt} after a delivery that ended ok, and no "
-            "retry, resend, rebalance, crash or reset explains it."
+            f"Group {row.group} got {row.id} again with attempt {row.attempt} after a delivery that ended ok"
+            f"{' and was kept' * is_kept}, and no retry, resend{'' if is_kept else ', rebalance, crash'} or reset "
+            "explains it."
         )
         return self._of_delivery("repeat", row, lines, what)
 

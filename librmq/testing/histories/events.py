@@ -7,7 +7,6 @@ more than a GiB.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -56,10 +55,11 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     "discard": EventSchema(("id", "at_ms"), meaning="the broker gave a half message up"),
     "deliver": EventSchema(
         ("process", "group", "id", "topic", *_PLACE, "attempt", "begin_ms"),
-        ("end_ms", "outcome", "stored_in"),
+        ("end_ms", "outcome", "stored_in", "kept_ms"),
         {"outcome": ("ok", "retry", "died")},
         "a listener's call, a line for each message of a batch. The first `attempt` is 0; without `end_ms` and "
-        "`outcome` it still runs; `stored_in` is the retry topic that it is read from",
+        "`outcome` it still runs; `stored_in` is the retry topic that it is read from; from `kept_ms` on no kill "
+        "undoes its `ok`",
     ),
     "assign": EventSchema(_QUEUE_MARK, meaning="a queue becomes the process's"),
     "revoke": EventSchema(_QUEUE_MARK, meaning="a queue is taken from the process"),
@@ -70,7 +70,10 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
         meaning="also a seek, a skip, deletion by retention, and a first start that is not at the first message",
     ),
     "crash": EventSchema(
-        ("at_ms",), ("process", "broker"), meaning="a delivery of the process without an end died then"
+        ("at_ms",),
+        ("process", "broker", "since_ms"),
+        meaning="a delivery of the process without an end died then; with `since_ms` a loss of power, which takes the "
+        "progress from then on",
     ),
     "effect": EventSchema(("name", "key", "process", "at_ms"), meaning="what must happen once"),
     "group": EventSchema(
@@ -133,6 +136,8 @@ class Delivery(NamedTuple):
     id: MessageId
     outcome: str | None
     """None while it runs."""
+    kept_ms: int
+    """When its end was kept, which no kill undoes then; `ENDLESS` if it was not."""
 
 
 class Commit(NamedTuple):
@@ -282,6 +287,7 @@ class HistoryEvents:
 
     def _delivery(self, event: Mapping[str, Any], line: int) -> Delivery:
         end_ms, outcome, stored_in = event.get("end_ms"), event.get("outcome"), event.get("stored_in")
+        kept_ms = event.get("kept_ms")
         topic = intern(event["topic"])
         return Delivery(
             begin_ms=event["begin_ms"],
@@ -297,6 +303,7 @@ class HistoryEvents:
             line=line,
             id=event["id"],
             outcome=None if outcome is None else intern(outcome),
+            kept_ms=ENDLESS if kept_ms is None else kept_ms,
         )
 
     def _add_group(self, group: Mapping[str, Any], line: int) -> None:
@@ -442,6 +449,8 @@ def _contradiction(event: Mapping[str, Any]) -> str | None:
         return "time runs backwards: end_ms is before begin_ms"
     if kind == "deliver" and (end_ms is None) != (outcome is None):
         return "end_ms and outcome belong together: a delivery that still runs has neither"
+    if kind == "deliver" and event.get("kept_ms") is not None and (outcome != "ok" or event["kept_ms"] < end_ms):
+        return "kept_ms: expected the outcome 'ok', and no time before end_ms"
     if kind == "send" and outcome == "ok" and event.get("half") is not True and event.get("not_before_ms") is None:
         for name in _PLACE:
             if event.get(name) is None:
@@ -449,63 +458,3 @@ def _contradiction(event: Mapping[str, Any]) -> str | None:
     if kind == "crash" and event.get("process") is None and event.get("broker") is None:
         return "expected a process or a broker"
     return None
-
-
-# ---- queues that two processes read
-
-_GroupQueue = tuple[str, str, str, int]
-"""A group, and a queue that it reads."""
-
-
-class SharedQueues:
-    """Queues that two processes read at once, because one was lost without noticing.
-
-    Both deliver what they have fetched. So with each delivery from such a queue a recorder says who reads it: `marks`.
-    """
-
-    def __init__(self, events: Iterable[Mapping[str, Any]], leaves_out: Callable[[str], bool]) -> None:
-        """Find them in ``events``, of which assignments, revocations and crashes count.
-
-        ``leaves_out(group)`` tells ordered groups, whose queues have locks, and broadcasting ones, which share all.
-        """
-        moves: dict[_GroupQueue, list[tuple[int, str, str]]] = defaultdict(list)
-        crashes = []
-        for event in events:
-            kind = event["event"]
-            if kind in ("assign", "revoke"):
-                moves[_queue_of(event)].append((event["at_ms"], kind, event["process"]))
-            elif kind == "crash" and "process" in event:
-                crashes.append((event["at_ms"], kind, event["process"]))
-        self._times: dict[_GroupQueue, list[tuple[int, float]]] = {}
-        for queue, queue_moves in moves.items():
-            times = _times_shared(sorted([*queue_moves, *crashes]))
-            if times and not leaves_out(queue[0]):
-                self._times[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
-
-    def marks(self, deliveries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events that a process reads a queue, for deliveries from those that another process reads too."""
-        for delivery in deliveries if self._times else ():
-            queue, begin_ms = _queue_of(delivery), delivery["begin_ms"]
-            if any(begin <= begin_ms <= end for begin, end in self._times.get(queue, ())):
-                fields = dict(zip(("group", "topic", "broker", "queue_id"), queue, strict=True))
-                yield {"event": "assign", "process": delivery["process"], **fields, "at_ms": begin_ms}
-
-
-def _times_shared(moves: Sequence[tuple[int, str, str]]) -> list[int]:
-    """Return when a queue got a second reader and lost it, in turn."""
-    readers: Counter[str] = Counter()  # a process can have two instances of the group
-    times: list[int] = []
-    for at_ms, kind, process in moves:
-        if kind == "assign":
-            readers[process] += 1
-        elif kind == "crash":
-            del readers[process]
-        else:
-            readers[process] = max(0, readers[process] - 1)
-        if len(times) % 2 != (readers.total() > 1):
-            times.append(at_ms)
-    return times
-
-
-def _queue_of(event: Mapping[str, Any]) -> _GroupQueue:
-    return event["group"], event.get("stored_in") or event["topic"], event["broker"], event["queue_id"]
