@@ -141,8 +141,10 @@ class _SuspectToReceive:
         if is_alone:
             self.takes = Takes.ALONE
         elif consumer._suspect is self:
-            consumer._suspect = None
-            if self.message is not None:
+            if self.message is None:  # no receive has come within its turn: the next one gets it
+                self.takes = Takes.BESIDE_OTHERS
+            else:
+                consumer._suspect = None
                 consumer._goes_on_in_company(self.message)
 
 

@@ -37,6 +37,7 @@ from librmq.clock import ManualClock
 from librmq.override import override
 from librmq.protocol import Endpoint, Receive, Request, Route, RouteWrapper, SendBack
 from librmq.runtime import ManualRunner
+from librmq.testing import Kit, Process
 from tests.programs import Fork, start_program
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
@@ -329,6 +330,31 @@ def poll_and_die(path: Path) -> None:
         consumer.subscribe("t")
         assert consumer.poll(20)
         DEATHS["kill"]()
+
+
+def received_in_kit(process: Process) -> SimpleConsumer:
+    consumer = SimpleConsumer(process, "g")
+    consumer.subscribe("t")
+    return consumer.start()
+
+
+def test_who_receives_rarely_gets_a_suspect_after_its_turn() -> None:
+    """A turn is shorter than the time between two receives, none of which waits."""
+    with Kit() as rmq:
+        rmq.network.has_pages = True
+        process = rmq.app("billing", received_in_kit)
+        process.state.receive(wait=0)
+        rmq.producer().send("t", b"in work")
+        assert process.state.receive(invisible=30, wait=0)
+        restarted = rmq.crash(process)
+        assert restarted is not None
+        bodies = []
+        for _ in range(4):
+            rmq.advance(minutes=1)
+            for message in restarted.state.receive(wait=0):
+                bodies.append(message.body)
+                restarted.state.ack(message)
+        assert bodies == [b"in work"]
 
 
 def test_a_pull_consumer_without_other_messages_passes_a_dead_letter(tmp_path: Path) -> None:
