@@ -335,6 +335,34 @@ def crashes(rmq: Kit) -> None:
     rmq.advance(minutes=1)
 
 
+def kills(rmq: Kit) -> None:
+    """A process is killed while its first listener runs, and the broker right after acknowledgements and listeners."""
+
+    def shop(process: Process) -> None:
+        process.consumer("billing").subscribe("orders")(ignore)
+
+    rmq.network.has_pages = True
+    rmq.broker.create_topic("orders", 1)
+    process = rmq.app("billing", shop)
+    send(rmq)
+    rmq.advance(seconds=20)
+    rmq.faults.slow_listener("billing", 30)
+    send(rmq, 6)
+    rmq.advance(seconds=1)
+    rmq.crash(process)
+    rmq.advance(seconds=30)
+    with SimpleConsumer(rmq.route, "audit") as consumer:
+        consumer.subscribe("orders")
+        consumer.receive(1, wait=0)
+        send(rmq, 6)
+        rmq.advance(seconds=1)
+        consumer.ack(*consumer.receive(6, invisible=10)[1:])
+        rmq.crash_broker()
+        for _ in range(9):
+            rmq.advance(seconds=10)
+            consumer.ack(*consumer.receive(8, invisible=10))
+
+
 def torn_queue(rmq: Kit) -> None:
     """The machine of the broker dies with the last entries of a queue, and its records stay."""
     rmq.broker.create_topic("orders", 1)
@@ -472,6 +500,7 @@ PROGRAMS: dict[str, Callable[[Kit], None]] = {
         failover_of_new_topic,
         failures,
         flow,
+        kills,
         instances,
         once,
         order,

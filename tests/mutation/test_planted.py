@@ -50,6 +50,14 @@ def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
     assert bug.anomaly in json.loads(done.stdout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [bug.name for bug in BUGS if bug.part == "groups"])
+def test_the_simulation_finds_a_bug_of_kept_progress(name: str) -> None:
+    command = [sys.executable, "-m", "tests.mutation.planted", name, "60"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert re.search("found in run .*: repeat: .* was kept", done.stdout), done.stdout + done.stderr
+
+
 def test_the_page_lists_what_rocketmq_had() -> None:
     page = (CHECKOUT / "tests" / "mutation" / "README.md").read_text("utf-8")
     rows = re.findall(r"^\| \[(\S+)\].*\| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)

@@ -23,6 +23,7 @@ from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater
 from librmq.message.topics import SystemTopic
+from librmq.override import override
 from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit
@@ -47,6 +48,8 @@ _DRAIN_H: Final = 80
 _LONG_GAPS: Final = 0.3
 """The part of the gaps between draws in which nearly all of the time passes; the others last some seconds at most."""
 _MOST_ATTEMPTS: Final = 5
+_SAVED_MS: Final = 15_000
+"""Time in which progress is saved for a loss of power, while a broker runs whose disk has room."""
 _NEVER: Final = timedelta(days=365)
 _CONFIG: Final = librmq.StoreConfig.tiny(
     commitlog_file_size=256 << 10, max_message_size=64 << 10, max_total_size=4 << 20, durability="sync"
@@ -61,6 +64,7 @@ class Disk(RecordingFiles):
     def __init__(self) -> None:
         super().__init__()
         self.is_full = False
+        self._cuts = 0
         self._before: dict[str, bytes | None] = {}
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
@@ -71,12 +75,18 @@ class Disk(RecordingFiles):
 
     def cut_power(self, seed: str) -> None:
         """Become what the device holds; no process may have a file open."""
+        self._cuts += 1
         image = CrashImages(self.trace, self._before).image(seed, len(self.trace))
         for name in self.names(os.sep):
             self.delete(os.sep + name)
         image.write_to(self)
         self._before = dict(image.contents)
         self.trace.clear()
+
+    @override
+    def identity_in_memory(self, path: str) -> str:
+        """Return another text after each loss of power, as for a machine that has started again."""
+        return f"{super().identity_in_memory(path)} {self._cuts}"
 
     def put_folder(self, source: Path) -> None:
         """Let the store begin as a copy of a folder, which the device holds."""
@@ -125,6 +135,7 @@ class World:
             over_share=over_share,
             check=True,
         )
+        kit.network.has_pages = not over_share
         for topic in TAKEN_BY:
             kit.broker.create_topic(topic, 4)
         self.producers = [
@@ -146,6 +157,8 @@ class World:
         self._given_up: set[str] = set()
         self._ended_ms: list[int] = []
         """When the broker's process ended."""
+        self._unsaved_ms: list[tuple[int, int]] = []
+        """Times in which progress could not be saved: each begins, and has an end."""
 
     # ---- the clients
 
@@ -306,6 +319,17 @@ class World:
         self.kit.restart(self.rng.choice(self._living(self.apps[2:4])))
         self.kit.advance(seconds=1)
 
+    def kill_at_work(self) -> None:
+        """Kill a client or the broker while a listener runs, and others have ended behind it."""
+        self.kit.faults.slow_listener("billing", 40)
+        for _ in range(2):
+            self.send()
+        self.kit.advance(seconds=1)
+        if self.rng.random() < 0.5:
+            self.kit.crash(self.rng.choice(self._living(self.apps[:2])))
+        else:
+            self.kill_broker()
+
     def disturb(self) -> None:
         """Disturb the next sends, the next listener, or a client's clock."""
         faults = self.kit.faults
@@ -343,8 +367,18 @@ class World:
         self._reopen(lambda: None)
 
     def cut_power(self) -> None:
-        """Cut the power of the broker's machine."""
-        self._reopen(lambda: self.disk.cut_power(f"{self.seed} {self._number}"))
+        """Cut the power of the broker's machine, which takes the progress that was not saved yet."""
+        now_ms = self.kit.runner.now_ms()
+        since_ms = now_ms - _SAVED_MS
+        for begin_ms, end_ms in sorted(self._unsaved_ms, reverse=True):
+            if end_ms > since_ms:
+                since_ms = min(since_ms, begin_ms - _SAVED_MS)
+
+        def damage() -> None:
+            self.kit.recorder.add_event("crash", broker=self.kit.broker.name, at_ms=now_ms, since_ms=since_ms)
+            self.disk.cut_power(f"{self.seed} {self._number}")
+
+        self._reopen(damage)
 
     def _reopen(self, damage: Callable[[], None]) -> None:
         kit = self.kit
@@ -355,7 +389,14 @@ class World:
             self._open_later(0.1, 5, 400)
 
     def _open_later(self, *seconds: float) -> None:
-        self.kit.later(self.rng.choice(seconds), "a process opens the store", self._open)
+        after = self.rng.choice(seconds)
+        self._saves_nothing(after)
+        self.kit.later(after, "a process opens the store", self._open)
+
+    def _saves_nothing(self, seconds: float) -> None:
+        """Note that no progress is saved for some time."""
+        now_ms = self.kit.runner.now_ms()
+        self._unsaved_ms.append((now_ms, now_ms + round(1000 * seconds)))
 
     def _open(self) -> None:
         """Open the store with its settings, or as a process that names durability alone; on a full disk try again."""
@@ -373,13 +414,16 @@ class World:
             if not self.disk.is_full:
                 raise
             self.counts[f"opening: {type(error).__name__}"] += 1
+            self._saves_nothing(30)
             kit.later(30, "a process opens the store", self._open)
 
     def fill_disk(self) -> None:
         """Fill the disk for a while, or nearly."""
         self.disk.is_full = self.rng.random() < 0.5
         self.disk.disk_used_ratio = 0.0 if self.disk.is_full else 0.95
-        self.kit.later(self.rng.choice((10, 600)), "the disk has room again", self.free_disk)
+        after = self.rng.choice((10, 600))
+        self._saves_nothing(after)
+        self.kit.later(after, "the disk has room again", self.free_disk)
 
     def free_disk(self) -> None:
         """Let the disk have room again."""
@@ -393,6 +437,7 @@ class World:
         (crash_client, 4),
         (lose_client, 1),
         (move_queues, 1),
+        (kill_at_work, 2),
         (disturb, 5),
         (close_broker, 2),
         (kill_broker, 2),
