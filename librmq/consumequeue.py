@@ -504,6 +504,11 @@ class ConsumeQueue(Closing):
         except CorruptionError:  # the last address has no unit
             ext.recover()
 
+    def _has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
+        """Return whether retention has deleted the message of an entry that leads to ``place``; else it is damaged."""
+        before = self._raw((queue_offset - 1) * ENTRY_SIZE, queue_offset * ENTRY_SIZE) if queue_offset else b""
+        return stored_entries.has_expired(place, ENTRY.unpack(before)[0] if before else -1, log_begin)
+
     def advance(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or after ``min_physical_offset``, the beginning of the log.
 
@@ -513,11 +518,20 @@ class ConsumeQueue(Closing):
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
             physical_offset, size = stored_entries.place_at(self._files, (following - 1) * ENTRY_SIZE)
-            if size <= 0 or not 0 <= physical_offset < min_physical_offset:
+            if size <= 0 or not self._has_expired(following - 1, physical_offset, min_physical_offset):
                 break
             low = following
         served = stored_entries.first_from(self._chunks(low, self.max_offset), min_physical_offset)
-        self.min_offset = self.max_offset if served is None else served
+        self.min_offset = self._behind_expired(low, self.max_offset if served is None else served, min_physical_offset)
+
+    def _behind_expired(self, begin: int, end: int, log_begin: int) -> int:
+        """Return ``end``, or the first of the damaged entries right before it: their messages can be in the log."""
+        while end > begin and (raw := self._raw((end - 1) * ENTRY_SIZE, end * ENTRY_SIZE)):
+            place, size, _ = ENTRY.unpack(raw)
+            if size == HOLE_SIZE or self._has_expired(end - 1, place, log_begin):
+                break
+            end -= 1
+        return end
 
     def trim(self, min_physical_offset: int) -> list[str]:
         """Call `advance`, delete the files before `min_offset`, also of units, and return their paths."""

@@ -328,9 +328,12 @@ class PlannedStore(Closing):
             entry = queue.entry(queue_offset)
             return -1 if entry is None else entry.physical_offset
 
-        if begin >= end or place(begin) >= self.log_begin:
-            return begin
-        return bisect_left(range(end), self.log_begin, begin, end, key=place)
+        while begin < end and place(begin) < self.log_begin:
+            kept = bisect_left(range(end), self.log_begin, begin, end, key=place)
+            if kept == begin or queue._has_expired(kept - 1, place(kept - 1), self.log_begin):
+                return kept
+            end = kept - 1  # that entry is damaged, and misled the search
+        return begin
 
     def _before_end(self, queue: QueueRange) -> QueueRange:
         """Return the queue without the messages that a recovery would cut, and those after the past moment."""

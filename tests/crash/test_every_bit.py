@@ -15,6 +15,7 @@ from librmq.broker import Broker
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.columns import reader
+from librmq.config import ENTRY_SIZE
 from librmq.errors import RmqError
 from librmq.protocol import ConsumeFrom
 from tests.budget import examples
@@ -29,14 +30,18 @@ OF_A_COPY = re.compile("retention was recorded for another folder|nothing was cu
 Bodies = set[tuple[int, bytes]]
 
 
-def make(folder: Path, *, is_closed: bool) -> Path:
-    with Broker.open(folder, store_config=StoreConfig.tiny(), runner=ManualRunner(ManualClock(START_MS))) as broker:
+def make(folder: Path, *, is_closed: bool, deletes: int = 0) -> Path:
+    """Make a store of which retention has deleted the log's first bytes."""
+    config = StoreConfig.tiny(commitlog_file_size=1024) if deletes else StoreConfig.tiny()
+    with Broker.open(folder, store_config=config, runner=ManualRunner(ManualClock(START_MS))) as broker:
         broker.create_topic("T", QUEUES)
     store = MessageStore.open(folder, clock=ManualClock(START_MS))
     for number in range(EACH):
         for queue_id in range(QUEUES):
             store.append(Message("T", b"%d of %d" % (number, queue_id), tags="t", keys=f"k{number}"), queue_id)
     store.flush()
+    if deletes:
+        store._handle.retention.delete_before(deletes)  # type: ignore[attr-defined]  # noqa: SLF001
     store.close() if is_closed else store.abandon()
     return folder
 
@@ -134,6 +139,29 @@ def test_no_reader_is_silent_about_a_flipped_bit(tmp_path: Path, caplog: pytest.
         assert answer == (SENT, False), name
     for place in random.Random(f"a bit, {end}").sample(places(sound), examples(180)):
         check(sound, tmp_path / "store", *place, caplog)
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_an_entry_that_leads_below_the_log_is_not_taken_for_a_deleted_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """The entries of deleted messages before it lead behind that place."""
+    sound = make(tmp_path / end, is_closed=end == "closed", deletes=1024)
+    shutil.copytree(sound, tmp_path / "store")
+    kept, _ = by_store(tmp_path / "store")
+    for path in sorted(sound.glob("consumequeue/T/*/*")):
+        data = path.read_bytes()
+        places = [int.from_bytes(data[at : at + 8]) for at in range(0, len(data.rstrip(b"\0")), ENTRY_SIZE)]
+        number = next(number for number, place in enumerate(places) if place >= 1024)
+        assert 0 <= places[number] - 1024 < places[number - 1]
+        for damaged in number, number + 1:
+            shutil.rmtree(tmp_path / "store")
+            shutil.copytree(sound, tmp_path / "store")
+            changed = bytearray(data)
+            changed[damaged * ENTRY_SIZE : damaged * ENTRY_SIZE + 8] = (places[damaged] - 1024).to_bytes(8)
+            (tmp_path / "store" / path.relative_to(sound)).write_bytes(changed)
+            for name, (found, says_so) in answers(tmp_path / "store", caplog).items():
+                assert found == kept or (says_so and name != "consumer"), (name, damaged, sorted(kept ^ found))
 
 
 @pytest.mark.slow

@@ -126,8 +126,8 @@ class EntryChecks:
             if error.kind == "checksum":
                 raise
             damage = error
-        if raw is None and damage is None and _is_expired(queue, queue_offset, physical_offset):
-            return None
+        if raw is None and damage is None and queue._has_expired(queue_offset, physical_offset, self.log.end):
+            return None  # `read` says that the log lacks this place, below its first byte or in a gap
         return self._derive(queue, name, queue_offset, (physical_offset, size), raw)
 
     def _sound(self, raw: bytes, physical_offset: int) -> bytes:
@@ -312,14 +312,6 @@ def _as_entered(raw: bytes, physical_offset: int, name: QueueName, queue_offset:
         changed[record.QUEUE_ID_AT : record.QUEUE_ID_AT + 4] = queue_id.to_bytes(4, "big")
         changed[begin:end] = topic.encode()
     return bytes(changed)
-
-
-def _is_expired(queue: ConsumeQueue, queue_offset: int, physical_offset: int) -> bool:
-    """Return whether an entry below the log's first byte is in the order of the entries before it."""
-    if queue_offset <= queue.min_offset:
-        return True
-    before = queue.read(queue_offset - 1, 1)
-    return not before or 0 <= ENTRY.unpack(before)[0] < physical_offset
 
 
 def _with_advice(error: CorruptionError) -> CorruptionError:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue, QueueEntry
-from librmq.consumequeue_entries import HOLE_SIZE, Entries
+from librmq.consumequeue_entries import HOLE_SIZE, Entries, has_expired
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Files
 from librmq.message import record
@@ -308,7 +308,7 @@ class StoreTimes:
             return None
         if last.physical_offset not in self._ordered:
             return None
-        first_ms, last_ms = self._time_of(first, offsets.start), self._time_of(last, offsets.stop - 1)
+        first_ms, last_ms = self._time_of(queue, offsets.start, first), self._time_of(queue, offsets.stop - 1, last)
         return None if first_ms is None or last_ms is None else (first_ms, last_ms)
 
     def before(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
@@ -413,9 +413,9 @@ class StoreTimes:
 
     def stored_at(self, queue: TimedQueue, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it can't be read."""
-        return self._time_of(queue.entry(queue_offset), queue_offset)
+        return self._time_of(queue, queue_offset, queue.entry(queue_offset))
 
-    def _time_of(self, entry: QueueEntry | None, queue_offset: int) -> int | None:
+    def _time_of(self, queue: TimedQueue, queue_offset: int, entry: QueueEntry | None) -> int | None:
         if entry is None or entry.size == HOLE_SIZE:
             return None
         if self._fetch is not None:
@@ -426,19 +426,22 @@ class StoreTimes:
         except CorruptionError as error:
             log.leave_out(error)
             return None
-        if raw is None:
-            return None
-        if not _is_own(log, raw, place, queue_offset):
+        if raw is not None and _is_own(log, raw, place, queue_offset):
+            return record.store_timestamp_ms(raw)
+        if raw is not None or not self._has_expired(queue, queue_offset, place):
             _leave_out(log, place)
-            return None
-        return record.store_timestamp_ms(raw)
+        return None
+
+    def _has_expired(self, queue: TimedQueue, queue_offset: int, place: int) -> bool:
+        before = queue.entry(queue_offset - 1) if queue_offset else None
+        return has_expired(place, -1 if before is None else before.physical_offset, self._log.begin)
 
     def _is_damaged(self, queue: TimedQueue, queue_offset: int) -> bool:
         """Return whether a message has no store time although the log has its place."""
         entry = queue.entry(queue_offset)
-        if entry is None or entry.size == HOLE_SIZE or entry.physical_offset < self._log.begin:
+        if entry is None or entry.size == HOLE_SIZE or self._has_expired(queue, queue_offset, entry.physical_offset):
             return False
-        return self._time_of(entry, queue_offset) is None
+        return self._time_of(queue, queue_offset, entry) is None
 
     def nearest(self, queue: ConsumeQueue, time_ms: int) -> int:
         """Return what `ConsumeQueue.queue_offset_at` does, for which damaged messages have the time of the one before.
