@@ -15,7 +15,7 @@ from pathlib import Path
 
 from demo_store import append_in_a_process_that_dies, run_part, unpack
 from librmq import MessageStore
-from librmq.cli.commands.demo import Screen
+from librmq.cli._demo import Screen
 
 
 def look(broker: Path, killed: Path, accepted: set[int]) -> None:

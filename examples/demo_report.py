@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from demo_store import run_part
-from librmq.cli.commands.demo import Screen
+from librmq.cli._demo import Screen
 from librmq.console import render_page
 from librmq.diagnosis import report
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from librmq import ManualClock, Message, MessageStore, StoredMessage
-from librmq.cli.commands.demo import replace_folder
+from librmq.cli._demo import replace_folder
 from librmq.commitlog import CommitLog
 from librmq.errors import InputError
 from librmq.files import Damage, DiskFiles

@@ -300,7 +300,7 @@ class _Terminal(io.StringIO):
 
 def demo_screen() -> str:
     """Run the demo of a shop, and return its screen with the colours of a terminal."""
-    demo = importlib.import_module("librmq.cli.commands.demo")
+    demo = importlib.import_module("librmq.cli._demo")
     screen = _Terminal()
     with tempfile.TemporaryDirectory() as folder:
         demo.tell_shop(demo.Screen(screen), folder, demo.PAGE)

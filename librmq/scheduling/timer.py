@@ -38,14 +38,13 @@ from librmq.message.delays import is_timed, parse_level, without_time
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import StateLog
-from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, slot_dtype, timer_entries, unit_damage
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_entries, unit_damage
 
 _log = EventLog("librmq.timer")
 
@@ -189,9 +188,8 @@ class Timers:
             entries = timer_entries(queue, progress.queue_offset, self._store.log.begin)
         except CorruptionError:
             return None  # putting messages into slots meets the damage, and says it
-        begin, read_ms, others = self._store.log.begin, progress.read_ms, slots.other_slots
-        of_wheel = None if others is None else np.array(others, slot_dtype())
-        return unit_damage(slots.log, position, read_ms, entries, begin, self._message, of_wheel)
+        begin, read_ms = self._store.log.begin, progress.read_ms
+        return unit_damage(slots.log, position, read_ms, entries, begin, self._message, slots.other_slots)
 
     # ------------------------------------------------------------------------------------------------------ putting
 

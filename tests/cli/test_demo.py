@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from librmq.cli.commands.demo import Program, Screen, demo_folder, prove_by_kills, replace_folder
+from librmq.cli._demo import Program, Screen, demo_folder, prove_by_kills, replace_folder
 from librmq.errors import InputError
 from tests.cli.stand import Shell, Terminal
 from tests.programs import Process

@@ -32,7 +32,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
@@ -511,7 +511,7 @@ def unit_damage(
     entries: npt.NDArray[Any],
     log_begin: int,
     message_of: Callable[[int, int], StoredMessage | None],
-    slots: npt.NDArray[Any] | None,
+    slots: npt.NDArray[Any] | Sequence[Slot] | None,
     *,
     may_lack: bool = False,
 ) -> CorruptionError | None:
@@ -559,7 +559,7 @@ def unit_damage(
         message = _waiting(message_of(int(place), int(size)))
         if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
             return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
-    moved = set[int]() if slots is None else _moved(slots, ats, times, read_ms)
+    moved = set[int]() if slots is None else _moved(np.array(slots, slot_dtype()), ats, times, read_ms)
     for at, time_ms, row in () if slots is None else zip(ats.tolist(), times.tolist(), rows, strict=True):
         unit = Unit._make(row.item())
         is_there = unit.physical_offset >= log_begin
