@@ -359,8 +359,8 @@ class Transactions:
             # is refused.
             pending = self._pending(self._in_queue(SystemTopic.HALF, self.check.judged_below, half))
         is_discarded = not pending and self._is_discarded(half)
-        if is_discarded and members[-1].queue_offset not in self._ended:
-            pending = members[-1:]  # No check asks about it any more, so the op message is the only trace of an end.
+        if is_discarded and not is_delivered and members[-1].queue_offset not in self._ended:
+            pending = members[-1:]  # No check asks about it any more, so the op message is the only trace of its end.
         is_rolled_back = not (is_delivered or pending or is_discarded)
         return _Transaction(members[0].flag, pending, is_delivered, is_rolled_back)
 

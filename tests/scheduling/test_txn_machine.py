@@ -191,3 +191,16 @@ class TransactionMachine(RuleBasedStateMachine):
 
 TestTransactions = TransactionMachine.TestCase
 TestTransactions.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+def test_a_transaction_that_was_given_up_is_committed_by_one_op_message() -> None:
+    machine = TransactionMachine()
+    machine.begin(check_max=2)
+    for _ in range(3):
+        machine.send(immunity=None)
+    machine.locals[0].outcome = "commit"
+    machine.pass_time(seconds=200)
+    assert machine.given_up() == {0, 1, 2}
+    for _ in range(2):
+        machine.tell(machine.locals[0], machine.locals[0].places[0])
+    assert (machine.of("T"), machine.of(SystemTopic.OP)) == ([0], [6])
