@@ -132,7 +132,7 @@ def _of_route(way: str, place: str, opened: ExitStack) -> Any:
 
 
 def _taking(route: Any, producer: Any, opened: ExitStack) -> Callable[[int], float]:
-    """Return what sends messages, and then receives and acknowledges them, in the seconds that it returns."""
+    """Return a function that sends messages, and returns the seconds in which they are received and acknowledged."""
     import librmq
 
     consumer = librmq.SimpleConsumer(route, "takers").start()
@@ -305,7 +305,7 @@ def processes(bench: Bench) -> Iterator[Any]:
 
 
 def rate_of(given: Any, _: Path, *, way: str, kind: str = "send", count: int, senders: int = 1) -> float:
-    """Return sends a second, of so many processes together."""
+    """Return the sends a second, or what ``kind`` does, of some processes together."""
     count = given.bench.count(count)
     working = given.clients[way][:senders]
     for process in working:

@@ -1,7 +1,7 @@
-"""Parts that others write, tried by the tests of their requirements: ``LIBRMQ_OWN=store=mine:make ./check TEST``.
+"""Parts that others write, tried by the tests of their requirements: see ``docs/extending.md``.
 
-A test of a requirement takes the part by a fixture of its kind. With the variable only these tests run, with what the
-callable returns in place of librmq's own.
+A test of a requirement takes the part by a fixture of its kind. With ``LIBRMQ_OWN=KIND=MODULE:CALLABLE`` only these
+tests run, with what the callable returns in place of librmq's own.
 """
 
 from __future__ import annotations
@@ -42,3 +42,5 @@ def keep(items: list[pytest.Item]) -> None:
             for item in items
             if item.get_closest_marker("requirement") and _KIND in getattr(item, "fixturenames", ())
         ]
+        if not items:
+            raise pytest.UsageError(f"LIBRMQ_OWN: no chosen test requires anything of a {_KIND}: see docs/extending.md")

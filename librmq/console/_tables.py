@@ -177,7 +177,7 @@ class Table(NamedTuple):
     axes: Mapping[str, Axis] = {}
     """The labels of columns with plots."""
     has_shades: bool = False
-    """Whether the shades of `_plots.cells` are explained below."""
+    """Whether the shades of `cells` are explained below."""
     records: Sequence[Mapping[str, Any]] = ()
     """The rows as an export has them; without these the table has none."""
 

@@ -5,6 +5,7 @@
     python -m tests.mutation.planted              # the table: part, name, program, anomaly
     python -m tests.mutation.planted NAME         # plant one bug, run its program, and print the anomalies
     python -m tests.mutation.planted NAME 60      # plant one bug, and simulate weeks until one fails, or for 60 s
+    python -m tests.mutation.planted NAME inf 24  # the same, for 24 of them
 
 ``planted.toml`` has the bugs, ``programs.py`` the programs. No file is changed.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -134,12 +136,12 @@ def run_program(bug: Bug) -> list[str]:
     return anomalies
 
 
-def simulate(seconds: float) -> tuple[str, list[str]]:
+def simulate(seconds: float, runs: float = math.inf) -> tuple[str, list[str]]:
     """Simulate half days and weeks with the planted bug until one fails; return when, and the lines of the error."""
     from tests.simulation.world import World
 
     begin_s, number = time.process_time(), 0
-    while (spent_s := time.process_time() - begin_s) < seconds:
+    while (spent_s := time.process_time() - begin_s) < seconds and number < runs:
         try:
             settings: dict[str, Any] = {} if number % 8 == 7 else {"days": 0.5, "steps": 150}
             World(f"planted {number}", over_share=number % 4 == 2).run(**settings)
@@ -193,5 +195,5 @@ if __name__ == "__main__":
             if not sys.argv[2:]:
                 print(json.dumps(run_program(bug)))
                 continue
-            when, lines = (simulate_shares if bug.program == SHARES else simulate)(float(sys.argv[2]))
+            when, lines = (simulate_shares if bug.program == SHARES else simulate)(*map(float, sys.argv[2:]))
             print(f"{when}: {' '.join(lines[:3])}" if lines else when)

@@ -51,10 +51,11 @@ def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finished-not-kept", "older-position"])  # within a minute; the third needs longer
+@pytest.mark.parametrize("name", ["finished-not-kept", "older-position"])  # the third needs many more runs
 def test_the_simulation_finds_a_bug_of_kept_progress(name: str) -> None:
-    command = [sys.executable, "-m", "tests.mutation.planted", name, "60"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    """Bounded in runs, because the seed of each is its number, however long a machine needs for it."""
+    command = [sys.executable, "-m", "tests.mutation.planted", name, "inf", "24"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert re.search("found in run .*: repeat: .* was kept", done.stdout), done.stdout + done.stderr
 
 

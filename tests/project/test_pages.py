@@ -327,7 +327,7 @@ def test_the_readme_is_short() -> None:
 def test_every_logger_has_named_fields() -> None:
     """A plain logger would write lines without named fields, which the page does not cover.
 
-    `outside` is what the named loggers stand on; its one line has no fields.
+    `locks` is what the named loggers stand on; its one line has no fields.
     """
     plain = {path.name for path in (CHECKOUT / "librmq").rglob("*.py") if "getLogger(" in path.read_text("utf-8")}
     assert plain == {"event_log.py", "locks.py"}

@@ -45,7 +45,7 @@ KINDS: Final = {
     "attempts": "attempts of a message in a group skip a number, or reach `max_attempts`",
     "repeat": (
         "a message came again after a delivery that ends `ok`, and no retry, further send, assignment, revocation, "
-        "crash or reset explains it; if that end was kept, no assignment, revocation or kill does"
+        "crash or reset explains it; once that end is kept, no later assignment, revocation or kill does"
     ),
     "progress-ahead": "progress passed a message that had neither ended a delivery nor was a dead letter",
     "progress-back": "progress fell without a crash or reset",

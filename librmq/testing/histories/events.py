@@ -72,8 +72,8 @@ EVENTS: Final[Mapping[str, EventSchema]] = {
     "crash": EventSchema(
         ("at_ms",),
         ("process", "broker", "since_ms"),
-        meaning="a delivery of the process without an end died then; with `since_ms` a loss of power, which takes the "
-        "progress from then on",
+        meaning="a delivery of the process without an end died then; with `since_ms` the broker's machine lost its "
+        "power, and the progress since then",
     ),
     "effect": EventSchema(("name", "key", "process", "at_ms"), meaning="what must happen once"),
     "group": EventSchema(
