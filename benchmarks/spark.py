@@ -148,36 +148,6 @@ def whole_row(view: Any, place: int = 0) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
-    """Find the starts of records in log order."""
-    import pyarrow as pa
-
-    from librmq.columns._read import _Task
-    from librmq.columns.options import ReadOptions, ReadSelection
-    from librmq.columns.planned_store import PlannedStore
-    from librmq.columns.planner import log_parts
-    from librmq.files._disk import DiskFiles
-
-    path = store_of(bench.count(MESSAGES))
-    options = ReadOptions((path,), view="log", selection=ReadSelection(internal=True))
-    with PlannedStore.open(path, options) as planned:
-        (part,) = log_parts(planned, ReadSelection(), 1, bytes_a_part=1 << 50)
-    assert part.walk is not None
-    task = _Task(options, pa.schema([]), part, DiskFiles())
-    yield
-    entries, _gone = task._entries()
-    rows, bad = task._walk(entries if with_queues else entries.take(slice(0, 0)), *part.walk)
-    yield len(rows)
-    assert not bad
-
-
-def chain(bench: Bench, _: Path) -> Timed:
-    with MessageStore.open(store_of(bench.count(MESSAGES)), read_only=True) as store:
-        yield
-        count = sum(1 for _ in store.log.scan(check_body=False))
-        yield count
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -586,9 +556,6 @@ def cases() -> Iterator[Case]:
     ):
         yield Case("decoding in process", partial(decode, columns=columns), detail, partial(decode_loop, row=row),
                    "a loop into tuples", target, setup=log, needs=("pyarrow",))  # fmt: skip
-    for detail, with_queues, target in (("queues at hand", True, Target(5, 10)), ("without", False, Target(1.7, 2))):
-        yield Case("log view: record starts", partial(starts, with_queues=with_queues), detail, chain,
-                   "a scan record by record", target, needs=("pyarrow",))  # fmt: skip
     runs: dict[str, Run] = {}
     for path, name, detail, other, against, least, reach in READ:
         ours, peer = (runs.setdefault(key, partial(read_frame, name=key)) for key in (name, other))

@@ -192,7 +192,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
     bint rmq_is_as_written(const uint8_t *record, size_t size, int folds) noexcept nogil
 
-API = 18
+API = 19
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -202,7 +202,7 @@ def counts():
     """Return how many records each function took, to prove in a test that this code ran."""
     return {"append": appended, "records": scanned, "pull": pulled, "checksums": checked, "derive": derived}
 
-cdef uint32_t MAGIC = 0xDAA320A7, UNFINISHED_MAGIC = 0x756E646F
+cdef uint32_t MAGIC = 0xDAA320A7, MAGIC_V2 = 0xDAA320AB, UNFINISHED_MAGIC = 0x756E646F
 cdef enum:
     FIXED = 91
     HOSTS_V6 = 48
@@ -355,6 +355,39 @@ def fields(data, places, bytes ats not None, bytes sizes not None):
     if number < count:
         raise IndexError(f"places: expected ones of {span} bytes of the data, found {place_at[number]}")
     return made
+
+
+def record_starts(data, int64_t begin, int64_t end):
+    """Return the places of records that follow each other from ``begin`` on, as 64-bit numbers, and where they end.
+
+    They end at or after ``end``, or at other bytes. Other threads run meanwhile.
+    """
+    cdef int64_t place = begin, count = 0
+    cdef uint64_t size
+    cdef uint32_t magic
+    cdef bytearray made
+    cdef int64_t *found
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        if begin < 0:
+            raise ValueError("begin: expected a place in the data")
+        end = min(end, <int64_t>view.len - FIXED + 1)
+        made = PyByteArray_FromStringAndSize(NULL, 8 * (max(0, end - begin) // FIXED + 1))
+        found = <int64_t *>PyByteArray_AS_STRING(made)
+        with nogil:
+            while place < end:
+                size = big32(<const uint8_t *>view.buf + place)
+                magic = big32(<const uint8_t *>view.buf + place + 4)
+                if (magic != MAGIC and magic != MAGIC_V2) or size < FIXED or size > <uint64_t>(view.len - place):
+                    break
+                found[count] = place
+                count += 1
+                place += <int64_t>size
+    finally:
+        PyBuffer_Release(&view)
+    PyByteArray_Resize(made, 8 * count)
+    return made, place
 
 
 def slices(data, begins, ends):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 18
+_API: Final = 19
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -61,6 +61,8 @@ class Core:
     """Numbers at many places of a file, field by field (`librmq.message.record`)."""
     slices: Callable[..., Any] | None = None
     """Many parts of a file side by side (`librmq.columns.arrays`)."""
+    record_starts: Callable[..., Any] | None = None
+    """The places of records that follow each other in a file (`librmq.columns.arrays`)."""
 
 
 def _load() -> tuple[Core, str, bool]:
