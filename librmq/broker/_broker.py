@@ -93,6 +93,7 @@ class Broker(StoreRoute, Endpoint):
     _life: BrokerLife
     _context: BrokerContext
     _deliveries: Deliveries
+    _discard_hooks: list[DiscardHook]
     _transactions: LaterPart[BrokerTransactions]
     _replication: LaterPart[Replication]
     _sending: SendHandler
@@ -254,7 +255,10 @@ class Broker(StoreRoute, Endpoint):
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._deliveries = deliveries = Deliveries(context)
-            self._transactions = transactions = LaterPart(partial(_make_transactions, context, deliveries.arrivals))
+            self._discard_hooks = []
+            self._transactions = transactions = LaterPart(
+                partial(_make_transactions, context, deliveries.arrivals, self._discard_hooks, runner.now_ms())
+            )
             deliveries.arrivals.wake_by_topic[SystemTopic.HALF] = lambda: transactions().prepared()
             store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
             self._replication = replication = LaterPart(partial(_make_replication, context))
@@ -530,7 +534,7 @@ class Broker(StoreRoute, Endpoint):
     @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
-        return self._transactions().discard_hooks
+        return self._discard_hooks
 
     @property
     def reset_hooks(self) -> list[ResetHook]:
@@ -709,10 +713,12 @@ class Broker(StoreRoute, Endpoint):
 # ---- parts that most brokers do without, each imported when it is made
 
 
-def _make_transactions(context: BrokerContext, arrivals: Arrivals) -> BrokerTransactions:
+def _make_transactions(
+    context: BrokerContext, arrivals: Arrivals, hooks: list[DiscardHook], start_ms: int
+) -> BrokerTransactions:
     from librmq.broker._transactions import BrokerTransactions
 
-    return BrokerTransactions(context, arrivals)
+    return BrokerTransactions(context, arrivals, hooks, start_ms)
 
 
 def _make_replication(context: BrokerContext) -> Replication:

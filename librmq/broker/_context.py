@@ -253,6 +253,7 @@ class LaterPart(Generic[P]):
     """A part of one broker that is made at its first use. Thread-safe: of two that are made at once, one is used."""
 
     made: P | None = None
+    """The part; None until its first use."""
 
     def __init__(self, make: Callable[[], P]) -> None:
         self._make = make

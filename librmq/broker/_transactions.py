@@ -33,10 +33,15 @@ DiscardHook = Callable[[StoredMessage, int], object]
 class BrokerTransactions(BrokerPart):
     """The transactions of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, arrivals: Arrivals) -> None:
-        """Notify ``arrivals`` of final messages."""
+    def __init__(
+        self, context: BrokerContext, arrivals: Arrivals, discard_hooks: list[DiscardHook], start_ms: int
+    ) -> None:
+        """Notify ``arrivals`` of final messages; the grid of check passes begins at ``start_ms``.
+
+        ``discard_hooks`` are called with halves that a check discards.
+        """
         super().__init__(context)
-        self.discard_hooks: list[DiscardHook] = []
+        self._discard_hooks = discard_hooks
         store = context.store
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
@@ -55,6 +60,7 @@ class BrokerTransactions(BrokerPart):
             is_reachable=self._is_reachable,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
+            start_ms=start_ms,
         )
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
@@ -182,7 +188,7 @@ class BrokerTransactions(BrokerPart):
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count_outcome("discard", half)
-        for hook in self.discard_hooks:
+        for hook in self._discard_hooks:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:

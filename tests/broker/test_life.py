@@ -207,6 +207,12 @@ def test_a_closed_broker_is_not_a_route() -> None:
         broker.endpoint("broker-b")
 
 
+def test_a_closed_broker_shows_its_hooks() -> None:
+    with Broker.temporary() as broker:
+        pass
+    assert (broker.discard_hooks, broker.delay_offsets) == ([], {})
+
+
 def test_a_group_that_may_not_be_made() -> None:
     with opened(auto_create_group=False) as broker, pytest.raises(BrokerError):
         beat(broker, Subscription("T"))

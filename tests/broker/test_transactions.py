@@ -107,6 +107,17 @@ def test_producers_are_asked_in_turn_and_their_answer_counts(rmq: Kit, broker: B
     assert rmq.runner.next_due_ms() is None
 
 
+def test_checks_come_every_minute_from_the_opening_on(rmq: Kit, broker: Broker) -> None:
+    """Also if the first half message comes later."""
+    client = producer(broker, "c1")
+    rmq.advance(ms=50_000)
+    prepare(broker)
+    rmq.advance(ms=9_999)
+    assert not client.heard
+    rmq.advance(ms=1)
+    assert [type(request) for request in client.heard] == [CheckTransaction]
+
+
 QUICK = TransactionConfig(interval_s=3, timeout_s=2, check_max=3)
 
 

@@ -102,7 +102,7 @@ class SendHandler(BrokerPart):
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
         self.failed = LaterPart(partial(self._make_failed, context))
-        if context.was_killed:  # what the killed process wrote is told from what this one will
+        if context.was_killed:  # the log's end still separates what the killed process wrote
             self.failed()
         self._recent: RecentSends | None = None
         self.put: Callable[..., tuple[int, AppendResult]] = self._store_send
