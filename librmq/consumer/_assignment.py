@@ -285,11 +285,11 @@ class AssignedQueue:
         self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
         self.lock_timestamp_ms = None
 
-    def is_kept(self) -> bool:
+    def keep(self) -> bool:
         """Write the progress to the page of groups, and return whether it outlives this process.
 
         It does not if it goes back, or was set back. The broker of this process saves its table some time later; that
-        of another one has to be told, and `stored_progress` says whether it was.
+        of another one has to be notified, and `stored_progress` says whether it was.
         """
         place, progress = self.place, self.progress
         if progress is None or progress == self.stored_progress:

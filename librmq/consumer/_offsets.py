@@ -120,7 +120,7 @@ class BrokerOffsets:
         all_stored = True
         for assigned in queues:
             progress, queue = assigned.progress, assigned.queue
-            is_kept = assigned.is_kept()
+            is_kept = assigned.keep()
             if progress is None or progress == assigned.stored_progress:
                 continue
             update, stored = UpdateOffset(self._group, queue.topic, queue.queue_id, progress), None

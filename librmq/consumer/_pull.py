@@ -753,6 +753,13 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     # ---- progress
 
+    @override
+    def _progressed(self, assigned: AssignedQueue, progress: int) -> None:
+        super()._progressed(assigned, progress)
+        if assigned.is_chosen and assigned.place is not None:
+            # The page takes no progress after a seek until the broker has stored the first.
+            self._offsets.save([assigned])
+
     def _commit_polled(self) -> None:
         self._note("settle", result="ok")
         for assigned in self.assigned.values():
@@ -782,7 +789,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
                 if queue_offset != assigned.stored_progress:
-                    if not assigned.is_kept():
+                    if not assigned.keep():
                         unkept.append(assigned)
                     elif queue_offset != assigned.stored_progress and self._saving.at is None:
                         self._save_soon()  # the owner of a share, in another process, is told some time later

@@ -237,7 +237,7 @@ class Consumer(Instance, Member, Generic[C]):
                 with self.runner.lock:
                     try:
                         self._save(self.assigned.values())
-                        if not all(assigned.is_kept() for assigned in self._changed(self.assigned.values())):
+                        if not all(assigned.keep() for assigned in self._changed(self.assigned.values())):
                             self._log.warning(
                                 "%(consumer)s: ends although not all of its progress is stored, as a warning before "
                                 "this one explains: what was consumed since is delivered again"

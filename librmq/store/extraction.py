@@ -172,7 +172,7 @@ def extract(
     Raises:
         ConfigError: ``target`` is in the store, or ``redact`` names something else.
         CorruptionError: The log is damaged.
-        StoreIOError: ``target`` is not empty, or there is no space.
+        StoreIOError: ``target`` is not empty, or there is no space: up to 1 GiB more than the new store for a moment.
     """
     check_path("path", path, "the folder of a store")
     check_path("target", target, "the folder of a new store")

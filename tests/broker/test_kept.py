@@ -30,10 +30,11 @@ from librmq import (
 )
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import lag
+from librmq.errors import ClientStateError
 from librmq.override import override
 from librmq.protocol import Endpoint, PullMessage, Request, Route, RouteWrapper, UpdateOffset
 from tests.conftest import StoreCopy
-from tests.programs import Fork
+from tests.programs import Fork, in_child
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
 
@@ -356,6 +357,45 @@ def test_a_commit_beside_the_page_asks_the_broker_nothing(tmp_path: Path) -> Non
         route = _Late(broker)
         commit_one_by_one(route)
         assert not route.late
+        assert broker.lag("g", "t") == 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["broker", "share"])
+def test_a_forked_child_commits_nothing(is_shared: bool, tmp_path: Path) -> None:
+    with opened(tmp_path, is_shared=is_shared) as route:
+        send(route)
+        consumer = PullConsumer(route, "g", auto_commit=False, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("t")
+        with consumer:
+            while not consumer.poll():
+                pass
+            before = route.lag("g", "t")
+
+            def commit() -> None:
+                with pytest.raises(ClientStateError):
+                    consumer.commit()
+
+            in_child(commit)
+            assert route.lag("g", "t") == before
+
+
+def seek_and_poll(route: AdministeredRoute) -> None:
+    send(route)
+    consumer = PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    consumer.start()
+    while not consumer.assignment:
+        consumer.poll(1)
+    consumer.seek(consumer.assignment[0], MESSAGES // 2)
+    done = MESSAGES // 2
+    while done < MESSAGES:
+        done += len(consumer.poll())
+    consumer.poll(0)
+
+
+def test_a_kill_repeats_nothing_that_polls_have_passed_after_a_seek(tmp_path: Path) -> None:
+    killed(seek_and_poll, tmp_path)
+    with Broker.open(tmp_path) as broker:
         assert broker.lag("g", "t") == 0
 
 

@@ -69,6 +69,7 @@ from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Buffer, File, Files, file_size
 from librmq.files.interface import identity_of, read_replaced
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Inherited
 from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, checked, folder_part
 
 if TYPE_CHECKING:
@@ -462,6 +463,8 @@ class GroupPage:
         self._free: list[int] = []
         self._flight_cells = 0
         self._with_window: list[int] = []
+        if writable:
+            _pages.add(self)
 
     @classmethod
     def open(
@@ -828,11 +831,15 @@ class GroupPage:
 
     def close(self, *, deletes: bool) -> None:
         """Let no place be read or written any more, because another process can own the store; delete the page."""
-        for words in self.words:
-            words.release()
+        self.release()
         if deletes:
             with suppress(StoreIOError):  # then it agrees with the tables
                 self.delete(self._files, self._store)
+
+    def release(self) -> None:
+        """Let no place be read or written any more by this process."""
+        for words in self.words:
+            words.release()
 
     def _grow(self) -> None:
         folder = os.path.join(self._store, GROUPS_FOLDER)
@@ -858,6 +865,9 @@ class GroupPage:
     def _damage(self, number: int, what: str) -> CorruptionError:
         path = self._segments[number // _CELLS].path
         return CorruptionError(path, number % _CELLS * _CELL * 8, "config", what)
+
+
+_pages: Final[Inherited[GroupPage]] = Inherited(GroupPage.release)  # the progress of the parent's consumers
 
 
 def _segment_name(number: int) -> str:
