@@ -26,6 +26,7 @@ from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife, LaterPart
 from librmq.broker._delayed_messages import Deliveries
+from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._requests import request_table
@@ -66,10 +67,8 @@ from librmq.store.format.directory import has_abort, infer_config
 if TYPE_CHECKING:
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
-    from librmq.broker._transactions import BrokerTransactions, DiscardHook
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
-    from librmq.broker.long_polling import Arrivals
 
 R = TypeVar("R")
 _log = EventLog("librmq.broker")
@@ -93,8 +92,7 @@ class Broker(StoreRoute, Endpoint):
     _life: BrokerLife
     _context: BrokerContext
     _deliveries: Deliveries
-    _discard_hooks: list[DiscardHook]
-    _transactions: LaterPart[BrokerTransactions]
+    _transactions: BrokerTransactions
     _replication: LaterPart[Replication]
     _sending: SendHandler
     _progress: Progress
@@ -255,11 +253,7 @@ class Broker(StoreRoute, Endpoint):
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._deliveries = deliveries = Deliveries(context)
-            self._discard_hooks = []
-            self._transactions = transactions = LaterPart(
-                partial(_make_transactions, context, deliveries.arrivals, self._discard_hooks, runner.now_ms())
-            )
-            deliveries.arrivals.wake_by_topic[SystemTopic.HALF] = lambda: transactions().prepared()
+            self._transactions = transactions = BrokerTransactions(context, deliveries.arrivals)
             store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
             self._replication = replication = LaterPart(partial(_make_replication, context))
             self._sending = sending = SendHandler(context, deliveries, replication, transactions)
@@ -290,7 +284,7 @@ class Broker(StoreRoute, Endpoint):
                     if tables.schedules.rows:
                         schedules().start()
                     if (SystemTopic.HALF, 0) in store.queues:
-                        transactions().prepared()
+                        transactions.prepared()
             context.show_gauges(lambda: 0 if replication.made is None else replication.made.replica_count)
             life.mark_open()
         except BaseException:
@@ -534,7 +528,7 @@ class Broker(StoreRoute, Endpoint):
     @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
-        return self._discard_hooks
+        return self._transactions.discard_hooks
 
     @property
     def reset_hooks(self) -> list[ResetHook]:
@@ -682,8 +676,7 @@ class Broker(StoreRoute, Endpoint):
             if (receives := self._receives.made) is not None:
                 saves.callback(receives.end)
             if not is_replica:
-                if (transactions := self._transactions.made) is not None:
-                    saves.callback(transactions.save)
+                saves.callback(self._transactions.save)
                 self._deliveries.save()
         if not is_replica:
             self._deliveries.write_passed()
@@ -711,14 +704,6 @@ class Broker(StoreRoute, Endpoint):
 
 
 # ---- parts that most brokers do without, each imported when it is made
-
-
-def _make_transactions(
-    context: BrokerContext, arrivals: Arrivals, hooks: list[DiscardHook], start_ms: int
-) -> BrokerTransactions:
-    from librmq.broker._transactions import BrokerTransactions
-
-    return BrokerTransactions(context, arrivals, hooks, start_ms)
 
 
 def _make_replication(context: BrokerContext) -> Replication:

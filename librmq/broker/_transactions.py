@@ -33,15 +33,10 @@ DiscardHook = Callable[[StoredMessage, int], object]
 class BrokerTransactions(BrokerPart):
     """The transactions of one broker. Thread-safe."""
 
-    def __init__(
-        self, context: BrokerContext, arrivals: Arrivals, discard_hooks: list[DiscardHook], start_ms: int
-    ) -> None:
-        """Notify ``arrivals`` of final messages; the grid of check passes begins at ``start_ms``.
-
-        ``discard_hooks`` are called with halves that a check discards.
-        """
+    def __init__(self, context: BrokerContext, arrivals: Arrivals) -> None:
+        """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
         super().__init__(context)
-        self._discard_hooks = discard_hooks
+        self.discard_hooks: list[DiscardHook] = []
         store = context.store
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
@@ -60,8 +55,8 @@ class BrokerTransactions(BrokerPart):
             is_reachable=self._is_reachable,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
-            start_ms=start_ms,
         )
+        arrivals.wake_by_topic[SystemTopic.HALF] = self.prepared
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message before its producer gets an answer. Thread-safe."""
@@ -188,7 +183,7 @@ class BrokerTransactions(BrokerPart):
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count_outcome("discard", half)
-        for hook in self._discard_hooks:
+        for hook in self.discard_hooks:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -88,7 +88,7 @@ class ThreadRunner(Runner):
         self._telling = Step("calls the application", self._tell_later)
         self._is_telling = False
         self.outside: Outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
-        self.waiting = self.outside.calls
+        self.waiting: Collection[object] = self.outside.calls
         _runners.add(self)
 
     @override
