@@ -1,4 +1,4 @@
-"""Settings: frozen values that are checked when they are made, and those of a store and its transactions.
+"""Settings: frozen values that are checked when they are made, and those of a store, its delays and transactions.
 
 Every class of settings derives from `Config` and states its limits beside each field. So one place checks them all,
 with one wording of errors. Sizes are bytes, ``*_s`` are seconds.

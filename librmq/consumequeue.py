@@ -522,10 +522,10 @@ class ConsumeQueue(Closing):
                 break
             low = following
         served = stored_entries.first_from(self._chunks(low, self.max_offset), min_physical_offset)
-        self.min_offset = self._behind_expired(low, self.max_offset if served is None else served, min_physical_offset)
+        self.min_offset = self._end_of_expired(low, self.max_offset if served is None else served, min_physical_offset)
 
-    def _behind_expired(self, begin: int, end: int, log_begin: int) -> int:
-        """Return ``end``, or the first of the damaged entries right before it: their messages can be in the log."""
+    def _end_of_expired(self, begin: int, end: int, log_begin: int) -> int:
+        """Return ``end``, or the first of the damaged entries right before it, whose messages can be in the log."""
         while end > begin and (raw := self._raw((end - 1) * ENTRY_SIZE, end * ENTRY_SIZE)):
             place, size, _ = ENTRY.unpack(raw)
             if size == HOLE_SIZE or self._has_expired(end - 1, place, log_begin):

@@ -15,8 +15,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 
-from librmq.broker._topics import check_topic_settings, refuse_own_topic
-from librmq.broker.config import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
+from librmq.broker._topics import (
+    check_id,
+    check_key,
+    check_names,
+    check_topic_settings,
+    no_such_group,
+    no_such_topic,
+    refuse_own_topic,
+    target_of,
+)
 from librmq.broker.groups import group_settings
 from librmq.config import Seconds, check_reached, to_seconds
 from librmq.errors import (

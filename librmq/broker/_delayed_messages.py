@@ -73,7 +73,7 @@ class Deliveries(BrokerPart):
         had_delays = bool(context.tables.delays.rows) or any(topic == SystemTopic.SCHEDULE for topic, _ in store.queues)
         self.schedule = LaterPart(partial(self._make_schedule, context, runner.now_ms(), is_first=not had_delays))
         """Delivers by the delay levels; made when the first message waits for one."""
-        if had_delays or config.hops:  # the relay sends on by levels, and tells nobody
+        if had_delays or config.hops:  # the relay appends without a notification
             self.schedule()
         self._timers: Timers | None = None
         self._timer_config = None

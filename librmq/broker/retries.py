@@ -99,7 +99,8 @@ class FailedMessages(BrokerPart):
             EarlierCopies(context.store, context.store.log.end, in_order=False) if context.was_killed else None
         )
         self._resending: set[LetterIdentity] = set()
-        self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
+        rows = {} if self._earlier is None else context.tables.offsets.rows
+        self._saved = {name: dict(row) for name, row in rows.items() if name[:1] == "%"}
 
     def send_back(self, request: SendBack) -> SentBack | None:
         """Store a failed message again: for a later delivery, or as a dead letter."""

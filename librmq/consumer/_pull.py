@@ -792,7 +792,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     if not assigned.keep():
                         unkept.append(assigned)
                     elif queue_offset != assigned.stored_progress and self._saving.at is None:
-                        self._save_soon()  # the owner of a share, in another process, is told some time later
+                        self._save_soon()  # the owner of a share, in another process, gets it some time later
             if unkept and not self._offsets.save(unkept):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"

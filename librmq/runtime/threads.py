@@ -408,7 +408,7 @@ class ThreadRunner(Runner):
             loop = work.loop
             if loop is None or loop.is_closed():
                 loop = self._own_loop()
-            with self.lock:  # who cancels has it too, and the coroutine may have begun by then
+            with self.lock:  # a canceller holds it too, and the coroutine may have begun by then
                 work.cancel = asyncio.run_coroutine_threadsafe(running, loop).cancel
         except BaseException:
             running.close()

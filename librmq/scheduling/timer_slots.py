@@ -100,13 +100,17 @@ class TimerSlots:
         times, others = wheel.times(), self.other_slots
         for time in {*times[times >= begin].tolist(), *slots}:
             before, slot = wheel.slot(time), slots.get(time)
+            if before != slot and (before is None or before.last < self.log.end):
+                others = [] if others is None else others
+                if before is not None:
+                    others.append(before)
+            if slot is None:
+                if before is not None:
+                    wheel.clear(time)
+                continue
             if before != slot:
-                if before is None or before.last < self.log.end:
-                    others = [] if others is None else others
-                    others += [] if before is None else [before]
-                wheel.clear(time) if slot is None else wheel.put(slot)
-            if slot is not None:
-                self._waiting[time % self._slots] = True
+                wheel.put(slot)
+            self._waiting[time % self._slots] = True
         self.other_slots = others
         self._delete_wrong_snapshots()
         return True

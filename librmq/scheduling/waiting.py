@@ -41,11 +41,12 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.store import MessageStore
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
+
+_log = EventLog("librmq.delay")
 
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
 """The consumer group that has the relay's progress."""
@@ -302,7 +303,7 @@ def _checked(row: Any) -> Cancellation:  # noqa: ANN401 (of JSON)
     return cancellation
 
 
-_log = EventLog("librmq.delay")
+# ---- what an earlier run wrote
 
 _MAX_RECORDS: Final = 4096  # A client can send any number of messages with one id, so a search has an end.
 _ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOPIC)

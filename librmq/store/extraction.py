@@ -10,7 +10,7 @@ import re
 import struct
 import sys
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -210,10 +210,11 @@ def make_store(
         growing_store(target, files) as part,
         closing(_Copies(PartFiles(part, config, files), {}, room)) as copies,
     ):
-        copied = copies.extend(messages, redact)
+        copied = copies.copy_each(messages, redact)
         if room is not None:
             config = small_config(config, copied)
-        deque(copied, maxlen=0)
+        for _ in copied:  # none are left if their lengths were wanted
+            pass
         numbers = copies.numbers
         numbers.end_log()
         write_kept_config(part, config, files, is_own=True)
@@ -479,7 +480,7 @@ class _Copies:
         self._log = log = part.open_log(writable=True, scan_from=lambda _: self._end)
         self._fits = log.fits
 
-    def extend(
+    def copy_each(
         self, messages: Iterable[StoredMessage | RecordBlock], redact: Collection[Redaction]
     ) -> Iterator[StoredMessage | RecordBlock]:
         """Append messages without what ``redact`` names, and yield each behind that."""

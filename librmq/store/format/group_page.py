@@ -172,7 +172,7 @@ class Place:
         self.page: GroupPage = page
         self._words = words = page.words[number // _CELLS]
         self.saving: DelayedSave | None = None
-        """Saves the table some time after an `advance`; None where the owner has to be told."""
+        """Saves the table some time after an `advance`; None where the owner has to be notified."""
         self.watcher: Callable[[], object] | None = None
         """Called by `advance`, for who records what consumers do."""
         self._at = number % _CELLS * _CELL
