@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -151,11 +153,13 @@ def _call(stdin: Connection, stdout: Connection, call: Callable[..., object], ar
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Run ``check`` in a forked child, where it must not raise."""
+    """Run ``check`` in a forked child, where it must not raise; one that hangs prints its threads and ends."""
     child = os.fork()
     if not child:
         status = 1
         try:
+            faulthandler.register(signal.SIGALRM, chain=True)
+            signal.alarm(60)
             check()
             status = 0
         except BaseException:

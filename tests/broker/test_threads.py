@@ -12,7 +12,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
+from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription, UpdateOffset
 from librmq.runtime.threads import ThreadRunner
 from tests.broker.parties import HOST
 from tests.programs import in_child
@@ -106,3 +106,27 @@ def test_a_child_process_cannot_use_the_broker() -> None:
 
         in_child(send)
         assert broker.call(SendMessage("p", Message("T", b"x"), 0, 1, HOST)).queue_offset == 0
+
+
+@pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
+def test_a_child_process_waits_for_no_lock_that_a_thread_of_its_parent_held() -> None:
+    with Broker.temporary() as broker:
+        is_held, is_done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with broker.runner.lock:
+                is_held.set()
+                is_done.wait(60)
+
+        def save() -> None:
+            with pytest.raises(BrokerUnreachableError):
+                broker.call(UpdateOffset("g", "T", 0, 0))
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert is_held.wait(60)
+        try:
+            in_child(save)
+        finally:
+            is_done.set()
+            holder.join()

@@ -234,10 +234,10 @@ def _wrapped(context: BrokerContext, answers: _Answers) -> dict[type[Any], Calla
 
 
 def _locked(context: BrokerContext, handler: Callable[[Any], object], *, writes: bool) -> Callable[[Any], object]:
-    lock, check_open = context.runner.lock, context.life.check_open
+    runner, check_open = context.runner, context.life.check_open
 
     def handle(request: Request[Any]) -> object:
-        with lock:
+        with runner.lock:  # a forked child has another one
             check_open()
             answer = handler(request)
         if writes:
