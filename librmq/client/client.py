@@ -69,6 +69,7 @@ class State(enum.Enum):
     RUNNING = "running"
     START_FAILED = "start failed"
     SHUT_DOWN = "shut down"
+    INHERITED = "with the parent of this forked process"
 
 
 class LifeCycle:

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import Final, Unpack
 
 from librmq.client import Client
+from librmq.client.client import State
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
@@ -38,7 +39,7 @@ from librmq.protocol import (
     Subscription,
     Suspect,
 )
-from librmq.runtime.locks import Event, Lock
+from librmq.runtime.locks import Event, Inherited, Lock
 
 LOCK_PAUSE_S: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
@@ -125,6 +126,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._turn_of: tuple[AssignedQueue, int, Turn] | None = None
         """The suspect that waits for its turn, or has it: its queue and queue offset."""
         self._has_turn = False
+        _consumers.add(self)
 
     def configure(self, **settings: Unpack[PullConsumerKeywords]) -> None:
         """Change settings while the consumer runs; the next poll uses them.
@@ -831,3 +833,11 @@ def _check_queues(queues: object) -> list[MessageQueue]:
         if all(isinstance(queue, MessageQueue) for queue in elements):
             return elements
     raise TypeError(f"queues: expected a list of MessageQueue, found {queues!r:.200}")
+
+
+def _leave_to_parent(consumer: PullConsumer) -> None:
+    if consumer._life.is_running:
+        consumer._life.state = State.INHERITED
+
+
+_consumers: Final[Inherited[PullConsumer]] = Inherited(_leave_to_parent)

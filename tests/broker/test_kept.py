@@ -361,7 +361,7 @@ def test_a_commit_beside_the_page_asks_the_broker_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["broker", "share"])
-def test_a_forked_child_commits_nothing(is_shared: bool, tmp_path: Path) -> None:
+def test_a_forked_child_polls_and_commits_nothing(is_shared: bool, tmp_path: Path) -> None:
     with opened(tmp_path, is_shared=is_shared) as route:
         send(route)
         consumer = PullConsumer(route, "g", auto_commit=False, consume_from=ConsumeFrom.FIRST)
@@ -371,11 +371,12 @@ def test_a_forked_child_commits_nothing(is_shared: bool, tmp_path: Path) -> None
                 pass
             before = route.lag("g", "t")
 
-            def commit() -> None:
-                with pytest.raises(ClientStateError):
-                    consumer.commit()
+            def use() -> None:
+                for call in (consumer.poll, consumer.commit):
+                    with pytest.raises(ClientStateError, match="with the parent of this forked process"):
+                        call()
 
-            in_child(commit)
+            in_child(use)
             assert route.lag("g", "t") == before
 
 
