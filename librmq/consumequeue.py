@@ -234,6 +234,17 @@ class ConsumeQueue(Closing):
         blocks = [block for _, block in self.blocks(begin, end)]
         return np.concatenate(blocks, dtype=entry_dtype()) if blocks else np.empty(0, entry_dtype())
 
+    def has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
+        """Return whether retention has deleted the message of an entry that leads to ``place``.
+
+        It leads below the log's first byte, ``log_begin``, and not before the entry before it. Any other entry without
+        a record is damaged.
+        """
+        if not 0 <= place < log_begin:
+            return False
+        before = self._raw((queue_offset - 1) * ENTRY_SIZE, queue_offset * ENTRY_SIZE) if queue_offset else b""
+        return not before or ENTRY.unpack(before)[0] <= place
+
     def next_file_offset(self, queue_offset: int) -> int:
         """Return the queue offset of the first entry after the file of ``queue_offset``."""
         per_file = self._files.file_size // ENTRY_SIZE
@@ -504,11 +515,6 @@ class ConsumeQueue(Closing):
         except CorruptionError:  # the last address has no unit
             ext.recover()
 
-    def _has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
-        """Return whether retention has deleted the message of an entry that leads to ``place``; else it is damaged."""
-        before = self._raw((queue_offset - 1) * ENTRY_SIZE, queue_offset * ENTRY_SIZE) if queue_offset else b""
-        return stored_entries.has_expired(place, ENTRY.unpack(before)[0] if before else -1, log_begin)
-
     def advance(self, min_physical_offset: int) -> None:
         """Move `min_offset` to the first message at or after ``min_physical_offset``, the beginning of the log.
 
@@ -518,7 +524,7 @@ class ConsumeQueue(Closing):
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:
             physical_offset, size = stored_entries.place_at(self._files, (following - 1) * ENTRY_SIZE)
-            if size <= 0 or not self._has_expired(following - 1, physical_offset, min_physical_offset):
+            if size <= 0 or not self.has_expired(following - 1, physical_offset, min_physical_offset):
                 break
             low = following
         served = stored_entries.first_from(self._chunks(low, self.max_offset), min_physical_offset)
@@ -528,7 +534,7 @@ class ConsumeQueue(Closing):
         """Return ``end``, or the first of the damaged entries right before it, whose messages can be in the log."""
         while end > begin and (raw := self._raw((end - 1) * ENTRY_SIZE, end * ENTRY_SIZE)):
             place, size, _ = ENTRY.unpack(raw)
-            if size == HOLE_SIZE or self._has_expired(end - 1, place, log_begin):
+            if size == HOLE_SIZE or self.has_expired(end - 1, place, log_begin):
                 break
             end -= 1
         return end

@@ -191,15 +191,6 @@ def first_beyond(chunks: Chunks, physical_end: int) -> int | None:
     return None
 
 
-def has_expired(place: int, place_before: int, log_begin: int) -> bool:
-    """Return whether retention has deleted the message of an entry, by the places of the entry and of the one before.
-
-    It leads below the log's first byte, not before the entry before it, which is -1 for none. Any other entry without a
-    record is damaged.
-    """
-    return 0 <= place < log_begin and place_before <= place
-
-
 def first_from(chunks: Chunks, physical_offset: int) -> int | None:
     """Return the queue offset of the first entry that points to ``physical_offset`` or behind it."""
     limit = max(0, min(physical_offset, (1 << 63) - 1))

@@ -73,6 +73,10 @@ class QueueRange:
         inline = np.frombuffer(self.inline, entry_dtype())[first : end - self.inline_from]
         return np.concatenate((stored, inline), dtype=entry_dtype())
 
+    def has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
+        """Return whether retention has deleted the message of an entry that leads to ``place``."""
+        return self.reader.has_expired(queue_offset, place, log_begin)
+
     def place_of(self, queue_offset: int) -> int:
         """Return the physical offset in an entry."""
         entry = self.reader.entry(queue_offset)
@@ -330,7 +334,7 @@ class PlannedStore(Closing):
 
         while begin < end and place(begin) < self.log_begin:
             kept = bisect_left(range(end), self.log_begin, begin, end, key=place)
-            if kept == begin or queue._has_expired(kept - 1, place(kept - 1), self.log_begin):
+            if kept == begin or queue.has_expired(kept - 1, place(kept - 1), self.log_begin):
                 return kept
             end = kept - 1  # that entry is damaged, and misled the search
         return begin

@@ -35,10 +35,12 @@ def make(folder: Path, *, is_closed: bool, deletes: int = 0) -> Path:
     config = StoreConfig.tiny(commitlog_file_size=1024) if deletes else StoreConfig.tiny()
     with Broker.open(folder, store_config=config, runner=ManualRunner(ManualClock(START_MS))) as broker:
         broker.create_topic("T", QUEUES)
-    store = MessageStore.open(folder, clock=ManualClock(START_MS))
+    clock = ManualClock(START_MS)
+    store = MessageStore.open(folder, clock=clock)
     for number in range(EACH):
         for queue_id in range(QUEUES):
             store.append(Message("T", b"%d of %d" % (number, queue_id), tags="t", keys=f"k{number}"), queue_id)
+        clock.advance(seconds=1)
     store.flush()
     if deletes:
         store._handle.retention.delete_before(deletes)  # type: ignore[attr-defined]  # noqa: SLF001
@@ -63,6 +65,21 @@ def by_store(folder: Path) -> tuple[Bodies, bool]:
         with MessageStore.open(folder, read_only=True) as store:
             for queue_id in range(QUEUES):
                 found |= {(queue_id, message.body) for message in store.messages("T", queue_id)}
+            return found, bool(store.condition.damage)
+    except RmqError:
+        return found, True
+
+
+def by_time(folder: Path) -> tuple[Bodies, bool]:
+    """Return the messages that come from where a search for their time leads, and whether the store says something."""
+    found: Bodies = set()
+    try:
+        with MessageStore.open(folder, read_only=True) as store:
+            for queue_id, body in SENT:
+                stored_ms = START_MS + 1000 * int(body.split()[0])
+                begin = store.first_offset_from("T", queue_id, stored_ms)
+                if body in (message.body for message in store.messages("T", queue_id, begin)):
+                    found.add((queue_id, body))
             return found, bool(store.condition.damage)
     except RmqError:
         return found, True
@@ -108,6 +125,7 @@ def answers(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, tuple[B
     because it writes."""
     return {
         "messages": by_store(folder),
+        "times": by_time(folder),
         "columns": by_columns(folder),
         "show": by_command(folder, "show", "--limit", "100", queue="queue_id", body="body"),
         "export": by_command(folder, "export", queue="queueId", body="body"),
@@ -128,6 +146,8 @@ def check(sound: Path, folder: Path, file: str, bit: int, caplog: pytest.LogCapt
     for name, (found, says_so) in answers(folder, caplog).items():
         missing = SENT ^ found
         is_cut_short = missing == LAST and sound.name == "killed"
+        if name == "times" and file.startswith("commitlog"):
+            continue  # the format keeps no checksum of a record's time
         assert not missing or says_so or is_cut_short, (name, file, bit, sorted(missing))
 
 

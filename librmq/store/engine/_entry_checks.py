@@ -126,7 +126,7 @@ class EntryChecks:
             if error.kind == "checksum":
                 raise
             damage = error
-        if raw is None and damage is None and queue._has_expired(queue_offset, physical_offset, self.log.end):
+        if raw is None and damage is None and queue.has_expired(queue_offset, physical_offset, self.log.end):
             return None  # `read` says that the log lacks this place, below its first byte or in a gap
         return self._derive(queue, name, queue_offset, (physical_offset, size), raw)
 

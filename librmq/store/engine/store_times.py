@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue, QueueEntry
-from librmq.consumequeue_entries import HOLE_SIZE, Entries, has_expired
+from librmq.consumequeue_entries import HOLE_SIZE, Entries
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Files
 from librmq.message import record
@@ -158,15 +158,18 @@ def _leave_out(log: CommitLog, place: int) -> None:
     log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
 
 
-def times_at(log: CommitLog, places: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+def times_at(log: CommitLog, queue: TimedQueue, places: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     """Return the times of a queue's records from queue offset ``first`` on, or `UNKNOWN` or `_DAMAGED`.
 
-    Places of one file are read together.
+    Places of one file are read together; that of a hole is -1.
 
     Raises:
         CorruptionError: A file of the log has a wrong length.
     """
-    times = np.where((places >= log.begin) | (places < -1), _DAMAGED, UNKNOWN)
+    times = np.where(places == -1, UNKNOWN, _DAMAGED)
+    for number in np.flatnonzero((places >= 0) & (places < log.begin)).tolist():
+        if queue.has_expired(first + number, int(places[number]), log.begin):
+            times[number] = UNKNOWN
     starts = places - places % log.file_size
     bounds = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(places)] if len(places) else []
     for begin_at, until in pairwise(bounds):
@@ -221,6 +224,10 @@ class TimedQueue(Protocol):
 
     def entries(self, begin: int, end: int) -> Entries:
         """Return the entries from ``begin`` to ``end``."""
+        ...
+
+    def has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
+        """Return whether retention has deleted the message of an entry that leads to ``place``."""
         ...
 
 
@@ -428,18 +435,16 @@ class StoreTimes:
             return None
         if raw is not None and _is_own(log, raw, place, queue_offset):
             return record.store_timestamp_ms(raw)
-        if raw is not None or not self._has_expired(queue, queue_offset, place):
+        if raw is not None or not queue.has_expired(queue_offset, place, log.begin):
             _leave_out(log, place)
         return None
-
-    def _has_expired(self, queue: TimedQueue, queue_offset: int, place: int) -> bool:
-        before = queue.entry(queue_offset - 1) if queue_offset else None
-        return has_expired(place, -1 if before is None else before.physical_offset, self._log.begin)
 
     def _is_damaged(self, queue: TimedQueue, queue_offset: int) -> bool:
         """Return whether a message has no store time although the log has its place."""
         entry = queue.entry(queue_offset)
-        if entry is None or entry.size == HOLE_SIZE or self._has_expired(queue, queue_offset, entry.physical_offset):
+        if entry is None or entry.size == HOLE_SIZE:
+            return False
+        if queue.has_expired(queue_offset, entry.physical_offset, self._log.begin):
             return False
         return self._time_of(queue, queue_offset, entry) is None
 
@@ -486,6 +491,6 @@ class StoreTimes:
                 places[sizes == HOLE_SIZE] = -1
                 if self._fetch is not None:
                     self._fetch(places, sizes)
-                yield first, times_at(self._log, places, first)
+                yield first, times_at(self._log, queue, places, first)
             begin, end = (begin, first) if backwards else (until, end)
             size = min(8 * size, _BLOCK)
