@@ -42,6 +42,7 @@ def test_verify_finds_each_changed_byte(name: str) -> None:
             assert [damage.file for damage in verdict.damage] == [f"{ROOT}/{path}"], at
 
 
+@pytest.mark.parametrize("field", [b"crc32", b"c0c32"], ids=["changed", "and its checksum's name"])
 @pytest.mark.parametrize(
     ("name", "before", "after", "effect"),
     [
@@ -52,11 +53,11 @@ def test_verify_finds_each_changed_byte(name: str) -> None:
     ],
 )
 def test_a_writer_refuses_a_changed_document_and_says_what_follows_without_it(
-    name: str, before: bytes, after: bytes, effect: str
+    name: str, before: bytes, after: bytes, effect: str, field: bytes
 ) -> None:
     found, path = of_librmq(), f"librmq/{name}.json"
     assert before in found[path], found[path]
-    files = in_memory({**found, path: found[path].replace(before, after)})
+    files = in_memory({**found, path: found[path].replace(before, after).replace(b"crc32", field)})
     was = contents(files)
     with pytest.raises(CorruptionError, match=rf"{name}\.json.*delete it: then .*{effect}.*delete its crc32"):
         opened(files)

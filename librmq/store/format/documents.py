@@ -111,7 +111,8 @@ class _LaterVersionError(CorruptionError):
     """A later version of librmq wrote a document, which must not be replaced by what this one knows."""
 
 
-_CHECKSUM: Final = re.compile(rb',\s*"crc32":\s*"([0-9a-f]{8})"\s*}\s*$')
+_CHECKSUM: Final = re.compile(rb',\s*"[^"]{5}":\s*"([^"]{8})"\s*}\s*$')
+"""The last field as it is also with damage in its name or value, for which it must not count as missing."""
 _CHECKSUM_ROOM: Final = 64
 _WITHOUT: Final = {
     CONFIG_FILE: "sizes come from the other files, and delay levels are RocketMQ's",
@@ -150,8 +151,8 @@ def checked(path: str, data: bytes, at: int = 0) -> bytes:
     if match is None:
         return data
     content = data[: match.start()]
-    if crc32(content) != int(match[1], 16):
-        what = f"expected {match[1].decode()} as checksum, found {crc32(content):08x}; {_advice(path)}"
+    if match[1] != b"%08x" % crc32(content):
+        what = f"expected {match[1].decode(errors='replace')} as checksum, found {crc32(content):08x}; {_advice(path)}"
         raise CorruptionError(path, at, "checksum", f"{what}; if you have changed it yourself, delete its crc32")
     return content + b"}"
 
