@@ -57,7 +57,7 @@ from librmq.protocol import (
     ResponseCode,
     SendResponse,
 )
-from librmq.runtime import Runner, ThreadRunner
+from librmq.runtime import Runner
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from librmq.broker._schedules import Schedules
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
+    from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
 _log = EventLog("librmq.broker")
@@ -166,6 +167,8 @@ class Broker(StoreRoute, Endpoint):
         with ExitStack() as undo:
             own_runner = None
             if runner is None:
+                from librmq.runtime import ThreadRunner  # tests by hand need none
+
                 own_runner = runner = ThreadRunner(clock)
                 undo.callback(own_runner.shutdown)
             while True:

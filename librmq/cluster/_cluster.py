@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
 from librmq.config import StoreConfig
@@ -29,8 +29,11 @@ from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import Endpoint, QueueData, Request, Route, RouteWrapper, Watchers, check_site, site_of
-from librmq.runtime import Runner, Step, ThreadRunner
+from librmq.runtime import Runner, Step
 from librmq.runtime.runner import next_on_grid
+
+if TYPE_CHECKING:
+    from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
 
@@ -374,6 +377,8 @@ class Cluster(RouteTable):
         with ExitStack() as undo:
             own_runner = None
             if runner is None:
+                from librmq.runtime import ThreadRunner
+
                 own_runner = runner = ThreadRunner()
                 undo.callback(own_runner.shutdown)
             cluster = object.__new__(cls)

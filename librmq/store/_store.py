@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, cast
 
@@ -31,7 +32,6 @@ from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendFields, AppendResult, BatchFields
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.engine._entry_checks import EntryChecks
-from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.read import (
     MessageFilter,
     ReadResult,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
     from librmq.store._read_only_view import ReadOnlyView
     from librmq.store._snapshots import Snapshot
+    from librmq.store.engine.copies import CopyWriter
     from librmq.store.recovery._condition import Condition
     from librmq.store.recovery._verify import Verdict
 
@@ -103,8 +104,6 @@ class MessageStore(Closing):
     """The groups' SQL filters, for the messages' bitmaps if the store has extension files."""
     appender: Appender
     """The writer itself, for copies of records that the store has and for parts of a broker."""
-    copies: CopyWriter
-    """The writer of several records under one lock, for parts of a broker."""
     _handle: StoreHandle
     """What a recovery or a refresh replaces: a `Writer` or a `ReadOnlyView`."""
     writer: Writer
@@ -203,7 +202,7 @@ class MessageStore(Closing):
             store.path, store.files, store.clock, bitmap_of, in_background=in_background, replica_of=replica_of
         )
         store._view = None
-        store.appender, store.copies = writer.appender, writer.copies
+        store.appender = writer.appender
         store._append, store._append_batch = writer.appender.append_methods()
         writer.open(config, thorough=thorough, wait_s=seconds)
         return store
@@ -219,6 +218,13 @@ class MessageStore(Closing):
         store = cls.open(folder.name, config or StoreConfig.tiny(), files=folder.files, clock=clock)
         store.writer.temporary = folder
         return store
+
+    @cached_property
+    def copies(self) -> CopyWriter:
+        """The writer of several records under one lock, for parts of a broker."""
+        from librmq.store.engine.copies import CopyWriter  # many programs copy nothing
+
+        return CopyWriter(self.appender)
 
     @property
     def config(self) -> StoreConfig:

@@ -25,7 +25,6 @@ from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
 from librmq.store.engine._comparison import Comparison
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable
@@ -45,6 +44,7 @@ from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retent
 
 if TYPE_CHECKING:
     from librmq.store.engine._shared_appends import SharedAppends
+    from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, LogCopier
     from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
@@ -76,7 +76,7 @@ class Writer(StoreHandle):
         self.thread: HousekeepingThread = HousekeepingThread(path, self.do_due_work, clock)
         self.appender: Appender = Appender(clock, self._refusal, self.thread.wake)
         self.lock: AppendLock = self.appender.lock
-        self.copies: CopyWriter = CopyWriter(self.appender)
+        self._copier: LogCopier | None = None
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
         self._bitmap_of = bitmap_of
@@ -208,9 +208,8 @@ class Writer(StoreHandle):
             self.clock.now_ms(),
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
-        self._comparison = Comparison(parts, self.checks)
+        self._comparison, self._copier = Comparison(parts, self.checks), None
         self.checks.noticed = self._compare_soon
-        self._copier = LogCopier(parts)
 
     def share_appends(
         self,
@@ -416,6 +415,10 @@ class Writer(StoreHandle):
             log.begin_at(physical_offset)
         if physical_offset != log.end:
             raise ValueError(f"physical_offset: expected the log's end {log.end}, found {physical_offset}")
+        if self._copier is None:
+            from librmq.store.engine.copies import LogCopier  # few stores are copies
+
+            self._copier = LogCopier(self.appender.open_parts())
         return self._copier.append(data, is_checked=is_checked)
 
     def cut_copy(self, physical_offset: int) -> None:

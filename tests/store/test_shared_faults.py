@@ -212,7 +212,7 @@ def test_a_page_that_a_killed_owner_left_is_not_used_beside_its_worker(tmp_path:
 
 def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared) -> None:
     """Entries of the first part are written before the second part, which adds to other queues."""
-    writer = shared.store.writer.copies
+    writer = shared.store.copies
     (record, *_) = shared.store.messages("orders", 0)
 
     def copies(queue_id: int, count: int) -> list[Prepared]:

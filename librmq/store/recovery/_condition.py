@@ -35,7 +35,6 @@ from librmq.store.engine.saved_state import missing_first_files, noted_ends, was
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.directory import MISSING_LOG, has_abort
 from librmq.store.recovery.log_end import beyond_checkpoint
-from librmq.store.recovery.salvage import find_record
 
 _QUEUES_SHOWN: Final = 5
 _WHOLE: Final = "no message is missing, but no writer opens the store until {}"
@@ -132,6 +131,8 @@ def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
         if damage is None:
             return None
         cut = Damage(damage.file, at, damage.kind, damage.what, log.data_behind(at))
+    from librmq.store.recovery.salvage import find_record  # few stores are damaged
+
     following = find_record(log.sequence, at + max(log.unfinished_at(at), 1), at + cut.bytes)
     if following is None or (cut not in cuts and log.walk(at).physical_offset != at):  # the writer is there now
         return None

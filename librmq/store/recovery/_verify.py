@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from operator import gt
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
@@ -43,7 +43,6 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
-from librmq.store.format.rocksdb import StoredEntry, queue_entries
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._condition import condition_of, cut_before_records
 from librmq.store.recovery._log_comparison import Reconciliation
@@ -51,6 +50,9 @@ from librmq.store.recovery._unclean_queues import Scope
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.missing_files import lacking_queues
 from librmq.store.recovery.open import clear_leftovers, load
+
+if TYPE_CHECKING:
+    from librmq.store.format.rocksdb import StoredEntry
 
 _T = TypeVar("_T")
 
@@ -501,6 +503,8 @@ def _compare_queues(
 
 
 def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Damage], notes: list[str]) -> None:
+    from librmq.store.format.rocksdb import queue_entries
+
     count = behind = 0
     remaining = queues.names()
     for name, entries in groupby(queue_entries(folder, files), lambda entry: entry[:2]):
