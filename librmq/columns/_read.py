@@ -11,7 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,6 +61,42 @@ class Rows:
         """Return the rows that a slice, a mask or an array of numbers chooses."""
         return Rows(
             self.places[which], self.sizes[which], self.codes[which], self.queue[which], self.queue_offsets[which]
+        )
+
+
+@dataclass(slots=True)
+class Entries:
+    """Entries of several queues as their files have them.
+
+    Rows are made batch by batch: arrays of a whole task would each take new memory from the system.
+    """
+
+    stored: npt.NDArray[np.void]
+    """The entries, queue by queue."""
+    order: Ints
+    """The places in ``stored`` of the entries in log order."""
+    block: npt.NDArray[np.int32]
+    """The block of each entry: neighbours of one queue, which were read at once."""
+    queues: npt.NDArray[np.int32]
+    """The queue of each block."""
+    shifts: Ints
+    """By block, the queue offset of an entry less its place in ``stored``."""
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def rows(self, begin: int, end: int) -> Rows:
+        """Return the entries from ``begin`` to ``end`` in log order."""
+        order = self.order[begin:end]
+        # NumPy takes plain bytes five times as fast as items with fields.
+        stored = self.stored.view(f"V{ENTRY_SIZE}")[order].view(self.stored.dtype)
+        block = self.block[order]
+        return Rows(
+            stored["physical_offset"].astype(np.int64),
+            stored["size"].astype(np.int64),
+            stored["tags_code"].astype(np.int64),
+            self.queues[block],
+            order + self.shifts[block],
         )
 
 
@@ -272,18 +308,15 @@ class _Task:
             )
         if self._part.damage:
             yield from self.malformed.found_before(self._part.damage)
-        rows, deleted = self._entries()
+        entries, deleted = self._entries()
         if deleted and self._options.fail_on_data_loss:
             raise DataLossError(f"{self._part.path}: {deleted[0]} was deleted after the read was planned; {REST}")
-        bad_entries = (rows.sizes <= 0) | (rows.places < 0)
-        if bad_entries.any():
-            yield from self.malformed.bad_entries(rows.take(bad_entries))
-            rows = rows.take(~bad_entries)
-        if self._options.view != "queues" and (holes := rows.sizes == HOLE_SIZE).any():  # they stand for no message
-            rows = rows.take(~holes)
         if self._entries_only:
-            yield from self._entry_batches(rows)
+            for begin in range(0, len(entries), ENTRY_BATCH_ROWS):
+                rows = yield from self._sound(entries.rows(begin, begin + ENTRY_BATCH_ROWS))
+                yield from self._entry_batch(rows)
             return
+        rows = yield from self._sound(entries.rows(0, len(entries)))
         if self._part.walk is not None:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
@@ -303,6 +336,16 @@ class _Task:
         if isinstance(self._files, RemoteFiles):
             self._files.release_space(self._part.path)
 
+    def _sound(self, rows: Rows) -> Generator[pa.RecordBatch, None, Rows]:
+        """Return the rows without those that stand for no message, after what the mode yields about bad ones."""
+        bad_entries = (rows.sizes <= 0) | (rows.places < 0)
+        if bad_entries.any():
+            yield from self.malformed.bad_entries(rows.take(bad_entries))
+            rows = rows.take(~bad_entries)
+        if self._options.view != "queues" and (holes := rows.sizes == HOLE_SIZE).any():
+            rows = rows.take(~holes)
+        return rows
+
     def _wanted_codes(self) -> Iterator[Iterable[int]]:
         """Yield the hashes of the wanted tags: those of the setting, and those of the predicate."""
         if self._tags is not None and not self._tags.takes_all:
@@ -316,15 +359,14 @@ class _Task:
         waits = np.array([share.topic == SystemTopic.SCHEDULE for share in self._part.slices], np.bool_)
         return waits[rows.queue] if len(waits) else np.zeros(len(rows), np.bool_)
 
-    def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
+    def _entry_batch(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags.codes))
         if self._options.selection.has_times:
             rows = rows.take(self._in_window(rows))
-        for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
-            matching, _, _ = self._matching(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None, None)
-            if len(matching):
-                yield self._batch(matching, None)
+        rows, _, _ = self._matching(rows, None, None)
+        if len(rows):
+            yield self._batch(rows, None)
 
     def _in_window(self, rows: Rows) -> Mask:
         """Return which entries lead to records with the wanted store times; this reads their headers."""
@@ -576,8 +618,8 @@ class _Task:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # the system may not have this call
                 buffer.madvise(mmap.MADV_DONTNEED)
 
-    def _entries(self) -> tuple[Rows, list[str]]:
-        """Return the entries of all slices in log order, and the files that were deleted."""
+    def _entries(self) -> tuple[Entries, list[str]]:
+        """Return the entries of all slices, and the files that were deleted."""
         deleted: list[str] = []
         blocks, numbers, begins = list[bytes](), list[int](), list[int]()
         for number, share in enumerate(self._part.slices):
@@ -586,21 +628,21 @@ class _Task:
                 numbers.append(number)
                 begins.append(begin)
         counts = np.fromiter(map(len, blocks), np.int64, len(blocks)) // ENTRY_SIZE
-        entries = np.frombuffer(b"".join(blocks), entry_dtype())
-        # Entries are numbered through; in its block each has that number less the number of the block's first one.
-        shifts = np.array(begins, np.int64) - (np.cumsum(counts) - counts)
-        rows = Rows(
-            entries["physical_offset"].astype(np.int64),
-            entries["size"].astype(np.int64),
-            entries["tags_code"].astype(np.int64),
-            np.repeat(np.array(numbers, np.int32), counts),
-            np.arange(len(entries)) + np.repeat(shifts, counts),
-        )
+        stored = np.frombuffer(b"".join(blocks), entry_dtype())
         topics = {share.topic for share in self._part.slices}
         has_equal_rows = self._entries_only and self._options.counts and len(topics) == 1  # so their order says nothing
         if len(self._part.slices) > 1 and not has_equal_rows:
-            rows = rows.take(np.argsort(rows.places, kind="stable"))
-        return rows, deleted
+            order = np.argsort(stored["physical_offset"].astype(np.int64), kind="stable")
+        else:
+            order = np.arange(len(stored))
+        entries = Entries(
+            stored,
+            order,
+            np.repeat(np.arange(len(blocks), dtype=np.int32), counts),
+            np.array(numbers, np.int32),
+            np.array(begins, np.int64) - (np.cumsum(counts) - counts),
+        )
+        return entries, deleted
 
     # ----------------------------------------------------------------------------------------------- views of the log
 

@@ -24,7 +24,8 @@ except ModuleNotFoundError as error:
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
-_KEPT_BYTES: Final = 16 << 20
+_KEPT_BYTES: Final = 30 << 20
+"""More than the entries of a task have; glibc's threshold grows to 32 MiB at most."""
 
 
 @cache

@@ -32,7 +32,7 @@ from librmq.store.engine.store_parts import QueueName
 
 _log = EventLog("librmq.columns")
 PARTITION_BYTES: Final = 128 << 20
-PARTITION_ENTRIES: Final = 1 << 19
+PARTITION_ENTRIES: Final = 1 << 20
 Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""
 _SAMPLES: Final = 256
