@@ -94,14 +94,14 @@ def _fill(broker: Broker, runner: ManualRunner) -> None:
             properties={"n": str(number)}, unique_key=f"{number:032X}",
         )  # fmt: skip
         producer.send(message, queue=number // 2 % 2)
-        runner.advance(1000)
+        runner.advance(1001)  # as with real clocks, times don't differ by whole seconds, which delays do
         if number == 20:
             _consume(broker, runner)
             broker.store.flush()
     for number in range(6):
         producer.send(_LATER, b"level %d" % number, delay_level=3 + number % 2)
         producer.send(_LATER, b"timer %d" % number, delay=timedelta(hours=number + 1, minutes=30))
-        runner.advance(1000)
+        runner.advance(1001)
     producer.send(_LATER, b"passed", delay=timedelta(minutes=2))
     runner.advance(200_000)
     producer.send(_LATER, b"last timer", delay=timedelta(hours=8, minutes=30))
@@ -112,7 +112,7 @@ def _fill(broker: Broker, runner: ManualRunner) -> None:
     for number, state in enumerate(3 * [TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN]):
         half = Message(_LATER, b"%s %d" % (state.name.encode(), number))
         senders.send_in_transaction(half, state, execute=lambda _, state: state)
-    runner.advance(1000)
+    runner.advance(1001)
     with SimpleConsumer(broker, _IN_WORK) as receiver:
         receiver.subscribe(_TOPIC)
         receiver.ack(*(one for one in receiver.receive(20, invisible=3000) if one.queue_offset % 3))
