@@ -57,7 +57,9 @@ _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _OWN: Final = ["size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "sys_flag", "body_length"]
 _unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
 _unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
-_crc32: Final = record_format.crc32  # here ISA-L is faster for short bodies too
+_SHORT_BODY: Final = record_format.SHORT_BODY
+_crc32: Final = record_format.crc32
+_short_crc32: Final = record_format.short_crc32
 _NOT_PLAIN: Final = record_format.HOSTS_V6 | record_format.COMPRESSED
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BODY_AT: Final = record_format.BODY_AT
@@ -268,7 +270,7 @@ class _UncheckedMessage(StoredMessage):
         """
         try:
             body = self.raw[_BODY_AT : self._body_end]
-            if _crc32(body) & 0x7FFFFFFF == self._checksum:
+            if (_short_crc32 if len(body) <= _SHORT_BODY else _crc32)(body) & 0x7FFFFFFF == self._checksum:
                 return body
         except AttributeError:
             pass  # the body is not a usual one
@@ -310,17 +312,17 @@ def _cut_out(
     # A record that names its queue offset has its own place, so two entries cannot have one.
     if min(places) < start or (max(places) + max(sizes) > limit < max(map(add, places, sizes))):
         return None
+    if min(sizes) < record_format.FIXED_SIZE:
+        return None
     is_compiled = CORE.module is not None  # for memory files, which it does not read
     kind = StoredMessage if is_compiled or checked else _UncheckedMessage
     messages = [*map(kind.__new__, repeat(kind, count))]
-    (topic, queue_id), unpack, fixed = name, _unpack_own, record_format.FIXED_SIZE
-    crc32 = _crc32
+    (topic, queue_id), unpack, usual_magic, body_at = name, _unpack_own, _MAGIC, _BODY_AT
+    crc32 = _short_crc32 if total <= _SHORT_BODY * count else _crc32
     before, tail, tail_size = -1, b"", 0
     for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
         message.raw = raw = buffer[at : at + size]
-        if size < fixed:
-            return None
         if is_compiled:
             if not is_usual(raw, physical_offset, queue_offset, name):
                 return None
@@ -328,17 +330,17 @@ def _cut_out(
             continue
         # This is `is_usual`, inlined, because it runs for each message.
         own_size, magic, checksum, own_id, own_offset, own_place, flags, body_size = unpack(raw)
-        if size - body_size != before:  # messages of a queue often have the same properties
-            before = size - body_size
-            tail = usual_tail(topic, before)
+        rest = size - body_size
+        if rest != before:  # messages of a queue often have the same properties
+            before, tail = rest, usual_tail(topic, rest)
             tail_size = len(tail)
-        tail_at = _BODY_AT + body_size
+        tail_at = body_at + body_size
         if (
             own_place != physical_offset
             or own_offset != queue_offset
             or own_size != size
             or own_id != queue_id
-            or magic != _MAGIC
+            or magic != usual_magic
             or raw[tail_at : tail_at + tail_size] != tail
         ):
             return None
@@ -347,7 +349,7 @@ def _cut_out(
         if not checked:
             if not has_own and not flags & _NOT_PLAIN:
                 message._body_end, message._checksum = tail_at, checksum  # type: ignore[attr-defined]
-        elif has_own or crc32(raw[_BODY_AT:tail_at]) & 0x7FFFFFFF != checksum:
+        elif has_own or crc32(raw[body_at:tail_at]) & 0x7FFFFFFF != checksum:
             return None
     return messages, total
 
@@ -641,7 +643,7 @@ def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, 
         message = _message_at(checks, topic, physical_offset)
         if message is None or (exact and message.topic != topic):
             continue
-        has_key = not exact or key == message.unique_key or key in message.keys
+        has_key = not exact or key in message.keys or key == message.unique_key
         if is_batch(message):
             batch = unwrapped(parts.log, message) if physical_offset != last else []
             yield from (inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys)

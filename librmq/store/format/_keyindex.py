@@ -191,7 +191,7 @@ class KeyIndex(Closing):
         """
         self._check_open()
         texts: tuple[object, ...] = (topic, key)
-        if not all(isinstance(text, str) for text in texts):
+        if not (isinstance(texts[0], str) and isinstance(texts[1], str)):
             raise TypeError(f"expected a topic and a key as text, found {topic!r:.40} and {key!r:.40}")
         key_hash = index_key_hash(topic, key)
         places = self._find(key_hash, begin_ms, end_ms, max_results)
