@@ -122,6 +122,8 @@ class BrokerOffsets:
             progress, queue = assigned.progress, assigned.queue
             is_kept = assigned.keep()
             if progress is None or progress == assigned.stored_progress:
+                if is_kept:
+                    self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
                 continue
             update, stored = UpdateOffset(self._group, queue.topic, queue.queue_id, progress), None
             try:

@@ -791,7 +791,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
                 if queue_offset != assigned.stored_progress:
-                    if not assigned.keep():
+                    if not assigned.keep() or self._states.causes:  # then `save` says that storing works again
                         unkept.append(assigned)
                     elif queue_offset != assigned.stored_progress and self._saving.at is None:
                         self._save_soon()  # the owner of a share, in another process, gets it some time later

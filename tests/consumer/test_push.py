@@ -1063,6 +1063,26 @@ def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.Log
     assert "g@g: pulling t works again" in caplog.text
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_broker_that_is_back_ends_the_failure_of_storing_on_its_page(
+    is_busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Kit() as rmq:
+        rmq.network.has_pages = True
+        rmq.broker.create_topic("t", 1)
+        rmq.consumer("g").subscribe("t", lambda message: rmq.crash_broker(down=30) if message.body == b"last" else None)
+        rmq.advance(seconds=15)
+        send(rmq, "last")
+        with caplog.at_level(logging.INFO, "librmq.consumer"):
+            rmq.advance(seconds=29)
+            assert "storing progress at broker-a fails" in caplog.text
+            for _ in range(300):
+                rmq.advance(ms=100)
+                if is_busy and not rmq.broker.dead:
+                    send(rmq, "more")
+        assert "storing progress at broker-a works again" in caplog.text
+
+
 def test_a_pull_that_fails_is_retried_after_3_seconds(one_queue: Kit) -> None:
     seam = seam_of(one_queue)
     seam.cut(protocol.PullMessage)
