@@ -435,9 +435,10 @@ class Recorder:
                 event["kept_ms"] = self.now_ms()
             self._sink.ends(event, is_last=is_last)
 
-    def kept(self, event: Event) -> None:
-        """Record that no kill undoes the end of a delivery any more."""
-        event["kept_ms"] = self.now_ms()
+    def kept(self, event: Event, *, is_kept: bool) -> None:
+        """Record whether no kill undoes the end of a delivery any more; if not, nothing else will say it either."""
+        if is_kept:
+            event["kept_ms"] = self.now_ms()
         self._sink.ends(event)
 
     def returned(self, message: StoredMessage) -> None:
@@ -563,7 +564,8 @@ class ConsumerRecorder:
 
     def _release(self, moment: Operation) -> None:
         if moment.queue is not None:
-            self._unkept.pop(moment.queue, None)
+            for event in self._unkept.pop(moment.queue, []):
+                self._recorder.kept(event, is_kept=False)
             self._recorder.assigned("revoke", self.process, self._group, moment.queue)
 
     def _reader(self, queue: MessageQueue) -> _Reader:
@@ -596,8 +598,8 @@ class ConsumerRecorder:
         for queue in list(self._unkept) if moment.queue is None else [moment.queue]:
             events = self._unkept.get(queue, [])
             place = self._place(queue)
-            for event in events if place is not None and place.is_open else ():
-                self._recorder.kept(event)
+            for event in events:
+                self._recorder.kept(event, is_kept=place is not None and place.is_open)
             events.clear()
 
     def _place(self, queue: MessageQueue) -> Place | None:

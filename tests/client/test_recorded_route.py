@@ -75,6 +75,22 @@ def test_an_application_records_with_one_line(tmp_path: Path) -> None:
     assert check_history(events) == []
 
 
+def test_what_was_polled_and_never_committed_is_written_to_its_end(tmp_path: Path) -> None:
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    with Broker.temporary(runner=runner) as broker, record_history(broker, tmp_path / "history.jsonl") as route:
+        broker.create_topic("orders", 1)
+        with Producer(route, "shop") as producer:
+            producer.send("orders", b"secret")
+        with PullConsumer(route, "audit", auto_commit=False, consume_from=ConsumeFrom.FIRST) as audit:
+            audit.subscribe("orders")
+            assert audit.poll(0)
+            assert not audit.poll(0)
+        assert not route._open  # noqa: SLF001 (else a long run fills the memory)
+    (delivery,) = (event for event in lines(tmp_path / "history.jsonl") if event["event"] == "deliver")
+    assert delivery["outcome"] == "ok"
+    assert "kept_ms" not in delivery
+
+
 def test_a_full_history_ends_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "history.jsonl"
     with (
