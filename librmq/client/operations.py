@@ -149,15 +149,20 @@ class _UnderWay:
 
     def returns(self, result: R) -> R:
         """Note the result, and return it."""
-        self._result = result
+        if self._watching:
+            self._result = result
         return result
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        self.end(self._result if error is None else None, error)
+        if self._watching:
+            self.end(self._result if error is None else None, error)
 
     def end(self, result: object, error: BaseException | None) -> None:
         """Tell the end, without a block."""
         end(self._watching, result, error)
+
+
+_UNWATCHED: Final = _UnderWay(())
 
 
 class Watched:
@@ -201,11 +206,13 @@ class Watched:
         """Return a block that is the operation of this kind, whose result `returns` notes."""
         watchers = self.watchers.get(kind)
         if not watchers:
-            return _UnderWay(())
+            return _UNWATCHED
         return _UnderWay(begin(watchers, Operation(kind, self.client, self.group, topic, messages, **fields)))
 
     def _receiving(self, topic: str | None = None) -> _UnderWay:
         """Return a block that is a poll or a receive of a consumer."""
+        if "receive" not in self.watchers:
+            return _UNWATCHED
         return self._watched("receive", topic, is_batch=True, model="clustering")
 
     def _note(

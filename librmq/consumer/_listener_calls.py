@@ -92,8 +92,7 @@ class DeliveryCall(Work):
         """Call the listener, by ``watched(messages)`` unless that is None."""
         place = self.assigned.place
         if place is not None:
-            for message in self.messages:
-                place.begin(message.queue_offset)
+            place.begin(self.messages)
         if watched is not None:
             return watched(self.messages)
         return self.listener.function(self.messages if self.listener.as_list else self.messages[0])

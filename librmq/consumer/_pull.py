@@ -325,7 +325,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 clock = self.runner.clock
                 seconds = self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout)
                 deadline = clock.monotonic() + seconds
-                self._looks_once = deadline <= clock.monotonic()
+                self._looks_once = seconds <= 0
                 with self._polling:
                     self._begin_poll()
                     has_begun = True
@@ -369,10 +369,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         clock = self.runner.clock
-        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
+        seconds = self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout)
+        deadline = clock.monotonic() + seconds
         if not self._polling.acquire(blocking=False):
             raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
-        self._looks_once = deadline <= clock.monotonic()
+        self._looks_once = seconds <= 0
         try:
             arrived = asyncio.Event()
             self._arrived.awaited = asyncio.get_running_loop(), arrived
@@ -463,7 +464,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             assigned.next_offset = next_offset
             self._last = assigned, message.queue_offset, next_offset
             if is_wanted and assigned.place is not None:
-                assigned.place.begin(message.queue_offset)
+                assigned.place.begin((message,))
             self._note("settle", result="ok")
             if is_wanted:
                 self._note("hand_out", queue=message.queue, messages=(message,))
@@ -561,8 +562,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if one_by_one or not messages:
             return messages, has_moved
         if (place := self.assigned[messages[0].queue].place) is not None:
-            for message in messages:
-                place.begin(message.queue_offset)
+            place.begin(messages)
         return self._wanted(messages), has_moved
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
@@ -575,7 +575,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             assigned
             for assigned in self.assigned.values()
             if not assigned.released and assigned.queue not in self._paused and assigned.queue not in self._rests
-            if only in (None, assigned)
+            if only is None or only is assigned
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)

@@ -15,6 +15,8 @@ from librmq.clock import ManualClock
 from librmq.errors import StoreIOError
 from librmq.files import File
 from librmq.files._memory import MemoryFiles
+from librmq.message import StoredMessage
+from librmq.message.record import Record, encode_record
 from librmq.protocol import PullMessage, SendBack, Subscription, UpdateOffset
 from librmq.runtime import ManualRunner
 from librmq.store.format.group_page import FlightRow, GroupPage, PlaceName
@@ -126,6 +128,7 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
     """The page is refused with a warning, or says what it said, or less: then messages come again."""
     files = SameMachine()
     page = GroupPage.make(files, STORE)
+    first, second = (StoredMessage(encode_record(Record(topic="t", queue_offset=offset))) for offset in (4112, 4113))
     names = [PlaceName("g", "t", 0), PlaceName("g", "u", 1)]
     for name in names:
         place = page.add(name, 2)
@@ -134,9 +137,9 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
         place.advance(4100)
         for queue_offset in (2050, 4101, 4105):  # the first one counts no more, and could count again by one bit
             place.finish(queue_offset)
-        place.begin(4112)
+        place.begin([first])
         place = page.hold(place, was_left=True)
-        place.begin(4113)
+        place.begin([second])
         place.set_next_offset(4120)
         page.free_flight(page.add_flight(place.number, None, 4099, 9, 5, 60, 1, 65))
         for queue_offset in (4110, 4115):

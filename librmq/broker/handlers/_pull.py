@@ -132,11 +132,9 @@ class PullHandler(BrokerPart):
         """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held = self._store, self._held
-        read = partial(
-            store.read, topic, queue_id, queue_offset, request.max_messages, selection.matching, checked=True
-        )
+        place, most, matching = (topic, queue_id, queue_offset), request.max_messages, selection.matching
         try:
-            result = read(joined=request.joined)
+            result = store.read(*place, most, matching, joined=request.joined, checked=True)
         except CorruptionError as error:
             if self._is_replica or not self._damaged().passes(
                 (request.group, topic, queue_id), queue_offset, error, self._wait_for_repair(request)
@@ -151,7 +149,7 @@ class PullHandler(BrokerPart):
         # Hold first, then read again, for a message that was stored between the two looks.
         name, holder = (topic, queue_id), (request.client_id, request.group)
         response = self._wait_for_entry(request, selection, result)
-        result = read(joined=request.joined)
+        result = store.read(*place, most, matching, joined=request.joined, checked=True)
         if not result.messages:
             if request.notify is not None:
                 held.answer_by_sweep(name, holder)

@@ -60,7 +60,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
@@ -73,6 +73,7 @@ from librmq.runtime.locks import Inherited
 from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, checked, folder_part
 
 if TYPE_CHECKING:
+    from librmq.message import StoredMessage
     from librmq.store.format.broker_tables import DelayedSave
 
 _log = EventLog("librmq.store")
@@ -245,12 +246,14 @@ class Place:
         offsets = {(word & _NUMBER) - 1 for word in slots if word & _NUMBER > position}
         return {offset for offset in offsets if slots[offset % SLOTS] == word_of(tag, offset)}
 
-    def begin(self, queue_offset: int) -> None:
-        """Note that a listener gets a message next."""
+    def begin(self, messages: Iterable[StoredMessage]) -> None:
+        """Note that a listener gets messages next."""
         if self.window is not None:
             words, begin, tag = self.window
-            try:  # noqa: SIM105 (twice as fast, for each message)
-                words[begin + queue_offset % SLOTS] = tag + BEGUN + queue_offset
+            try:
+                for message in messages:
+                    queue_offset = message.queue_offset
+                    words[begin + queue_offset % SLOTS] = tag + BEGUN + queue_offset
             except ValueError:  # the broker has ended
                 pass
 
