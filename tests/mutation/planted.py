@@ -22,13 +22,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-PACKAGE = HERE.parent.parent / "librmq"
+_SPEC = find_spec("librmq")
+assert _SPEC is not None
+assert _SPEC.origin is not None
+PACKAGE = Path(_SPEC.origin).parent
+"""The librmq that is imported later, here or in a fork: a program may count its lines by their folder."""
 SHARES = "shares"
 """The program of bugs that only processes which share a store have: the simulation of them."""
 WRITERS = "writers"

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 
@@ -45,13 +44,8 @@ def test_each_planted_bug_has_its_place() -> None:
     ],
 )
 def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
-    """A world in which the bug makes a process stand still tells nothing, so one more search begins then."""
     command = [sys.executable, "-m", "tests.mutation.planted", bug.name]
-    search = partial(subprocess.run, command, env=environment(), capture_output=True, text=True, timeout=240)
-    try:
-        done = search()
-    except subprocess.TimeoutExpired:
-        done = search()
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert bug.anomaly in json.loads(done.stdout)
 
