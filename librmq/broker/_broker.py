@@ -562,7 +562,7 @@ class Broker(StoreRoute, Endpoint):
         settings = {"cluster_name": self._context.cluster_name, "bell": bell, "held": sorted(HELD_PROPERTIES)}
         try:
             shared = store.writer.share_appends(
-                path, settings, self._followed, wait_s, partial(is_held_here, self.runner.lock)
+                path, settings, self._followed, wait_s, lambda: is_held_here(self.runner.lock)
             )
         except (StoreError, OSError) as error:
             _log.warning(

@@ -120,9 +120,13 @@ class Instance(Watched):
         """Set the progress of a queue: on the page of groups at once, or else it is stored soon."""
         assigned.progress = progress
         place = assigned.place
-        is_on_page = place is not None and not assigned.is_chosen and place.advance(progress)
-        # After a failure, the next save also says that storing works again.
-        if is_on_page and place is not None and place.saving is not None and not self._states.causes:
+        if (
+            place is not None
+            and not assigned.is_chosen
+            and place.advance(progress)
+            and place.saving is not None
+            and not self._states.causes  # after a failure, the next save also says that storing works again
+        ):
             assigned.stored_progress = progress
         elif self._saving.at is None:
             self._save_soon()

@@ -208,8 +208,9 @@ class Writer(StoreHandle):
             self.clock.now_ms(),
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
-        self._comparison, self._copier = Comparison(parts, self.checks), None
+        self._comparison = Comparison(parts, self.checks)
         self.checks.noticed = self._compare_soon
+        self._copier = None
 
     def share_appends(
         self,
