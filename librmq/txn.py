@@ -125,7 +125,7 @@ class Transactions:
     This needs the unique id that producers give a message; without it only the named half is known.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a broker gives it)
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
@@ -136,11 +136,12 @@ class Transactions:
         is_reachable: Callable[[str], bool] | None = None,
         waits: bool = True,
         aside: Aside | None = None,
+        start_ms: int | None = None,
     ) -> None:
         """Checks continue from the saved progress. The given functions must not raise, nor call this object.
 
         Args:
-            store: Open for writing. Its present time begins the grid of check passes.
+            store: Open for writing.
             offsets: Keeps the progress of the check.
             config: Times of the checks.
             delivered: ``delivered(final)`` is called with each final message as soon as it is in the log.
@@ -150,6 +151,7 @@ class Transactions:
             waits: With sync durability an end returns when it is on the device; False leaves the wait for `last_op` to
                 the caller.
             aside: Flushes the store after a pass while other work continues; None flushes within `HalfCheck.run_due`.
+            start_ms: Begins the grid of check passes; by default the store's present time.
         """
         self._store = store
         self._delivered = delivered
@@ -163,6 +165,7 @@ class Transactions:
             make_topic=make_topic,
             is_reachable=is_reachable,
             aside=aside,
+            start_ms=start_ms,
         )
         """Asks about the transactions that stay open."""
         self._opened_at = store.log.end

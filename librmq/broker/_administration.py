@@ -473,7 +473,7 @@ class StoreReaders(BrokerPart):
         self,
         context: BrokerContext,
         schedule: LaterPart[DelaySchedule],
-        transactions: BrokerTransactions,
+        transactions: LaterPart[BrokerTransactions],
         timers: Callable[[], Timers | None],
     ) -> None:
         super().__init__(context)
@@ -494,7 +494,7 @@ class StoreReaders(BrokerPart):
         for queue_id, queue_offset in self._schedule().next_offsets() if SystemTopic.SCHEDULE in queues else ():
             yield Unread(DELAYS, SystemTopic.SCHEDULE, queue_id, queue_offset)
         if SystemTopic.HALF in queues:
-            yield self._transactions.unread()
+            yield self._transactions().unread()
         if SystemTopic.TIMER in queues and (timers := self._timers()) is not None:
             yield Unread(TIMERS, SystemTopic.TIMER, 0, 0, timers.passed(before))
 

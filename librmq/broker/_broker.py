@@ -26,7 +26,6 @@ from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife, LaterPart
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._requests import request_table
@@ -67,8 +66,10 @@ from librmq.store.format.directory import has_abort, infer_config
 if TYPE_CHECKING:
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
+    from librmq.broker._transactions import BrokerTransactions, DiscardHook
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
+    from librmq.broker.long_polling import Arrivals
     from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
@@ -90,10 +91,12 @@ class Broker(StoreRoute, Endpoint):
     _config: BrokerConfig
     cluster_name: str
     metrics: Metrics | None
+    discard_hooks: list[DiscardHook]
+    """Functions called with each half message that a check discards, and its number of checks."""
     _life: BrokerLife
     _context: BrokerContext
     _deliveries: Deliveries
-    _transactions: BrokerTransactions
+    _transactions: LaterPart[BrokerTransactions]
     _replication: LaterPart[Replication]
     _sending: SendHandler
     _progress: Progress
@@ -256,7 +259,11 @@ class Broker(StoreRoute, Endpoint):
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
             self._deliveries = deliveries = Deliveries(context)
-            self._transactions = transactions = BrokerTransactions(context, deliveries.arrivals)
+            self.discard_hooks = []
+            self._transactions = transactions = LaterPart(
+                partial(_make_transactions, context, deliveries.arrivals, self.discard_hooks, runner.now_ms())
+            )
+            deliveries.arrivals.wake_by_topic[SystemTopic.HALF] = lambda: transactions().prepared()
             store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
             self._replication = replication = LaterPart(partial(_make_replication, context))
             self._sending = sending = SendHandler(context, deliveries, replication, transactions)
@@ -287,7 +294,7 @@ class Broker(StoreRoute, Endpoint):
                     if tables.schedules.rows:
                         schedules().start()
                     if (SystemTopic.HALF, 0) in store.queues:
-                        transactions.prepared()
+                        transactions().prepared()
             context.show_gauges(lambda: 0 if replication.made is None else replication.made.replica_count)
             life.mark_open()
         except BaseException:
@@ -529,11 +536,6 @@ class Broker(StoreRoute, Endpoint):
         return self.tables.delays.rows if self._config.replica_of is not None else self._deliveries.schedule().progress
 
     @property
-    def discard_hooks(self) -> list[DiscardHook]:
-        """Functions called with each half message that a check discards, and its number of checks."""
-        return self._transactions.discard_hooks
-
-    @property
     def reset_hooks(self) -> list[ResetHook]:
         """Functions called with group and topic after each `reset_group`, under the runner's lock."""
         return self._progress.reset_hooks
@@ -679,7 +681,8 @@ class Broker(StoreRoute, Endpoint):
             if (receives := self._receives.made) is not None:
                 saves.callback(receives.end)
             if not is_replica:
-                saves.callback(self._transactions.save)
+                if (transactions := self._transactions.made) is not None:
+                    saves.callback(transactions.save)
                 self._deliveries.save()
         if not is_replica:
             self._deliveries.write_passed()
@@ -707,6 +710,14 @@ class Broker(StoreRoute, Endpoint):
 
 
 # ---- parts that most brokers do without, each imported when it is made
+
+
+def _make_transactions(
+    context: BrokerContext, arrivals: Arrivals, discard_hooks: list[DiscardHook], start_ms: int
+) -> BrokerTransactions:
+    from librmq.broker._transactions import BrokerTransactions
+
+    return BrokerTransactions(context, arrivals, discard_hooks, start_ms)
 
 
 def _make_replication(context: BrokerContext) -> Replication:

@@ -33,10 +33,15 @@ DiscardHook = Callable[[StoredMessage, int], object]
 class BrokerTransactions(BrokerPart):
     """The transactions of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, arrivals: Arrivals) -> None:
-        """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
+    def __init__(
+        self, context: BrokerContext, arrivals: Arrivals, discard_hooks: list[DiscardHook], start_ms: int
+    ) -> None:
+        """Notify ``arrivals`` of final messages, and ``discard_hooks`` of discarded ones.
+
+        ``start_ms`` is the time of the broker's opening, from which the check's passes are counted.
+        """
         super().__init__(context)
-        self.discard_hooks: list[DiscardHook] = []
+        self._discard_hooks = discard_hooks
         store = context.store
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
@@ -55,8 +60,8 @@ class BrokerTransactions(BrokerPart):
             is_reachable=self._is_reachable,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
+            start_ms=start_ms,
         )
-        arrivals.wake_by_topic[SystemTopic.HALF] = self.prepared
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message before its producer gets an answer. Thread-safe."""
@@ -183,7 +188,7 @@ class BrokerTransactions(BrokerPart):
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count_outcome("discard", half)
-        for hook in self.discard_hooks:
+        for hook in self._discard_hooks:
             self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:

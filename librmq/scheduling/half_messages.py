@@ -237,6 +237,7 @@ class HalfCheck:
         make_topic: Callable[[str], object],
         is_reachable: Callable[[str], bool] | None,
         aside: Aside | None,
+        start_ms: int | None,
     ) -> None:
         """The first pass continues from the saved progress; `librmq.txn.Transactions` describes the arguments."""
         self.checked: Checked = Checked([], [])
@@ -254,7 +255,7 @@ class HalfCheck:
         self._next_op = self._progress(SystemTopic.OP)
         self._saved = self._next_half, self._next_op
         self._interval_ms = round(1000 * config.interval_s)
-        self._last_ms = store.clock.now_ms()
+        self._last_ms = store.clock.now_ms() if start_ms is None else start_ms
         self._first_ms = self._last_ms + self._interval_ms
         self._next_ms: int | None = None
         """The time of the next pass; None while nothing is pending."""

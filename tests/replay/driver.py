@@ -7,6 +7,7 @@ state under the same ``seq``. Only events that RocketMQ produced by itself are c
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 from librmq.files.interface import file_size
 from tests.reference import Row
@@ -16,10 +17,12 @@ from tests.replay.producing import Producers
 from tests.replay.reading import Recording
 from tests.replay.refusals import Refusals
 from tests.replay.stage import STORE, Played, Stage
+from tests.transactions_of_4 import HalfCheckOf4
 
 __all__ = ["play"]
 
 
+@patch("librmq.txn.HalfCheck", HalfCheckOf4)
 def play(recording: Recording, before_ms: int = 0) -> Played:
     """Let librmq repeat a recording; brokers start this long before the recorded start."""
     stage = Stage(recording, before_ms)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
-from unittest.mock import patch
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.sender import SendResult
@@ -20,7 +19,6 @@ from librmq.txn import TransactionConfig
 from tests.reference import Row
 from tests.replay.reading import Recording
 from tests.replay.runner import ReplayRunner
-from tests.transactions_of_4 import HalfCheckOf4
 
 __all__ = ["Played", "Stage", "describe"]
 
@@ -114,16 +112,15 @@ class Stage:
             enable_property_filter=told.get("enablePropertyFilter") == "true",
             store_host=format_host(store_host),
         )
-        with patch("librmq.txn.HalfCheck", HalfCheckOf4):
-            broker = Broker.open(
-                STORE,
-                BrokerConfig(transactions=transactions),
-                name=name,
-                cluster_name=told["brokerClusterName"],
-                store_config=store,
-                runner=self.runner,
-                files=self.played.files.setdefault(name, MemoryFiles()),
-            )
+        broker = Broker.open(
+            STORE,
+            BrokerConfig(transactions=transactions),
+            name=name,
+            cluster_name=told["brokerClusterName"],
+            store_config=store,
+            runner=self.runner,
+            files=self.played.files.setdefault(name, MemoryFiles()),
+        )
         self.brokers[name] = broker
         if self._route is not None:
             self._route.add(broker)

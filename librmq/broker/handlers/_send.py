@@ -80,7 +80,7 @@ class SendHandler(BrokerPart):
         context: BrokerContext,
         deliveries: Deliveries,
         replication: LaterPart[Replication],
-        transactions: BrokerTransactions,
+        transactions: LaterPart[BrokerTransactions],
     ) -> None:
         """Send on behalf of producers and groups."""
         super().__init__(context)
@@ -115,7 +115,7 @@ class SendHandler(BrokerPart):
                 context,
                 window_ms,
                 lambda message: (
-                    transactions.is_rolled_back(message)
+                    transactions().is_rolled_back(message)
                     if message.topic == SystemTopic.HALF
                     else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
                 ),
@@ -275,7 +275,7 @@ class SendHandler(BrokerPart):
             is_copy=request.group in TOOL_PRODUCERS,
         )
         if is_prepared:
-            self._transactions.half_stored(stored_message.unique_key, result.physical_offset)
+            self._transactions().half_stored(stored_message.unique_key, result.physical_offset)
         return queue_id, result
 
     def send_batch(self, request: SendBatch) -> SendResponse:
