@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
-from librmq.broker._context import BrokerContext, BrokerPart, LaterPart
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.config import to_timestamp_ms
 from librmq.errors import BrokerError, CorruptionError
 from librmq.message import MessageQueue, StoredMessage
@@ -47,6 +47,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.store.retention import Unread, UnreadInFile
 

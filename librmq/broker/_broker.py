@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
-from librmq.broker._context import BrokerContext, BrokerLife, LaterPart
+from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._pull import PullHandler, told_end
@@ -57,7 +57,7 @@ from librmq.protocol import (
     SendResponse,
 )
 from librmq.runtime import Runner
-from librmq.runtime.closing import opened_in_thread
+from librmq.runtime.closing import LaterPart, opened_in_thread
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
 from librmq.store import AppendResult, BrokerTables, MessageStore

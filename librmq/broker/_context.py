@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from librmq.broker._clients import Clients, QueueLocks
 from librmq.broker._offsets import Persistence, TableWriter
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 
 _log = EventLog("librmq.broker")
-P = TypeVar("P")
 
 NEVER: Final = -1
 """In place of a time to wait for a repair: until a person repairs the store, or moves the group's progress."""
@@ -247,21 +246,6 @@ def refused_by_replica(name: str, master: str, kind: type) -> BrokerError:
         ResponseCode.SERVICE_NOT_AVAILABLE,
         f"{name} is a replica of {master} and takes no {kind.__name__}: ask {master}, or promote the replica",
     )
-
-
-class LaterPart(Generic[P]):
-    """A part of one broker that is made at its first use. Thread-safe: of two that are made at once, one is used."""
-
-    made: P | None = None
-    """The part; None until its first use."""
-
-    def __init__(self, make: Callable[[], P]) -> None:
-        self._make = make
-
-    def __call__(self) -> P:
-        """Return the part."""
-        part: P = vars(self).setdefault("made", self._make()) if self.made is None else self.made
-        return part
 
 
 class BrokerPart:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker._context import BrokerContext, BrokerPart, LaterPart
+from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
@@ -17,6 +17,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
+from librmq.runtime.closing import LaterPart
 from librmq.scheduling import TimerConfig
 from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, destination_of
 from librmq.store import AppendResult, MessageStore

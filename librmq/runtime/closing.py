@@ -1,9 +1,9 @@
-"""What ``with`` closes, and what a coroutine opens in a thread, because opening can block."""
+"""What ``with`` closes, what a coroutine opens in a thread, as opening can block, and what is made at its first use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,6 +26,7 @@ class Closing:
 
 
 C = TypeVar("C", bound=Closing)
+P = TypeVar("P")
 
 
 async def opened_in_thread(open_it: Callable[[], C]) -> C:
@@ -43,3 +44,18 @@ async def opened_in_thread(open_it: Callable[[], C]) -> C:
     except asyncio.CancelledError:  # the thread is not cancelled, so what it opens is closed
         opening.add_done_callback(close)
         raise
+
+
+class LaterPart(Generic[P]):
+    """A part of a broker or a store, made at its first use. Thread-safe: of two that are made at once, one is used."""
+
+    made: P | None = None
+    """The part; None until its first use."""
+
+    def __init__(self, make: Callable[[], P]) -> None:
+        self._make = make
+
+    def __call__(self) -> P:
+        """Return the part."""
+        part: P = vars(self).setdefault("made", self._make()) if self.made is None else self.made
+        return part

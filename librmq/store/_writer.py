@@ -18,13 +18,14 @@ from librmq.files import Damage, FileLock, Files, TemporaryFolder
 from librmq.files.interface import flush_all, make_folders
 from librmq.override import override
 from librmq.runtime import critical
+from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
-from librmq.store.engine._comparison import Comparison
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
+from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable
@@ -43,6 +44,7 @@ from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
 
 if TYPE_CHECKING:
+    from librmq.store.engine._comparison import Comparison
     from librmq.store.engine._shared_appends import SharedAppends
     from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, LogCopier
     from librmq.store.recovery._verify import Verdict
@@ -208,7 +210,9 @@ class Writer(StoreHandle):
             self.clock.now_ms(),
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
-        self._comparison = Comparison(parts, self.checks)
+        self._comparison = LaterPart(partial(_make_comparison, parts, self.checks))
+        if parts.compared_from > parts.log.begin:
+            self._comparison()
         self.checks.noticed = self._compare_soon
         self._copier = None
 
@@ -269,7 +273,8 @@ class Writer(StoreHandle):
         """Look at the disk, and do the periodic work that is due; return the next due time."""
         self._check_disk(now_ms)
         due_ms = self.housekeeping.run_due(now_ms)  # a recovery replaces it
-        compared_ms = self._comparison.run_due(now_ms)
+        comparison = self._comparison.made
+        compared_ms = None if comparison is None else comparison.run_due(now_ms)
         if compared_ms is not None:
             due_ms = compared_ms if due_ms is None else min(due_ms, compared_ms)
         self._write_corrected()
@@ -281,7 +286,7 @@ class Writer(StoreHandle):
 
     def _compare_soon(self, name: QueueName) -> None:
         """Compare the rest of a queue with the log, because one of its entries disagreed."""
-        self._comparison.add(name)
+        self._comparison().add(name)
         self.thread.wake()
 
     def _write_corrected(self) -> None:
@@ -585,6 +590,12 @@ class Writer(StoreHandle):
         if self.closed is None and self.replica_of is not None:
             return ReadOnlyError(_no_writes(self.path, self.replica_of))
         return super().unusable()
+
+
+def _make_comparison(parts: Parts, checks: EntryChecks) -> Comparison:
+    from librmq.store.engine._comparison import Comparison  # after a clean exit nothing needs it
+
+    return Comparison(parts, checks)
 
 
 def _no_writes(path: str, master: str) -> str:

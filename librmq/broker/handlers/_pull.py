@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.broker._context import NEVER, BrokerContext, BrokerPart, LaterPart
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
 from librmq.clock import Allowance
@@ -35,6 +35,7 @@ from librmq.protocol import (
     Subscription,
     TakeHandOuts,
 )
+from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 

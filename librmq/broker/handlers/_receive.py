@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.broker._administration import Progress
-from librmq.broker._context import NEVER, BrokerContext, BrokerPart, LaterPart
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart
 from librmq.broker._topics import Topic, not_readable
 from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._in_flight import (
@@ -58,6 +58,7 @@ from librmq.protocol import (
     ended_cause,
 )
 from librmq.runtime import StateLog
+from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.store import GetStatus, ReadResult
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.broker._administration import Administration, Progress
 from librmq.broker._clients import Clients
-from librmq.broker._context import BrokerContext, LaterPart, refused_by_replica
+from librmq.broker._context import BrokerContext, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker.handlers._pull import PullHandler
 from librmq.broker.handlers._send import SendHandler
@@ -78,6 +78,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.runtime.closing import LaterPart
 
 if TYPE_CHECKING:
     from librmq.broker._replication import Replication

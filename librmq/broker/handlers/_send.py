@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker._context import BrokerContext, BrokerPart, LaterPart, refused_by_replica
+from librmq.broker._context import BrokerContext, BrokerPart, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._topics import Topic
 from librmq.config import to_seconds
@@ -40,6 +40,7 @@ from librmq.protocol import (
     SendStatus,
     SendTogether,
 )
+from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.store import AppendResult
 from librmq.store.engine.store_parts import CTRL_C_WAITS_S
