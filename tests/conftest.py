@@ -204,7 +204,7 @@ _PATIENCE_S = 60.0
 def kits_begin_at_one_time() -> Iterator[None]:
     """Let kits begin in November 2023 instead of at the machine's time, so that each run of the tests is alike."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("librmq.testing._from_store.SystemClock", lambda: ManualClock(1_700_000_000_000))
+        patched.setattr("librmq.testing._network.SystemClock", lambda: ManualClock(1_700_000_000_000))
         yield
 
 

@@ -17,7 +17,6 @@ from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.testing._faults import Faults
-from librmq.testing._from_store import StoreStart
 from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
 from librmq.testing._network import Network
 from librmq.testing._process import KitParts, Process, ProcessStateError
@@ -26,6 +25,7 @@ from librmq.testing.histories._verdict import Facts
 
 if TYPE_CHECKING:
     from librmq.filter import PredicateCounts
+    from librmq.testing._from_store import StoreStart
 
 # ---- undelivered messages and unmatched subscriptions
 

@@ -22,8 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self, TypeAlias
 
-from librmq.client.recorder import Event
-from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles, Files, MemoryFiles, OverlayFiles
@@ -32,15 +30,13 @@ from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group, kind_o
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import topic_row
-from librmq.testing._network import SMALL_FILES
+from librmq.testing._network import FOLDER, SMALL_FILES, machine_ms
 from librmq.testing.histories._history import show
 
 if TYPE_CHECKING:
     from librmq.diagnosis import StoreView
     from librmq.store import Extracted
 
-FOLDER: Final = os.path.join(os.sep, "rmq")
-"""The folder of a kit's store in memory."""
 _END: Final = 1 << 62
 _SHOWN: Final = 20
 
@@ -176,32 +172,8 @@ def _retries(message: StoredMessage) -> str:
     return target.removeprefix(TopicPrefix.RETRY) if target.startswith(TopicPrefix.RETRY) else ""
 
 
-def earlier_attempts(events: Sequence[Event], sent: Collection[str]) -> Iterator[Event]:
-    """Yield the failed deliveries before the test, to which later attempts lead, of messages that it has not sent."""
-    attempts: set[tuple[str, str, int]] = set()
-    number = 0
-    for event in events:
-        if event["event"] != "deliver" or event["id"] in sent:
-            continue
-        before_ms = event["begin_ms"] - 1
-        for attempt in range(event["attempt"]):
-            if (event["group"], event["id"], attempt) not in attempts:
-                attempts.add((event["group"], event["id"], attempt))
-                yield {
-                    **event, "process": "outside", "broker": "before the test", "queue_offset": number,
-                    "attempt": attempt, "begin_ms": before_ms, "end_ms": before_ms, "outcome": "retry",
-                }  # fmt: skip
-                number += 1
-        attempts.add((event["group"], event["id"], event["attempt"]))
-
-
 def _last_ms(messages: Sequence[StoredMessage]) -> int:
     return max((message.store_timestamp_ms for message in messages), default=0)
-
-
-def machine_ms() -> int:
-    """Return the machine's time in whole seconds: timers go by them, and are due equally long after each start."""
-    return SystemClock().now_ms() // 1000 * 1000
 
 
 # ---- what is read

@@ -26,15 +26,15 @@ from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import check_site, site_of
 from librmq.testing._evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing._faults import Faults
-from librmq.testing._from_store import FOLDER, GroupNames, StoreStart, machine_ms
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
-from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
+from librmq.testing._network import FOLDER, SMALL_FILES, Frames, Network, broker_names, machine_ms
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
 from librmq.testing.histories._history import DeliveryAttempt, History
 from librmq.testing.histories._verdict import HistoryAnomalyError, check_kinds, history_problem
 
 if TYPE_CHECKING:
     from librmq.cluster import ReplicaConfig
+    from librmq.testing._from_store import GroupNames, StoreStart
     from librmq.testing._replica import KitReplica
 
 _T = TypeVar("_T")
@@ -738,6 +738,8 @@ def starting_store(
         ConfigError: Topics or groups are named without a store.
     """
     if store is not None:
+        from librmq.testing._from_store import StoreStart  # most tests begin with an empty store
+
         return store if isinstance(store, StoreStart) else StoreStart.read(store, topics, groups, store_config)
     if topics is not None or groups is not None:
         raise ConfigError("topics and groups: expected store= with them, the folder of the store that has them")

@@ -11,6 +11,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.clock import SystemClock
 from librmq.cluster import Cluster, RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, NoRouteError
@@ -24,9 +25,16 @@ if TYPE_CHECKING:
     from librmq.cluster import Replica
     from librmq.wire.frame_links import FrameLinks
 
+FOLDER: Final = os.path.join(os.sep, "rmq")
+"""The folder of a kit's store in memory."""
 MOST_BROKERS: Final = len(ascii_lowercase)
 SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
 """The settings of a kit's store by default."""
+
+
+def machine_ms() -> int:
+    """Return the machine's time in whole seconds: timers go by them, and are due equally long after each start."""
+    return SystemClock().now_ms() // 1000 * 1000
 
 
 def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str]:

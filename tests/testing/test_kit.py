@@ -263,7 +263,7 @@ def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
 
 
 def test_a_kit_begins_at_the_machines_time_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.testing._from_store.SystemClock", lambda: ManualClock(1_800_000_000_123))
+    monkeypatch.setattr("librmq.testing._network.SystemClock", lambda: ManualClock(1_800_000_000_123))
     with Kit() as rmq:
         assert rmq.clock.now_ms() == 1_800_000_000_000
     with Kit(now_ms=1_700_000_000_123) as rmq:

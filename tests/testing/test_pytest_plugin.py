@@ -273,7 +273,7 @@ def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.testing._from_store.SystemClock", SystemClock)  # it sends for tomorrow
+    monkeypatch.setattr("librmq.testing._network.SystemClock", SystemClock)  # it sends for tomorrow
     tutorial = (CHECKOUT / "docs" / "testing.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
     pytester.makepyfile(test_tutorial="\n".join(blocks))

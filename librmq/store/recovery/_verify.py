@@ -44,11 +44,9 @@ from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
-from librmq.store.recovery._condition import condition_of, cut_before_records
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._unclean_queues import Scope
 from librmq.store.recovery.log_end import RecoveryMode
-from librmq.store.recovery.missing_files import lacking_queues
 from librmq.store.recovery.open import clear_leftovers, load
 
 if TYPE_CHECKING:
@@ -150,6 +148,8 @@ def _judged(
     The opening is tried in memory, and what it leaves is checked. If it refuses the store, or if something is lost,
     everything stays.
     """
+    from librmq.store.recovery._condition import condition_of, cut_before_records  # a sound store needs none of it
+
     overlay, without_empty = OverlayFiles(files), OverlayFiles(files)
     try:
         clear_leftovers(path, without_empty, queues=False)
@@ -360,6 +360,8 @@ class _StoreCheck:
         if closed is not None and closed.agrees_with(log):
             lost = frozenset(closed.queues) - queues.keys()
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
+        from librmq.store.recovery.missing_files import lacking_queues  # the note of a close tells as a rule
+
         dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
         levels = DelayLevels.parse(self._config.message_delay_level)
         lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched) - queues.keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from librmq.client.recorder import Event, id_of
 from librmq.config import nearest
@@ -16,12 +16,14 @@ from librmq.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.waiting import Cancellations
-from librmq.testing._from_store import StoreStart, earlier_attempts
 from librmq.testing._kit_runner import KitRunner, ProcessTable
 from librmq.testing._network import Network
 from librmq.testing.histories._history import History, HistoryLine
 from librmq.testing.histories.anomalies import KINDS, check_history
 from librmq.testing.histories.events import span_of
+
+if TYPE_CHECKING:
+    from librmq.testing._from_store import StoreStart
 
 _TICK_MS = 1_000
 """What is due is delivered within this time."""
@@ -91,7 +93,7 @@ class Facts:
                     "outcome": "unknown",
                 }
         if start is not None:
-            yield from earlier_attempts(events, sent)
+            yield from _earlier_attempts(events, sent)
         for name in network.by_name:
             store = network.store(name)
             for cancelled in Cancellations(store.path, store.files).rows():  # also those that the test itself cancelled
@@ -191,6 +193,25 @@ class Facts:
                 if message.kind == "half" or message.due_ms is None or message.due_ms + _TICK_MS > now_ms:
                     return True
         return False
+
+
+def _earlier_attempts(events: Sequence[Event], sent: Collection[str]) -> Iterator[Event]:
+    """Yield the failed deliveries before the test, to which later attempts lead, of messages that it has not sent."""
+    attempts: set[tuple[str, str, int]] = set()
+    number = 0
+    for event in events:
+        if event["event"] != "deliver" or event["id"] in sent:
+            continue
+        before_ms = event["begin_ms"] - 1
+        for attempt in range(event["attempt"]):
+            if (event["group"], event["id"], attempt) not in attempts:
+                attempts.add((event["group"], event["id"], attempt))
+                yield {
+                    **event, "process": "outside", "broker": "before the test", "queue_offset": number,
+                    "attempt": attempt, "begin_ms": before_ms, "end_ms": before_ms, "outcome": "retry",
+                }  # fmt: skip
+                number += 1
+        attempts.add((event["group"], event["id"], event["attempt"]))
 
 
 def _selected(messages: Sequence[StoredMessage], filters: Collection[tuple[str, str]]) -> Iterator[StoredMessage]:
