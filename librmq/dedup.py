@@ -239,7 +239,7 @@ class DedupListener:
         self._consumes_unguarded = self.config.when_store_fails == "consume"
         self._batch = self.config.batch
         self._must_return = self.config.must_return
-        self._metrics: Metrics | None = outside(metrics)
+        self._metrics: Metrics | None = None if metrics is None else outside(metrics)
         clock = clock or getattr(store, "clock", None)
         self._clock: Clock = clock or SystemClock()
         self._purges = clock is None

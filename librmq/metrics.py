@@ -227,9 +227,9 @@ class _Outside(Metrics):
         call_outside(partial(self._metrics.remove_gauges, owner))
 
 
-def outside(metrics: Metrics | None) -> Metrics | None:
+def outside(metrics: Metrics) -> Metrics:
     """Return what librmq's own code counts by; a subclass is application code, which no lock of librmq may enclose."""
-    return metrics if metrics is None or type(metrics) is Metrics else _Outside(metrics)
+    return metrics if type(metrics) is Metrics else _Outside(metrics)
 
 
 def _check(key: _Series, kind: str) -> None:

@@ -44,7 +44,6 @@ from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
-from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
     from librmq.broker.long_polling import Arrivals
+    from librmq.metrics import Metrics
     from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
@@ -246,13 +246,18 @@ class Broker(StoreRoute, Endpoint):
                 from librmq.consumequeue_entries import check_bitmap
 
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
+            counts = None
+            if self.metrics is not None:
+                from librmq.metrics import outside
+
+                counts = outside(self.metrics)
             context = self._context = BrokerContext(
                 life=life,
                 runner=runner,
                 cluster_name=self.cluster_name,
                 config=config,
                 store=store,
-                metrics=outside(self.metrics),
+                metrics=counts,
                 tables=tables,
                 registrations=registrations,
                 was_killed=was_killed,

@@ -19,7 +19,6 @@ from librmq.broker.long_polling import HeldRequests
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.message import MessageQueue, retry_topic
-from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
     ClientRemoved,
@@ -47,6 +46,7 @@ _log = EventLog("librmq.broker")
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
+    from librmq.metrics import Metrics
 
 
 @dataclass(slots=True)

@@ -32,7 +32,6 @@ from librmq.errors import (
 from librmq.files.interface import is_full
 from librmq.message.lag import queue_lag
 from librmq.message.topics import has_no_row, is_own_group, is_valid_queue
-from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
@@ -44,6 +43,7 @@ from librmq.store.format.broker_tables import ConfigTable, unlisted_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
+    from librmq.metrics import Metrics
 
 
 _log = EventLog("librmq.broker")

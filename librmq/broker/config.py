@@ -22,7 +22,6 @@ from librmq.config import (
     suggest,
 )
 from librmq.errors import ConfigError
-from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling import TimerConfig
 from librmq.store.format.directory import infer_config, is_made_by_librmq
@@ -310,7 +309,10 @@ def check_settings(
     if config is not None and not isinstance(config, BrokerConfig):
         which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
         raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")
-    check_kind("metrics", metrics, Metrics)
+    if metrics is not None:
+        from librmq.metrics import Metrics
+
+        check_kind("metrics", metrics, Metrics)
     check_path("path", path, "the folder of a store")
     for what, value in (("name", name), ("cluster_name", cluster_name)):
         if not isinstance(value, str) or not value or not value.isprintable():

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from librmq.errors import BrokerError, FilterSyntaxError
 from librmq.message.delays import parse_level
 from librmq.message.properties import PropertyName, tags_code
-from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime import Runner
 from librmq.runtime.runner import next_on_grid
@@ -25,6 +24,7 @@ from librmq.store import AppendResult
 
 if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
+    from librmq.metrics import Metrics
     from librmq.store import MessageFilter
 
 

@@ -255,9 +255,9 @@ def _advice(error: CorruptionError) -> str:
         return f"; {derived_remedy(error.file, DiskFiles())}"
     advice = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
     if (folder, error.kind) == ("commitlog", "name") and "storePathCommitLog" not in error.what:
-        from librmq.store.format.log_paths import REMEDY
+        from librmq.store.format import directory
 
-        advice += f"; {REMEDY}"
+        advice += f"; {directory.ON_PATHS}"
     return advice
 
 

@@ -26,16 +26,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
 from librmq.config import check_arguments, check_kind
 from librmq.errors import ConfigError
 from librmq.message import Message, MessageQueue, StoredMessage
-from librmq.metrics import METRICS, Metrics, outside
 from librmq.protocol import Route
 from librmq.runtime import Runner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, call_outside
+
+if TYPE_CHECKING:
+    from librmq.metrics import Metrics
 
 R = TypeVar("R")
 _log = EventLog("librmq.client")
@@ -189,8 +191,7 @@ class Watched:
         hooks = tuple(hooks)
         for hook in hooks:
             check_arguments("hooks: the function", hook, "an Operation")
-        check_kind("metrics", metrics, Metrics)
-        watchers = *own, *({kind: hook} for hook in hooks), _counting(outside(metrics))
+        watchers = *own, *({kind: hook} for hook in hooks), _counting(metrics)
         with _lock:
             self._own_watchers += tuple(filter(None, watchers))
             _all_watched.add(self)
@@ -325,7 +326,10 @@ def _counting(metrics: Metrics | None) -> Watchers | None:
     """Return watchers that count what clients do."""
     if metrics is None:
         return None
-    count = metrics.count
+    from librmq.metrics import METRICS, Metrics, outside  # most clients have none
+
+    check_kind("metrics", metrics, Metrics)
+    count = outside(metrics).count
 
     def count_moment(moment: Operation) -> None:
         name = _COUNTERS[moment.kind]

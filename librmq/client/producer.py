@@ -30,7 +30,6 @@ from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
-from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     TOOL_PRODUCERS,
@@ -48,6 +47,7 @@ from librmq.runtime.locks import Event
 
 if TYPE_CHECKING:
     from librmq.client.traces import TraceWriter
+    from librmq.metrics import Metrics
 
 _log = EventLog("librmq.producer")
 _UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
@@ -108,13 +108,12 @@ class Producer(Member):
         self.client: Client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         config = ProducerConfig.of(config, settings)
-        counts = outside(metrics)
         self.route = route
         self.traces: TraceWriter | None = None
         if trace is not False:
             from librmq.client.traces import TraceWriter, trace_topic
 
-            self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "PRODUCE")
+            self.traces = TraceWriter(self.client, group, trace_topic(trace), metrics, "PRODUCE")
         traces = None if self.traces is None else self.traces.watchers
         self._watch_by(traces, kind="try", hooks=(hooks := tuple(hooks)), metrics=metrics)
         self._may_wait = bool(traces or hooks)

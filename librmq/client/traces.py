@@ -28,7 +28,7 @@ from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
-from librmq.metrics import Metrics
+from librmq.metrics import Metrics, outside
 from librmq.protocol import SendStatus
 from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog
@@ -95,7 +95,7 @@ class TraceWriter:
         self.topic = topic
         self.dropped: int = 0
         """Number of records that were not stored."""
-        self._metrics = metrics
+        self._metrics = None if metrics is None else outside(metrics)
         self._timeout_s = timeout_s
         self._runner = client.runner
         self._clock = client.runner.clock

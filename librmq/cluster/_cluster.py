@@ -26,13 +26,13 @@ from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, N
 from librmq.files import DiskFiles, Files
 from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
-from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import Endpoint, QueueData, Request, Route, RouteWrapper, Watchers, check_site, site_of
 from librmq.runtime import Runner, Step
 from librmq.runtime.runner import next_on_grid
 
 if TYPE_CHECKING:
+    from librmq.metrics import Metrics
     from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")

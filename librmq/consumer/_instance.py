@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.client import Client
 from librmq.client.operations import Watched
@@ -17,11 +17,13 @@ from librmq.errors import RmqError
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
-from librmq.metrics import Metrics
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, Route, Subscription
 from librmq.runtime import Runner, StateLog, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import next_on_grid
+
+if TYPE_CHECKING:
+    from librmq.metrics import Metrics
 
 FIRST_SAVE_MS: Final = 10_000
 SAVE_INTERVAL_MS: Final = 5_000

@@ -40,7 +40,6 @@ from librmq.errors import (
 )
 from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue, StoredMessage
-from librmq.metrics import Metrics, outside
 from librmq.override import override
 from librmq.protocol import (
     ConsumeDirectly,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
     from librmq.consumer._predicates import Predicate
     from librmq.filter import WatchedPredicate
+    from librmq.metrics import Metrics
 
 # ---- pulls
 
@@ -404,13 +404,17 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if before_last_attempt is not None:
             check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
         self.metrics = metrics
-        self._gauged = counts = outside(metrics)
+        self._gauged: Metrics | None = None
+        if metrics is not None:
+            from librmq.metrics import outside
+
+            self._gauged = outside(metrics)
         self.traces: TraceWriter | None = None
         if trace is not False:
             from librmq.client.traces import TraceWriter, trace_topic
 
             timeout_s = lambda: self.config.consume_timeout  # noqa: E731
-            self.traces = TraceWriter(self.client, group, trace_topic(trace), counts, "CONSUME", timeout_s)
+            self.traces = TraceWriter(self.client, group, trace_topic(trace), metrics, "CONSUME", timeout_s)
         self._watch_by(
             None if before_last_attempt is None else {"process": partial(_note_last_attempts, before_last_attempt)},
             None if self.traces is None else self.traces.watchers,

@@ -23,7 +23,6 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
 from librmq.files import Files
 from librmq.message.topics import TopicPrefix
-from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
     Endpoint,
@@ -50,6 +49,7 @@ from librmq.testing.histories._history import History, show
 
 if TYPE_CHECKING:
     from librmq.cluster import Replica
+    from librmq.metrics import Metrics
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

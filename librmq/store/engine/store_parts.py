@@ -27,7 +27,6 @@ from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.log_paths import REMEDY
 
 # ---- queues
 
@@ -347,7 +346,7 @@ class PartFiles:
             if error.kind != "name" or not os.path.basename(error.file).isdigit():
                 raise
             # Retention makes no gap: a file is lost, or the broker keeps it elsewhere.
-            raise CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {REMEDY}") from None
+            raise CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {directory.ON_PATHS}") from None
 
     def open_index(self, *, writable: bool = False, now_ms: Callable[[], int] | None = None) -> KeyIndex:
         """See `KeyIndex.open`."""

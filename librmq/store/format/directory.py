@@ -51,7 +51,6 @@ from librmq.store.format.indexfile import (
     geometry,
     unpack_entry,
 )
-from librmq.store.format.log_paths import REMEDY, join_paths, refuse_several_paths
 
 COMMITLOG: Final = "commitlog"
 MISSING_LOG: Final = "deleted"
@@ -166,7 +165,12 @@ def log_paths(path: str, files: Files, entries: Iterable[FolderEntry] | None = N
     """Take the files of a log on several paths together, and return its other paths; ``entries`` are the store's."""
     entries = files.list(path) if entries is None else entries
     folders = [os.path.join(path, entry.name) for entry in entries if entry.is_folder and entry.name not in _KNOWN]
-    return join_paths(os.path.join(path, COMMITLOG), folders, files)
+    log = os.path.join(path, COMMITLOG)
+    if not folders and not joined_folders(log):
+        return ()
+    from librmq.store.format.log_paths import join_paths
+
+    return join_paths(log, folders, files)
 
 
 def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
@@ -239,6 +243,11 @@ def no_store(path: str) -> NotAStoreError:
     return NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
 
 
+ON_PATHS: Final = (
+    "if its broker keeps it on several paths (storePathCommitLog), name the others with --log-path, or make a folder "
+    "with links to the files of all paths"
+)
+"""What helps where files of a log are elsewhere."""
 WRITTEN_FOLDERS: Final = (COMMITLOG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, CONFIG, TIMERLOG, OWN_FOLDER)
 
 
@@ -264,8 +273,12 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
         foreign = sorted(names - _MAY_PRECEDE)
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
-    elif writable:
-        refuse_several_paths(path, log_paths(path, files))
+    elif writable and (paths := log_paths(path, files)):
+        raise NotAStoreError(
+            f"{path}: its log is on several paths (storePathCommitLog), here and in {', '.join(sorted(paths))}: librmq "
+            "reads it, and never writes to it. Change it through its broker, or continue a copy that `librmq snapshot` "
+            "has made"
+        )
     if kind.derives_queues and writable:
         raise NotAStoreError(
             f"{path}: {kind.value}: librmq reads it (in Python with read_only=True), and never writes to it. Change it "
@@ -341,7 +354,7 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
     if len(sequence) >= 3 and len(lengths) == 1 and len(gaps) == 1:
         (length,), (gap,) = lengths, gaps
         if length and gap > length and gap % length == 0:
-            raise NotAStoreError(f"{folder}: only one of every {gap // length} files of the log is here: {REMEDY}")
+            raise NotAStoreError(f"{folder}: only one of every {gap // length} files of the log is here: {ON_PATHS}")
 
 
 # ----------------------------------------------------------------------------------------------------- queues

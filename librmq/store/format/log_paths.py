@@ -28,11 +28,6 @@ _DIGITS: Final = 20
 _MAGICS: Final = frozenset(
     magic & 0xFFFFFFFF for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2, record.BLANK_MAGIC)
 )
-REMEDY: Final = (
-    "if its broker keeps it on several paths (storePathCommitLog), name the others with --log-path, or make a folder "
-    "with links to the files of all paths"
-)
-"""What helps where files of a log are elsewhere."""
 
 
 def log_starts(folder: str, files: Files) -> set[int]:
@@ -98,17 +93,3 @@ def name_paths(log: str, paths: Iterable[str], files: Files) -> None:
         starts |= own
         joined.append(path)
     join_folders(log, joined)
-
-
-def refuse_several_paths(path: str, folders: Collection[str]) -> None:
-    """Refuse to write to a store whose log is on several paths.
-
-    Raises:
-        NotAStoreError: There are such folders.
-    """
-    if folders:
-        names = ", ".join(sorted(folders))
-        raise NotAStoreError(
-            f"{path}: its log is on several paths (storePathCommitLog), here and in {names}: librmq reads it, and "
-            "never writes to it. Change it through its broker, or continue a copy that `librmq snapshot` has made"
-        )

@@ -35,7 +35,6 @@ from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
-from librmq.store.format.log_paths import REMEDY
 from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 
 # ---- plan
@@ -313,7 +312,9 @@ class Recovery:
         """Refuse a log without a record behind those of its queues: other files are lost, or elsewhere."""
         log = self._parts.log
         if log_end == log.begin and (what := lacks_all_records(self._path, self._files, log)) is not None:
-            what = f"{what}: copy the missing files; {REMEDY}; `librmq recover {self._path}` goes on without them"
+            what += (
+                f": copy the missing files; {directory.ON_PATHS}; `librmq recover {self._path}` goes on without them"
+            )
             raise CorruptionError(log.sequence.path(log.begin), log.begin, directory.MISSING_LOG, what)
 
     def _check_next_file(self, log_end: int) -> None:
@@ -329,7 +330,7 @@ class Recovery:
             place = os.path.join(log.sequence.folder, file_name(log.sequence.end))
             what = (
                 f"the file is missing: the store was closed with queues up to {end}: copy the file from the store that "
-                f"this is a copy of; {REMEDY}; `librmq recover {self._path}` goes on without it"
+                f"this is a copy of; {directory.ON_PATHS}; `librmq recover {self._path}` goes on without it"
             )
             raise CorruptionError(place, log_end, "ahead", what)
 
