@@ -28,7 +28,7 @@ from librmq.clock import moves_by_itself
 from librmq.consumer import DeliveredMessage
 from librmq.errors import BrokerError, MissingExtraError
 from librmq.message import Message, StoredMessage
-from librmq.message.batch import encoded_size
+from librmq.message.message import encoded_size
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.override import override
 

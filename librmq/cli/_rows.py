@@ -19,8 +19,9 @@ from librmq.consumequeue_entries import is_ext_address
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage, record
-from librmq.message.batch import inner_messages, is_batch
+from librmq.message.batch import inner_messages
 from librmq.message.ids import decode_host, format_host
+from librmq.message.message import is_batch
 from librmq.message.properties import PropertyName, decode_properties
 from librmq.message.properties import tags_code as tags_code_of
 from librmq.message.topics import SystemTopic

@@ -26,8 +26,15 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.message import Message, MessageQueue, StoredMessage, record
-from librmq.message.batch import check_batch, check_batch_size, encoded_size
-from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
+from librmq.message.message import (
+    SendKeywords,
+    body_too_large,
+    check_batch,
+    check_batch_size,
+    encoded_size,
+    priority_with_queue,
+    reserved_topic,
+)
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.override import override

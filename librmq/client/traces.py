@@ -24,8 +24,8 @@ from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
 from librmq.listener import is_requested
 from librmq.message import Message, StoredMessage, traces
-from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
+from librmq.message.message import encoded_size
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
 from librmq.metrics import Metrics, outside

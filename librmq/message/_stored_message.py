@@ -22,6 +22,7 @@ from librmq.message.record import (
     FIXED_SIZE,
     FLAG_AT,
     HOST_V6_EXTRA,
+    INNER_BATCH,
     LAYOUT,
     MAGIC_AT,
     PHYSICAL_OFFSET_AT,
@@ -46,6 +47,7 @@ _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(f">{LAYOUT['reconsume_times']}{LAYOUT['prepared_offset']}")
 
 _KEYS: Final = PropertyName.KEYS.encode()
+_INNER_NUM: Final = PropertyName.INNER_NUM.encode()
 _TAGS: Final = PropertyName.TAGS.encode()
 _UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY.encode()
 
@@ -353,6 +355,11 @@ class StoredRecords(Sequence[StoredMessage]):
             (size,) = _INT.unpack_from(self.data, begin)
             yield StoredMessage(self.data[begin : begin + size])
             begin += size
+
+
+def is_batch(record: StoredMessage) -> bool:
+    """Return whether 5.x stored several messages as this record; no checksum covers the sys flag alone."""
+    return bool(record.sys_flag & INNER_BATCH) and find_property(record.properties_raw, _INNER_NUM) is not None
 
 
 if CORE.use_stored_messages is not None:

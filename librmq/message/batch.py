@@ -13,13 +13,13 @@ thread-safe.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from librmq.errors import MessageIllegalError, RecordError
 from librmq.java.lang import java_int
-from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
-from librmq.message.properties import PropertyName, encode_properties, find_property
+from librmq.message.message import BATCH_FIXED_SIZE, Message, StoredMessage, body_too_large, is_batch
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.record import (
     BODY_CRC_AT,
     COMPRESSED,
@@ -34,40 +34,8 @@ from librmq.message.record import (
 
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length
 _SHORT: Final = struct.Struct(">h")
-BATCH_FIXED_SIZE: Final = _HEADER.size + 2
-"""Size of a message in a batch without its body and its properties."""
 _ADDED: Final = {PropertyName.UNIQUE_KEY: "0" * 56, PropertyName.WAIT: "false"}
 """The longest properties that a producer adds to a message without them."""
-
-
-def check_batch(messages: Sequence[Message]) -> None:
-    """Refuse a batch that no client would send and no broker would accept.
-
-    Raises:
-        MessageIllegalError: The batch is empty or delayed, or its messages differ in topic or wait flag.
-    """
-    if not messages:
-        raise MessageIllegalError("expected at least one message in a batch")
-    topic, waits = messages[0].topic, messages[0].wait_store_ok
-    for message in messages:
-        if message.topic != topic:
-            raise MessageIllegalError(f"expected one topic in a batch, found {topic!r} and {message.topic!r}")
-        properties = message.properties
-        if not (waits and PropertyName.WAIT not in properties) and message.wait_store_ok != waits:
-            raise MessageIllegalError("expected one wait flag in a batch, found both values")
-        if message._delays is not None or (PropertyName.DELAY in properties and message.delay_level > 0):
-            raise delayed_batch(topic)
-
-
-def encoded_size(message: Message) -> int:
-    """Return the size in bytes of a message in a batch as a client encodes it."""
-    return BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
-
-
-def check_batch_size(size: int, max_size: int) -> None:
-    """Refuse a batch of more than ``max_size`` bytes as a client encodes it."""
-    if size > max_size:
-        raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")
 
 
 def split_batch(messages: Iterable[Message], max_size: int = 4 << 20) -> Iterator[list[Message]]:
@@ -162,13 +130,7 @@ def decode_batch(raw: bytes) -> list[BatchItem]:
 
 _INT: Final = struct.Struct(">i")
 _LONG: Final = struct.Struct(">q")
-_INNER_NUM: Final = PropertyName.INNER_NUM.encode()
 _OF_BATCH: Final = INNER_BATCH | NEED_UNWRAP | COMPRESSED | COMPRESSION_MASK
-
-
-def is_batch(record: StoredMessage) -> bool:
-    """Return whether 5.x stored several messages as this record; no checksum covers the sys flag alone."""
-    return bool(record.sys_flag & INNER_BATCH) and find_property(record.properties_raw, _INNER_NUM) is not None
 
 
 def inner_messages(record: StoredMessage) -> list[StoredMessage]:

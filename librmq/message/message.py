@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from json import dumps as to_json
@@ -16,7 +16,8 @@ from librmq.errors import ConfigError, MessageIllegalError
 from librmq.formatting import shown_body
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message._stored_message import StoredMessage as StoredMessage
-from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, priority_of, split_keys
+from librmq.message._stored_message import is_batch as is_batch
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, encode_properties, priority_of, split_keys
 from librmq.override import override
 
 
@@ -421,3 +422,39 @@ def delayed_transaction(topic: str) -> MessageIllegalError:
         f"topic {topic!r}: a message of a transaction can't be delayed: "
         "send it without delay, deliver_at and delay_level"
     )
+
+
+# ---- what a batch may be; `librmq.message.batch` has its bytes
+
+BATCH_FIXED_SIZE: Final = 22  # four-byte size, magic, checksum, flag and length of body, and the length of properties
+"""Size of a message in a batch without its body and its properties."""
+
+
+def check_batch(messages: Sequence[Message]) -> None:
+    """Refuse a batch that no client would send and no broker would accept.
+
+    Raises:
+        MessageIllegalError: The batch is empty or delayed, or its messages differ in topic or wait flag.
+    """
+    if not messages:
+        raise MessageIllegalError("expected at least one message in a batch")
+    topic, waits = messages[0].topic, messages[0].wait_store_ok
+    for message in messages:
+        if message.topic != topic:
+            raise MessageIllegalError(f"expected one topic in a batch, found {topic!r} and {message.topic!r}")
+        properties = message.properties
+        if not (waits and PropertyName.WAIT not in properties) and message.wait_store_ok != waits:
+            raise MessageIllegalError("expected one wait flag in a batch, found both values")
+        if message._delays is not None or (PropertyName.DELAY in properties and message.delay_level > 0):
+            raise delayed_batch(topic)
+
+
+def encoded_size(message: Message) -> int:
+    """Return the size in bytes of a message in a batch as a client encodes it."""
+    return BATCH_FIXED_SIZE + len(message.body) + len(encode_properties(message.properties))
+
+
+def check_batch_size(size: int, max_size: int) -> None:
+    """Refuse a batch of more than ``max_size`` bytes as a client encodes it."""
+    if size > max_size:
+        raise MessageIllegalError(f"expected a batch of at most {max_size:,} bytes, found {size:,}: use split_batch")

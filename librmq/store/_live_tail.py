@@ -25,7 +25,7 @@ from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.batch import is_batch
+from librmq.message.message import is_batch
 from librmq.message.properties import PropertyName, split_keys
 from librmq.message.topics import validate_queue
 from librmq.override import override

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from librmq.errors import MessageIllegalError
-from librmq.message.batch import BatchItem, check_batch, decode_batch, encode_batch, encoded_size, split_batch
-from librmq.message.message import Message
+from librmq.message.batch import BatchItem, decode_batch, encode_batch, split_batch
+from librmq.message.message import Message, check_batch, encoded_size
 from librmq.message.properties import encode_properties
 
 

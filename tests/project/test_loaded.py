@@ -81,7 +81,7 @@ own = [name for name in modules if name.partition(".")[0] == "librmq" and sys.mo
 print(json.dumps([own, [name for name in modules if name not in own], len(entered)]))
 """
 
-MODULES = {"store": 61, "shop": 116, "shop by hand": 115, "kit": 137}
+MODULES = {"store": 60, "shop": 115, "shop by hand": 114, "kit": 137}
 FUNCTIONS = {"store": 394, "shop by hand": 967, "kit": 1256}
 """Modules of librmq that each program loads at most, and functions of librmq that it enters. They only go down."""
 

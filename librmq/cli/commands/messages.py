@@ -34,7 +34,7 @@ from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles
 from librmq.message import DelayLevels, StoredMessage, frames
-from librmq.message.batch import is_batch
+from librmq.message.message import is_batch
 from librmq.store.engine.derivation import claims, has_queue_entry
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_times import StoreTimes

@@ -22,9 +22,9 @@ from librmq.files import Buffer
 from librmq.files.interface import is_full
 from librmq.message import DelayLevels, Message
 from librmq.message import record as record_format
-from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.delays import parse_level, queue_id_of_level
 from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.message import BATCH_FIXED_SIZE, check_batch
 from librmq.message.properties import checked_encoding, encode_properties, tags_code
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.override import override

@@ -10,10 +10,9 @@ from librmq.config import wrong_kind
 from librmq.errors import MessageIllegalError
 from librmq.message import Message
 from librmq.message import record as record_format
-from librmq.message.batch import BATCH_FIXED_SIZE, check_batch_size
 from librmq.message.delays import parse_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id
-from librmq.message.message import body_too_large, delayed_batch
+from librmq.message.message import BATCH_FIXED_SIZE, body_too_large, check_batch_size, delayed_batch
 from librmq.message.properties import (
     PropertyName,
     decode_properties,

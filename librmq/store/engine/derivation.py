@@ -32,8 +32,8 @@ from librmq.java.lang import (
 )
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.batch import is_batch
 from librmq.message.delays import parse_level
+from librmq.message.message import is_batch
 from librmq.message.properties import PropertyName, find_keys_and_tags, find_property, split_keys, tags_code
 from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.runtime import lazy_numpy as np

@@ -36,8 +36,8 @@ from librmq.files.rolling import MappedFileQueue
 from librmq.java.lang import index_key_hash
 from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
-from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
+from librmq.message.message import is_batch
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -454,6 +454,10 @@ def unwrapped(log: CommitLog, message: StoredMessage) -> list[StoredMessage]:
     Raises:
         CorruptionError: The body is not a batch.
     """
+    if not is_batch(message):
+        return [message]
+    from librmq.message.batch import inner_messages  # 5.x alone stores such records
+
     try:
         return inner_messages(message)
     except RecordError as error:

@@ -29,7 +29,8 @@ from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles, fi
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
-from librmq.message.batch import inner_messages, is_batch
+from librmq.message.batch import inner_messages
+from librmq.message.message import is_batch
 from librmq.message.topics import SystemTopic
 from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues

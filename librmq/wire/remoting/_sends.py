@@ -14,8 +14,9 @@ from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.lang import java_long
 from librmq.message import Message
-from librmq.message.batch import check_batch_size, decode_batch
+from librmq.message.batch import decode_batch
 from librmq.message.ids import RecallHandle, format_host
+from librmq.message.message import check_batch_size
 from librmq.message.properties import PropertyName, decode_properties, encode_properties
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
