@@ -28,6 +28,7 @@ from librmq.message.properties import recorded_cause
 from librmq.message.topics import SystemTopic
 from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
 from librmq.runtime.runner import ManualRunner
+from librmq.store.engine import saved_state
 
 COUNT = 9
 BODIES = [b"coat %d" % number for number in range(COUNT)]
@@ -98,76 +99,76 @@ def consumer_of(shop: Shop, seen: list[bytes], **settings: Any) -> PushConsumer:
     return consumer
 
 
-# ---- a damaged body, in a closed store: an opening after a kill refuses the log that it walks over
+# ---- a damaged body
 
 
 @pytest.fixture
-def closed(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path / "store", is_killed=False)
-    yield shop
-    shop.broker.close()
+def flushed(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop that is opened after a kill without a walk over the log before the last flush, which refuses damage."""
+    monkeypatch.setattr(saved_state, "WORTH_A_MARK", 1)
+    return shop
 
 
 @pytest.mark.parametrize("settings", [{}, {"orderly": True}, {"on_damage": timedelta(seconds=5)}], ids=str)
-def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Shop, settings: Any) -> None:
-    closed.send()
-    closed.damage(4, record.BODY_AT + 2)
+def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(flushed: Shop, settings: Any) -> None:
+    flushed.send()
+    flushed.damage(4, record.BODY_AT + 2)
     seen: list[bytes] = []
-    with consumer_of(closed, seen, **settings):
+    with consumer_of(flushed, seen, **settings):
         waits_ms = 5_000 if "on_damage" in settings else 60_000
-        closed.runner.advance(waits_ms - 2_000)
+        flushed.runner.advance(waits_ms - 2_000)
         assert seen == BODIES[:4]
-        assert closed.broker.dead_letters("g") == []
-        closed.runner.advance(8_000)
+        assert flushed.broker.dead_letters("g") == []
+        flushed.runner.advance(8_000)
         assert seen == BODIES[:4] + BODIES[5:]
-    assert closed.progress() == COUNT
-    (letter,) = closed.broker.dead_letters("g")
+    assert flushed.progress() == COUNT
+    (letter,) = flushed.broker.dead_letters("g")
     cause = recorded_cause(letter.properties) or ""
     assert "body checksum" in cause
-    assert str(closed.folder / "commitlog") in cause
+    assert str(flushed.folder / "commitlog") in cause
     assert letter.body == b"co" + bytes([BODIES[4][2] ^ 1]) + BODIES[4][3:]
     assert letter.properties["RETRY_TOPIC"] == "orders"
 
 
-def test_a_record_without_a_frame_becomes_an_empty_dead_letter(closed: Shop) -> None:
-    closed.send()
-    closed.damage(4, 5)
+def test_a_record_without_a_frame_becomes_an_empty_dead_letter(flushed: Shop) -> None:
+    flushed.send()
+    flushed.damage(4, 5)
     seen: list[bytes] = []
-    with consumer_of(closed, seen):
-        closed.runner.advance(70_000)
+    with consumer_of(flushed, seen):
+        flushed.runner.advance(70_000)
     assert seen == BODIES[:4] + BODIES[5:]
-    (letter,) = closed.broker.dead_letters("g")
+    (letter,) = flushed.broker.dead_letters("g")
     assert letter.body == b""
     assert "magic" in (recorded_cause(letter.properties) or "")
 
 
-def test_without_a_time_the_queue_waits_for_a_repair(closed: Shop) -> None:
-    closed.send()
-    closed.damage(4, record.BODY_AT)
+def test_without_a_time_the_queue_waits_for_a_repair(flushed: Shop) -> None:
+    flushed.send()
+    flushed.damage(4, record.BODY_AT)
     seen: list[bytes] = []
-    with consumer_of(closed, seen, on_damage=None):
-        closed.runner.advance(3_600_000)
+    with consumer_of(flushed, seen, on_damage=None):
+        flushed.runner.advance(3_600_000)
     assert seen == BODIES[:4]
-    assert closed.progress() == 4
-    assert closed.broker.dead_letters("g") == []
+    assert flushed.progress() == 4
+    assert flushed.broker.dead_letters("g") == []
 
 
-def test_a_broadcasting_consumer_drops_a_damaged_message(closed: Shop, tmp_path: Path) -> None:
-    closed.send()
-    closed.damage(4, record.BODY_AT)
+def test_a_broadcasting_consumer_drops_a_damaged_message(flushed: Shop, tmp_path: Path) -> None:
+    flushed.send()
+    flushed.damage(4, record.BODY_AT)
     seen: list[bytes] = []
     settings = {"model": MessageModel.BROADCASTING, "consume_from": ConsumeFrom.FIRST}
-    with consumer_of(closed, seen, **settings, offsets_folder=str(tmp_path / "offsets")):
-        closed.runner.advance(90_000)
+    with consumer_of(flushed, seen, **settings, offsets_folder=str(tmp_path / "offsets")):
+        flushed.runner.advance(90_000)
     assert seen == BODIES[:4] + BODIES[5:]
-    assert closed.broker.dead_letters("g") == []
+    assert flushed.broker.dead_letters("g") == []
 
 
-def test_a_pull_consumer_raises_and_seek_passes(closed: Shop) -> None:
-    closed.send()
-    closed.damage(4, record.BODY_AT)
-    queue = MessageQueue("orders", closed.broker.name, 0)
-    with PullConsumer(closed.broker, "g", pull_batch_size=32) as consumer:
+def test_a_pull_consumer_raises_and_seek_passes(flushed: Shop) -> None:
+    flushed.send()
+    flushed.damage(4, record.BODY_AT)
+    queue = MessageQueue("orders", flushed.broker.name, 0)
+    with PullConsumer(flushed.broker, "g", pull_batch_size=32) as consumer:
         consumer.assign([queue])
         assert [message.body for message in consumer.poll(0)] == BODIES[:4]
         for _ in range(2):
@@ -175,19 +176,19 @@ def test_a_pull_consumer_raises_and_seek_passes(closed: Shop) -> None:
                 consumer.poll(0)
             assert isinstance(raised.value, CorruptionError)
             assert raised.value.file.endswith(f"{0:020d}")
-            assert raised.value.offset == closed.broker.store.log.begin + raised.value.offset > 0
+            assert raised.value.offset == flushed.broker.store.log.begin + raised.value.offset > 0
         consumer.seek(queue, 5)
         assert [message.body for message in consumer.poll(0)] == BODIES[5:]
 
 
-def test_other_queues_have_their_turns_beside_a_damaged_one(closed: Shop) -> None:
-    closed.broker.create_topic("orders", 2)
-    with Producer(closed.broker, "shop") as producer:
+def test_other_queues_have_their_turns_beside_a_damaged_one(flushed: Shop) -> None:
+    flushed.broker.create_topic("orders", 2)
+    with Producer(flushed.broker, "shop") as producer:
         for number in range(2 * COUNT):
             producer.send("orders", b"%d" % number, queue=number % 2)
-    closed.damage(0, record.BODY_AT)
+    flushed.damage(0, record.BODY_AT)
     found, errors = list[bytes](), 0
-    with PullConsumer(closed.broker, "g", pull_batch_size=1) as consumer:
+    with PullConsumer(flushed.broker, "g", pull_batch_size=1) as consumer:
         consumer.subscribe("orders")
         while len(found) < COUNT:
             try:
@@ -198,35 +199,35 @@ def test_other_queues_have_their_turns_beside_a_damaged_one(closed: Shop) -> Non
     assert 0 < errors < 2 * COUNT
 
 
-def test_a_simple_consumer_passes_a_damaged_message_as_a_dead_letter(closed: Shop) -> None:
-    closed.send()
-    closed.damage(4, record.BODY_AT)
-    closed.broker.set_group("g")
-    closed.broker.reset_group("g", "orders", to="begin")
-    with SimpleConsumer(closed.broker, "g") as consumer:
+def test_a_simple_consumer_passes_a_damaged_message_as_a_dead_letter(flushed: Shop) -> None:
+    flushed.send()
+    flushed.damage(4, record.BODY_AT)
+    flushed.broker.set_group("g")
+    flushed.broker.reset_group("g", "orders", to="begin")
+    with SimpleConsumer(flushed.broker, "g") as consumer:
         consumer.subscribe("orders")
         found = consumer.receive(32, wait=0)
         assert [message.body for message in found] == BODIES[:4]
         consumer.ack(*found)
         assert consumer.receive(32, wait=0) == []
-        closed.runner.advance(61_000)
+        flushed.runner.advance(61_000)
         assert [message.body for message in consumer.receive(32, wait=0)] == BODIES[5:]
-    (letter,) = closed.broker.dead_letters("g")
+    (letter,) = flushed.broker.dead_letters("g")
     assert "body checksum" in (recorded_cause(letter.properties) or "")
 
 
-def test_a_simple_consumer_without_a_time_raises(closed: Shop) -> None:
-    closed.send()
-    closed.damage(0, record.BODY_AT)
-    closed.broker.set_group("g")
-    closed.broker.reset_group("g", "orders", to="begin")
-    with SimpleConsumer(closed.broker, "g", on_damage=None) as consumer:
+def test_a_simple_consumer_without_a_time_raises(flushed: Shop) -> None:
+    flushed.send()
+    flushed.damage(0, record.BODY_AT)
+    flushed.broker.set_group("g")
+    flushed.broker.reset_group("g", "orders", to="begin")
+    with SimpleConsumer(flushed.broker, "g", on_damage=None) as consumer:
         consumer.subscribe("orders")
         for _ in range(2):
             with pytest.raises(BrokerDamageError):
                 consumer.receive(32, wait=0)
-            closed.runner.advance(3_600_000)
-    assert closed.broker.dead_letters("g") == []
+            flushed.runner.advance(3_600_000)
+    assert flushed.broker.dead_letters("g") == []
 
 
 # ---- what a record says of itself
