@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from librmq.clock import ManualClock
@@ -24,7 +25,7 @@ TINY = TimerConfig(
 
 
 class ByTime:
-    """A store with its clock and files.
+    """A store with its clock and files, in memory or in a folder.
 
     Subclasses implement the step `run_due`; `pass_to` jumps from one due step to the next.
     """
@@ -34,10 +35,20 @@ class ByTime:
     appends: ClassVar[tuple[str, str]]
     """The part of the store, and the name of its method, that delivers messages."""
 
-    def __init__(self, config: StoreConfig = SMALL, files: MemoryFiles | None = None, at_ms: int = START_MS) -> None:
+    def __init__(
+        self,
+        config: StoreConfig = SMALL,
+        files: MemoryFiles | None = None,
+        at_ms: int = START_MS,
+        folder: Path | None = None,
+    ) -> None:
         self.files = files or MemoryFiles()
         self.clock = ManualClock(at_ms)
-        self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+        self.store = (
+            MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
+            if folder is None
+            else MessageStore.open(folder, config, clock=self.clock, background=False)
+        )
         self.told: list[tuple[StoredMessage, AppendResult]] = []
         """Each message that waited, with the result of its delivery."""
         self.runs: list[int] = []
@@ -119,8 +130,9 @@ class Wheel(ByTime):
         config: StoreConfig = SMALL,
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
+        folder: Path | None = None,
     ) -> None:
-        super().__init__(config, files, at_ms)
+        super().__init__(config, files, at_ms, folder)
         self.settings = settings
         self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
 

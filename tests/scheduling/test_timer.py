@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -455,23 +456,26 @@ def test_chains_that_lead_nowhere_terminate(caplog: pytest.LogCaptureFixture) ->
     [(0, 20), (4, 9), (12, 1), (12, 2), (16, 20), (24, 15), (28, 2), (28, 40), (36, 3)],
     ids=["size", "previous", "magic", "deletes", "time", "delay", "place", "far place", "message size"],
 )
-def test_a_changed_bit_of_a_unit_delays_no_message(at: int, bit: int, number: int, closed: bool) -> None:
+def test_a_changed_bit_of_a_unit_delays_no_message(
+    at: int, bit: int, number: int, closed: bool, tmp_path: Path
+) -> None:
     """Each unit has a message in the timer's topic: count, place and time show what is wrong."""
-    wheel = Wheel()
+    wheel = Wheel(folder=tmp_path)
     for second in (1, 2, 3, 10, 20, 20, 30):
         wheel.put(b"%d" % second, key=f"U{second}", TIMER_DELAY_SEC=second)
     wheel.pass_to(5000)
     wheel.save()
-    if closed:
-        wheel.store.close()
-    files = died(wheel.files)
+    wheel.store.close() if closed else wheel.store.abandon()
     size = 8 if at in (4, 16, 28) else 4
-    place, buffer = 52 * number + at, files.open(f"{ROOT}/timerlog/{0:020d}", writable=True).buffer
-    value = int.from_bytes(buffer[place : place + size]) ^ 1 << bit
-    buffer[place : place + size] = value.to_bytes(size)
+    place = 52 * number + at
+    with (tmp_path / f"timerlog/{0:020d}").open("r+b") as file:
+        file.seek(place)
+        value = int.from_bytes(file.read(size)) ^ 1 << bit
+        file.seek(place)
+        file.write(value.to_bytes(size))
     if closed and (number == 5 or at in (0, 28, 36)):
-        assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["unit"]
-    again = Wheel(files=files, at_ms=START_MS + 5000)
+        assert [damage.kind for damage in verify(tmp_path, SMALL).damage] == ["unit"]
+    again = Wheel(folder=tmp_path, at_ms=START_MS + 5000)
     again.pass_to(60_000)
     delivered = [(int(body), at_ms // 1000) for body, at_ms in again.delivered()]
     assert sorted(delivered) == [(second, second) for second in (1, 2, 3, 10, 20, 20, 30)]
@@ -480,22 +484,23 @@ def test_a_changed_bit_of_a_unit_delays_no_message(at: int, bit: int, number: in
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize("delay_s", [1, 14, 20, 99])
 @pytest.mark.parametrize("rolled", [1, 3], ids=["alone in its slot", "last of its slot"])
-def test_a_shrunk_delay_of_a_unit_that_rolls_delays_no_message(rolled: int, delay_s: int, closed: bool) -> None:
+def test_a_shrunk_delay_of_a_unit_that_rolls_delays_no_message(
+    rolled: int, delay_s: int, closed: bool, tmp_path: Path
+) -> None:
     """Its message does not say in which slot it waits for its roll, but the wheel does."""
-    wheel = Wheel()
+    wheel = Wheel(folder=tmp_path)
     for number in range(rolled):
         wheel.put(b"%d" % number, key=f"U{number}", TIMER_DELAY_SEC=430)
     wheel.put(b"soon", key="soon", TIMER_DELAY_SEC=15)
     wheel.pass_to(20_000)
     wheel.save()
-    if closed:
-        wheel.store.close()
-    files = died(wheel.files)
-    place, buffer = 52 * (rolled - 1) + 24, files.open(f"{ROOT}/timerlog/{0:020d}", writable=True).buffer
-    buffer[place : place + 4] = (1000 * delay_s).to_bytes(4)
+    wheel.store.close() if closed else wheel.store.abandon()
+    with (tmp_path / f"timerlog/{0:020d}").open("r+b") as file:
+        file.seek(52 * (rolled - 1) + 24)
+        file.write((1000 * delay_s).to_bytes(4))
     if closed and delay_s < 19:
-        assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["unit"]
-    again = Wheel(files=files, at_ms=START_MS + 20_000)
+        assert [damage.kind for damage in verify(tmp_path, SMALL).damage] == ["unit"]
+    again = Wheel(folder=tmp_path, at_ms=START_MS + 20_000)
     again.pass_to(500_000)
     assert again.delivered() == [(b"soon", 15_000), *((b"%d" % number, 430_000) for number in range(rolled))]
 
