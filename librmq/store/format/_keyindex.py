@@ -213,14 +213,12 @@ class KeyIndex(Closing):
         places: list[int] = []
         for file in reversed(self._list):
             try:
-                header = file.header
-                if header.overlaps(begin_ms, end_ms):
-                    file.query(key_hash, begin_ms, end_ms, max_results, places)
+                first_ms = file.query(key_hash, begin_ms, end_ms, max_results, places)
             except StoreIOError:
                 if file in self._list:
                     raise
                 continue  # the file was deleted meanwhile
-            if header.begin_timestamp_ms < begin_ms or len(places) >= max_results:
+            if first_ms < begin_ms or len(places) >= max_results:
                 break
         return places
 

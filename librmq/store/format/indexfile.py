@@ -523,9 +523,10 @@ class IndexFile(Closing):
         """Return the position of an entry in the file."""
         return file_length(self.max_slots, number)
 
-    def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, places: list[int]) -> None:
+    def query(self, key_hash: int, begin_ms: int, end_ms: int, max_results: int, places: list[int]) -> int:
         """Append to ``places`` the physical offsets of a hash, the newest first, until it has ``max_results``.
 
+        Return the time of the file's first record: if it is before ``begin_ms``, no older file need be searched.
         An entry's time is exact to the second. A chain ends after its first entry before ``begin_ms``, and in a
         damaged file where 4.9's search ends. Thread-safe.
 
@@ -541,26 +542,27 @@ class IndexFile(Closing):
         # Read slot, announced number and header in the order of the writer, so that no slot is ahead of both counts.
         announced = self._announced
         header = self.header
-        count = max(header.index_count, announced)
-        if not 0 < number <= count or count <= 1:
-            return
-        first_timestamp, first_position = header.begin_timestamp_ms, self.entry_position(0)
+        first_timestamp, count = header.begin_timestamp_ms, max(header.index_count, announced)
+        if not 0 < number <= count or count <= 1 or not header.overlaps(begin_ms, end_ms):
+            return first_timestamp
+        first_position = self.entry_position(0)
         forward: set[int] = set()
         while len(places) < max_results and number < self.max_entries:
             position = first_position + ENTRY_SIZE * number
             entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if seconds < 0:
-                return
+                break
             timestamp = first_timestamp + 1000 * seconds
             if entry_hash == key_hash and begin_ms <= timestamp <= end_ms:
                 places.append(physical)
             if not 0 < previous <= count or previous == number or timestamp < begin_ms:
-                return
+                break
             if previous > number:  # chains lead backwards; one that does not can be a circle
                 if number in forward:
                     raise CorruptionError(self.path, position, "entry", "a chain of entries goes in a circle")
                 forward.add(number)
             number = previous
+        return first_timestamp
 
     # ------------------------------------------------------------------------------------------------ writing
 
