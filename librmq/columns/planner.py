@@ -32,7 +32,10 @@ from librmq.store.engine.store_parts import QueueName
 
 _log = EventLog("librmq.columns")
 PARTITION_BYTES: Final = 128 << 20
+"""Bytes of the log a task; twice as many where it decodes only what stands before and behind the bodies."""
 PARTITION_ENTRIES: Final = 1 << 20
+_WHOLE: Final = frozenset(("body", "storedBody", "properties", "propertiesString"))
+"""Columns that take most of a record's bytes."""
 Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""
 _SAMPLES: Final = 256
@@ -49,10 +52,11 @@ def plan(
     options: ReadOptions,
     files: Files | None = None,
     *,
+    columns: Collection[str] = _WHOLE,
     is_portable: bool = False,
     opened: MessageStore | None = None,
 ) -> list[Part]:
-    """Plan a read of each store in ``options``; the only one may be ``opened`` read-only, which saves its opening.
+    """Plan a read of ``columns`` of each store in ``options``; the only one may be ``opened`` read-only already.
 
     A part of a remote store needs the mirror in ``files``, unless it ``is_portable``: then it has its entries, and
     another process fetches what it reads of the log.
@@ -66,6 +70,7 @@ def plan(
     parts: list[Part] = []
     topics: set[str] = set()
     min_parts = -(-options.min_partitions // len(options.paths))
+    bytes_a_part = PARTITION_BYTES if _WHOLE & {*columns} else 2 * PARTITION_BYTES
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.
@@ -77,10 +82,12 @@ def plan(
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
-                of_store += log_parts(store, times, min_parts)
+                of_store += log_parts(store, times, min_parts, bytes_a_part=bytes_a_part)
             else:
                 ranges = _pruned(store, list(store.narrowed().items()))
-                of_store += queue_parts(store, ranges, min_parts, entries_only=options.view == "queues")
+                of_store += queue_parts(
+                    store, ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part
+                )
             if is_portable and isinstance(files, RemoteFiles):
                 of_store = [_portable(part, store, files) for part in of_store]
             parts += of_store
@@ -115,6 +122,7 @@ def queue_parts(
     min_parts: int,
     *,
     entries_only: bool = False,
+    bytes_a_part: int = PARTITION_BYTES,
     mirrors: RemoteFiles | None = None,
 ) -> list[Part]:
     """Cut the entries in ``ranges`` into at least ``min_parts`` tasks, unless there are too few entries.
@@ -126,12 +134,12 @@ def queue_parts(
     if gaps and not entries_only:  # what leads to bytes that the log lacks is left out
         pieces = [(name, store.queues[name].pieces(offsets, gaps)) for name, offsets in ranges]
         ranges = [(name, piece) for name, parts in pieces for piece in parts[::2] if piece]
-    samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // PARTITION_BYTES))
+    samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // bytes_a_part))
     rows = sum(len(offsets) for _, offsets in ranges)
     if not rows:
         return []
     size = sum(size * weight for _, size, weight in samples)
-    count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // PARTITION_BYTES))
+    count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
     shares = _shares(store, ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
     parts = [_part(store, slices) for slices in shares if slices]
     return parts if mirrors is None else [_portable(part, store, mirrors) for part in parts]

@@ -177,7 +177,8 @@ class Reader(DataSourceReader):
 
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
-        parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
+        files = RemoteFiles(stores) if stores else None
+        parts = plan(self._options, files, columns=self._schema.names, is_portable=True)
         if self._is_bare and len(parts) > max(_BIG, self._options.min_partitions):
             _log.warning(
                 "%(path)s: Spark does not tell which columns a query uses, so %(count)d tasks decode all of them; name "
