@@ -102,6 +102,25 @@ cdef extern from *:
         word ^= 0x0202020202020202u;
         return (word - 0x0101010101010101u) & ~word & 0x8080808080808080u;
     }
+    static inline const uint8_t *rmq_segment_end(const uint8_t *at, const uint8_t *end, uint64_t *seen) {
+        uint64_t word, all = 0;  /* the next byte 2, or the end, and the bits of what was read */
+        for (; end - at >= 8; at += 8) {
+            memcpy(&word, at, 8);
+            all |= word;
+            if ((word = rmq_twos(word))) {
+    #if defined(__GNUC__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+                *seen |= all;
+                return at + (__builtin_ctzll(word) >> 3);
+    #else
+                break;
+    #endif
+            }
+        }
+        for (; at < end && *at != 2; at++)
+            all |= *at;
+        *seen |= all;
+        return at;
+    }
     static inline int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) {  /* whether it has no byte 2 */
         uint64_t word, found = 0;
         uint32_t first, last;
@@ -174,6 +193,7 @@ cdef extern from *:
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
     void put32 "rmq_put32" (uint8_t *at, uint32_t value) noexcept nogil
     void put64 "rmq_put64" (uint8_t *at, uint64_t value) noexcept nogil
+    const uint8_t *rmq_segment_end(const uint8_t *at, const uint8_t *end, uint64_t *seen) noexcept nogil
     void rmq_fetch(const uint8_t *at, int64_t size) noexcept nogil
     uint64_t rmq_big64(const uint8_t *at) noexcept nogil
     bint rmq_is_same(const uint8_t *a, const uint8_t *b, size_t size) noexcept nogil
@@ -192,7 +212,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
     bint rmq_is_as_written(const uint8_t *record, size_t size, int folds) noexcept nogil
 
-API = 19
+API = 20
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -211,6 +231,7 @@ cdef enum:
     AT_ONCE = 16
     AHEAD = 2048  # bytes behind the next record that a scan fetches
     GATHERED = 12  # number of the record after this one that a gathering fetches
+    TAIL = 128  # bytes that a record has behind its body, about
     MOST_FIELDS = 16
     FETCHED_SLOTS = 16  # number of the key after this one whose slot is fetched
     MOST_ENTRIES = 64  # of a read
@@ -357,6 +378,47 @@ def fields(data, places, bytes ats not None, bytes sizes not None):
     return made
 
 
+def frames(data, places, sizes):
+    """Return where the bodies and the topics of records end, as 64-bit numbers.
+
+    ``places`` and ``sizes`` are arrays of 64-bit numbers. None if one of the records is not usual and of its size. Other
+    threads run meanwhile.
+    """
+    cdef Py_ssize_t count = len(places), number = 0
+    cdef const int64_t *place_at = numbers(places, count)
+    cdef const int64_t *size_at = numbers(sizes, count)
+    cdef bytearray bodies = PyByteArray_FromStringAndSize(NULL, 8 * count)
+    cdef bytearray topics = PyByteArray_FromStringAndSize(NULL, 8 * count)
+    cdef int64_t *body_at = <int64_t *>PyByteArray_AS_STRING(bodies)
+    cdef int64_t *topic_at = <int64_t *>PyByteArray_AS_STRING(topics)
+    cdef const uint8_t *record
+    cdef int64_t place, size, later
+    cdef uint64_t properties
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            while number < count:
+                place, size = place_at[number], size_at[number]
+                if not 0 <= place <= view.len - FIXED or not FIXED <= size <= view.len - place:
+                    break
+                if number + GATHERED < count:
+                    later = place_at[number + GATHERED]
+                    rmq_fetch(<const uint8_t *>view.buf + later, FIXED)
+                    later += size_at[number + GATHERED] - TAIL
+                    rmq_fetch(<const uint8_t *>view.buf + later, TAIL)
+                record = <const uint8_t *>view.buf + place
+                properties = properties_of(record, size)
+                if not properties:
+                    break
+                body_at[number] = place + 88 + big32(record + 84)
+                topic_at[number] = place + properties - 2
+                number += 1
+    finally:
+        PyBuffer_Release(&view)
+    return (bodies, topics) if number == count else None
+
+
 def record_starts(data, int64_t begin, int64_t end):
     """Return the places of records that follow each other from ``begin`` on, as 64-bit numbers, and where they end.
 
@@ -425,6 +487,47 @@ def slices(data, begins, ends):
         PyBuffer_Release(&view)
     PyByteArray_Resize(made, total)
     return offsets, made
+
+
+def property_values(data, begins, ends, bytes name not None):
+    """Return where in ``data`` the values of one property begin and end, as 64-bit numbers; equal where there is none.
+
+    ``begins`` and ``ends`` are those of each record's properties, arrays of 64-bit numbers. None if these have a byte
+    that is not ASCII. Other threads run meanwhile.
+    """
+    cdef Py_ssize_t count = len(begins), number = 0, size = PyBytes_GET_SIZE(name)
+    cdef const int64_t *begin_at = numbers(begins, count)
+    cdef const int64_t *end_at = numbers(ends, count)
+    cdef bytearray first = PyByteArray_FromStringAndSize(NULL, 8 * count)
+    cdef bytearray last = PyByteArray_FromStringAndSize(NULL, 8 * count)
+    cdef int64_t *first_at = <int64_t *>PyByteArray_AS_STRING(first)
+    cdef int64_t *last_at = <int64_t *>PyByteArray_AS_STRING(last)
+    cdef const char *wanted = PyBytes_AS_STRING(name)
+    cdef const uint8_t *at
+    cdef const uint8_t *until
+    cdef const uint8_t *end
+    cdef uint64_t seen = 0
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            while number < count and 0 <= begin_at[number] <= end_at[number] <= view.len:
+                if number + GATHERED < count:
+                    rmq_fetch(<const uint8_t *>view.buf + begin_at[number + GATHERED], TAIL)
+                at, end = <const uint8_t *>view.buf + begin_at[number], <const uint8_t *>view.buf + end_at[number]
+                first_at[number] = last_at[number] = 0
+                while at < end:
+                    until = rmq_segment_end(at, end, &seen)
+                    if until - at > size + 1 and at[size] == 1 and not memcmp(at, wanted, size):  # the last one counts
+                        first_at[number] = at + size + 1 - <const uint8_t *>view.buf
+                        last_at[number] = until - <const uint8_t *>view.buf
+                    at = until + 1
+                number += 1
+    finally:
+        PyBuffer_Release(&view)
+    if number < count:
+        raise ValueError("begins, ends: expected parts of the data")
+    return None if seen & 0x8080808080808080 else (first, last)
 
 
 cdef inline uint32_t big32(const uint8_t *at) noexcept nogil:
@@ -570,7 +673,7 @@ cdef class Items:
         return count
 
 
-cdef inline uint64_t properties_of(const uint8_t *record, uint64_t size) noexcept:
+cdef inline uint64_t properties_of(const uint8_t *record, uint64_t size) noexcept nogil:
     """Return where the properties of a usual record begin, 0 if bytes are none."""
     cdef uint64_t body_size = big32(record + 84), topic_end
     if (

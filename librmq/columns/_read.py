@@ -520,16 +520,14 @@ class _Task:
             passing = self._passing_in_log(block)
             keep = passing if keep is None else keep & passing
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            passing = _is_in(block.properties.value(PropertyName.TAGS), sorted(self._tags.tags))
+            passing = _is_in(block.property(PropertyName.TAGS), sorted(self._tags.tags))
             keep = passing if keep is None else keep & passing
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow
             from librmq.filter.normal_form import names
 
             property_names = sorted(set(names(self._selector)))
-            columns = {name: block.properties.value(name) for name in property_names} or {
-                "": pa.nulls(len(rows), pa.string())
-            }
+            columns = {name: block.property(name) for name in property_names} or {"": pa.nulls(len(rows), pa.string())}
             matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))
             passing = matched.to_numpy(zero_copy_only=False)
             keep = passing if keep is None else keep & passing

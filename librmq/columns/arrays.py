@@ -140,9 +140,10 @@ def replaced(array: pa.Array, rows: Ints, values: Sequence[bytes | str | None]) 
     return pa.concat_arrays([array, pa.array(values, array.type)]).take(numbers(where))
 
 
-def known_text(array: pa.BinaryArray) -> pa.StringArray:
-    """Return bytes that are known to be UTF-8."""
-    return pa.Array.from_buffers(pa.string(), len(array), array.buffers())
+def known_text(array: pa.BinaryArray, present: Mask | None = None) -> pa.StringArray:
+    """Return bytes that are known to be UTF-8, null where not ``present``."""
+    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
+    return pa.Array.from_buffers(pa.string(), len(array), [valid, *array.buffers()[1:]])
 
 
 # ---- starts of records, without queue entries

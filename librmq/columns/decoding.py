@@ -301,14 +301,25 @@ class Block:
         return len(self.places)
 
     def _check_frames(self) -> None:
-        raw, places = self._raw, self.places
+        raw, places, sizes = self._raw, self.places, self._sizes
+        self._born_shift = self._store_shift = None
+        if self._frames and sizes is not None and CORE.frames is not None:
+            ends = CORE.frames(raw, np.ascontiguousarray(places), np.ascontiguousarray(sizes))
+            if ends is not None:  # usual records, all of them
+                body_end, topic_end = (np.frombuffer(part, np.int64) for part in ends)
+                self._at, self.sound = places, np.ones(len(places), np.bool_)
+                self._head = record.fields_at(raw, places, self._fields)
+                self._body = places + record.BODY_AT, body_end
+                self._topic = body_end + 1, topic_end
+                self._properties_at = topic_end + 2, places + sizes
+                return
         limit = len(raw)
         sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
         tested = ("size", "magic", "sys_flag", "body_length") if self._frames else ("size", "magic", "sys_flag")
         head = self._head = record.fields_at(raw, at, self._fields.union(tested))
-        size, self._flags = head["size"].astype(np.int64), head["sys_flag"]
+        size, flags = head["size"].astype(np.int64), head["sys_flag"]
         end = at + size
         first = head["magic"] == record.MESSAGE_MAGIC
         second = None if first.all() else head["magic"] == record.MESSAGE_MAGIC_V2
@@ -316,15 +327,14 @@ class Block:
         if second is not None:
             sound &= first | second
             second = second if second.any() else None
-        if self._sizes is not None:
-            sound &= size == self._sizes
+        if sizes is not None:
+            sound &= size == sizes
         self.sound = sound
-        self._born_shift = self._store_shift = None
         body_at = at + record.BODY_AT
         lengths: Any = 3 if second is None else np.where(second, 4, 3)  # of topic and properties
-        if (self._flags & record.HOSTS_V6).any():
-            self._born_shift = record.HOST_V6_EXTRA * ((self._flags & record.BORN_HOST_V6) != 0).astype(np.int64)
-            shift = record.HOST_V6_EXTRA * ((self._flags & record.STORE_HOST_V6) != 0).astype(np.int64)
+        if (flags & record.HOSTS_V6).any():
+            self._born_shift = record.HOST_V6_EXTRA * ((flags & record.BORN_HOST_V6) != 0).astype(np.int64)
+            shift = record.HOST_V6_EXTRA * ((flags & record.STORE_HOST_V6) != 0).astype(np.int64)
             self._store_shift = self._born_shift + shift
             body_at = body_at + self._store_shift
             sound &= body_at + lengths <= end
@@ -368,9 +378,9 @@ class Block:
         except RecordError as error:
             return error
         assert self._sizes is not None
-        if self._sizes[row] == self._head["size"][row]:
+        if self._sizes[row] == self.field("size")[row]:
             return RecordError("expected the record of this queue offset, found one that names another")
-        return RecordError(f"expected a record of {self._sizes[row]} bytes, found {self._head['size'][row]}")
+        return RecordError(f"expected a record of {self._sizes[row]} bytes, found {self.field('size')[row]}")
 
     def has_topics(self, sizes: Ints, ends: npt.NDArray[np.uint64]) -> Mask:
         """Return which records have topics of these sizes, that end in these bytes, at most eight as a number."""
@@ -382,7 +392,7 @@ class Block:
     def record(self, row: int) -> bytes:
         """Return the bytes of a sound record."""
         at = int(self._at[row])
-        return self._raw[at : at + int(self._head["size"][row])].tobytes()
+        return self._raw[at : at + int(self.field("size")[row])].tobytes()
 
     def take(self, rows: Ints) -> Block:
         """Return a block of these rows only."""
@@ -409,7 +419,7 @@ class Block:
         if name == "store_host" and self._born_shift is not None:
             at = at + self._born_shift
         at = self._of_sound(at)
-        long = (self._flags & bit) != 0
+        long = (self.field("sys_flag") & bit) != 0
         hosts = np.empty(len(at), object)
         for rows, size in ((np.flatnonzero(~long), 8), (np.flatnonzero(long), 20)):
             if len(rows):
@@ -447,11 +457,12 @@ class Block:
             bodies = replaced(stored[begin:end], np.array(packed, np.int64) - begin, values)
             return slice(begin, end), bodies, {row - begin: why for row, why in reasons.items()}
 
-        for row in np.flatnonzero(self.sound & ((self._flags & record.COMPRESSED) != 0)).tolist():
+        flags = self.field("sys_flag")
+        for row in np.flatnonzero(self.sound & ((flags & record.COMPRESSED) != 0)).tolist():
             packed.append(row)
             try:
-                flags = int(self._flags[row])
-                values.append(body := record.decompress_body(stored[row].as_py(), flags, record.DECOMPRESSED_LIMIT))
+                raw, sys_flag = stored[row].as_py(), int(flags[row])
+                values.append(body := record.decompress_body(raw, sys_flag, record.DECOMPRESSED_LIMIT))
                 size += len(body)
             except BodyCompressionError as error:
                 bad[row] = error
@@ -507,6 +518,18 @@ class Block:
         """Return the properties."""
         return Properties(self._raw, *map(self._of_sound, self._properties_at))
 
+    def property(self, name: str) -> pa.StringArray:
+        """Return the values of one property, null where a message has none."""
+        needle = name.encode("utf-8", "replace")
+        if CORE.property_values is None or "properties" in self.__dict__ or not needle or {1, 2} & set(needle):
+            return self.properties.value(name)
+        found = CORE.property_values(self._raw, *map(self._of_sound, self._properties_at), needle)
+        if found is None:
+            return self.properties.value(name)
+        begins, ends = (np.frombuffer(part, np.int64) for part in found)
+        values, present = slices(self._raw, begins, ends), begins < ends
+        return known_text(values, None if present.all() else present)
+
     def _slices(self, bounds: tuple[Ints, Ints]) -> pa.BinaryArray:
         return slices(self._raw, *map(self._of_sound, bounds))
 
@@ -528,7 +551,7 @@ def _time(name: str) -> _Column:
 
 
 def _property(name: str) -> _Column:
-    return pa.string(), lambda block: block.properties.value(name)
+    return pa.string(), lambda block: block.property(name)
 
 
 TIMESTAMP: Final = pa.timestamp("us", "UTC")

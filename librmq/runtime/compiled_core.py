@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 19
+_API: Final = 20
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -59,8 +59,12 @@ class Core:
     """Bytes at many places of a file side by side (`librmq.message.record`)."""
     fields: Callable[..., Any] | None = None
     """Numbers at many places of a file, field by field (`librmq.message.record`)."""
+    frames: Callable[..., Any] | None = None
+    """Where the parts of many records end (`librmq.columns.decoding`)."""
     slices: Callable[..., Any] | None = None
     """Many parts of a file side by side (`librmq.columns.arrays`)."""
+    property_values: Callable[..., Any] | None = None
+    """Where the values of one property are in many records (`librmq.columns.decoding`)."""
     record_starts: Callable[..., Any] | None = None
     """The places of records that follow each other in a file (`librmq.columns.arrays`)."""
 

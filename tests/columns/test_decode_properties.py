@@ -157,6 +157,12 @@ def test_invalid_records_are_reported_as_by_the_plain_decoder(raws: list[bytes],
             assert isinstance(block.reason(row), RecordError)
         else:
             assert block.sound[row]
+    for row, place in enumerate(places):
+        size = data.draw(st.just(int(block.field("size")[row])) | st.integers(0, 200)) if block.sound[row] else 100
+        one = Block(np.frombuffer(bytes(whole), np.uint8), np.array([place]), np.array([size]))
+        assert one.sound[0] == (block.sound[row] and size == block.field("size")[row])
+        if one.sound[0]:
+            assert all(one.column(name)[0] == block.column(name)[row] for name in COLUMNS)
     loose = Block(np.frombuffer(bytes(whole), np.uint8), np.array(places, np.int64), frames=False)
     assert not (block.sound & ~loose.sound).any()
     for name in FIXED_COLUMNS:
@@ -172,6 +178,7 @@ def test_invalid_records_are_reported_as_by_the_plain_decoder(raws: list[bytes],
 @given(st.lists(RAW_PROPERTIES, max_size=8) | rows_alike())
 @example([b"\2".join(b"n%d\1v" % (number % 90) for number in range(100))])  # very many
 @example([b"KEYS\2a\1x\2", b"KEYS\1v\2a\1x\2"])  # a name without a value in the first row only
+@example([b"KEYS\1v\2KEYS\1\2"])  # the last value that is not empty counts
 def test_properties(stored: list[bytes]) -> None:
     data = np.frombuffer(b"".join(stored), np.uint8)
     ends = np.cumsum(list(map(len, stored)), dtype=np.int64)
@@ -180,9 +187,11 @@ def test_properties(stored: list[bytes]) -> None:
     plain = list(map(decode_properties, stored))
     assert properties.map().to_pylist() == [list(row.items()) for row in plain]
     properties.map().validate(full=True)
+    block = block_of([encode_record(Record(topic="T", properties_raw=raw)) for raw in stored])
     for name in (*(name.decode() for similar in SIMILAR for name in similar), "a\1b"):
-        assert properties.value(name).to_pylist() == [row.get(name) for row in plain]
-        properties.value(name).validate(full=True)
+        for values in (properties.value(name), block.property(name)):
+            assert values.to_pylist() == [row.get(name) for row in plain]
+            values.validate(full=True)
 
 
 @pytest.mark.parametrize("length", [5, 5000])

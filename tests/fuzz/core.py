@@ -256,6 +256,20 @@ class Fuzzer:
         with suppress(ValueError):
             self.core.spread(places, np.arange(count), hashes if chance.random() < 0.5 else np.sort(places), 0)
 
+    def columns(self) -> None:
+        """Look at records and their properties where damaged entries lead, also beyond the data."""
+        chance, data = self.chance, damaged(self.chance, self.log)
+        places, sizes = np.array(chance.choices(self.places, k=9)).T.copy()
+        if chance.random() < 0.5:
+            data = data[: chance.choice((places[0] + 91, len(data)))]
+            sizes = np.array([int.from_bytes(data[at : at + 4], "big") for at in places.tolist()])
+        else:
+            places[chance.randrange(9)] = chance.choice((-1, len(data) - 91, len(data) - 4, 1 << 62))
+        self.core.frames(data, places, sizes)
+        begins, ends = sorted(chance.choices((0, 5, 700, len(data), len(data) + 1, -1), k=2))
+        with suppress(ValueError):
+            self.core.property_values(data, np.array([begins] * 2), np.array([ends] * 2), b"KEYS")
+
     def checksum(self) -> None:
         """Compute checksums at odd places and lengths, and of parts that may lie outside."""
         data = self.log[self.chance.randrange(100) :][: self.chance.choice((300, 3000)) - self.chance.randrange(300)]
@@ -270,6 +284,7 @@ class Fuzzer:
         """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
             self.append, self.scan, self.derive, self.pull, self.wait, self.index, self.checksum,
+            self.columns,
             lambda: self.read_body(self.log[:300]),
         ]  # fmt: skip
         clock, made = SystemClock(), 0
