@@ -17,7 +17,6 @@ follows is closing and checking. A run that measures by other means returns its 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import importlib
 import importlib.metadata
@@ -36,7 +35,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -284,30 +282,32 @@ def _key(case: Case, run: Run | Part) -> tuple[Run, bool]:
     return (run.run if isinstance(run, Part) else run), case.cpu
 
 
-@cache
-def _adopt_orphans() -> None:
-    """Become the parent of processes below this one whose own parents end, with whose time a sum would fall else."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+_seen: dict[tuple[int, str], float] = {}
+"""By process below a child of this one, and the time of its start, its processor time when it was last seen."""
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and of all below it, to which Spark belongs; where /proc shows them."""
-    _adopt_orphans()
-    times, children = dict[int, float](), dict[int, list[int]]()
+    """Return the processor time of this process and of all below it, to which Spark belongs; where /proc shows them.
+
+    Spark's daemon of Python workers waits for none of them, so nothing has the time of one that ended: what was last
+    seen of it counts.
+    """
+    times, children = dict[int, tuple[str, float]](), dict[int, list[int]]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ends
             fields = path.read_text("utf-8", "replace").rpartition(")")[2].split()
             process = int(path.parent.name)
-            times[process] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            times[process] = fields[19], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
             children.setdefault(int(fields[1]), []).append(process)
-    ended = os.times()
-    found, below = time.process_time() + ended.children_user + ended.children_system, children.get(os.getpid(), [])[:]
+    ended, own = os.times(), children.get(os.getpid(), ())
+    below = [process for child in own for process in children.get(child, ())]
     while below:
         process = below.pop()
-        found += times[process]
+        begun, seconds = times[process]
+        _seen[process, begun] = seconds
         below += children.get(process, ())
-    return found
+    living = sum(times[process][1] for process in own)
+    return time.process_time() + ended.children_user + ended.children_system + living + sum(_seen.values())
 
 
 def _timed(work: Timed | float | Mapping[str, float], clock: Callable[[], float]) -> Any:
