@@ -58,8 +58,14 @@ def numbers(values: npt.NDArray[Any], present: Mask | None = None) -> pa.Array:
     `pyarrow.array` does the same, but loads pandas: some 20 MiB that a reader does not need.
     """
     values = np.ascontiguousarray(values)
-    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [valid, pa.py_buffer(values)])
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [_validity(present), pa.py_buffer(values)]
+    )
+
+
+def _validity(present: Mask | None) -> pa.Buffer | None:
+    """Return Arrow's bits of the values that are there; None if all are."""
+    return None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
 
 
 def integers(array: pa.Array) -> Ints:
@@ -142,8 +148,7 @@ def replaced(array: pa.Array, rows: Ints, values: Sequence[bytes | str | None]) 
 
 def known_text(array: pa.BinaryArray, present: Mask | None = None) -> pa.StringArray:
     """Return bytes that are known to be UTF-8, null where not ``present``."""
-    valid = None if present is None else pa.py_buffer(np.packbits(present, bitorder="little"))
-    return pa.Array.from_buffers(pa.string(), len(array), [valid, *array.buffers()[1:]])
+    return pa.Array.from_buffers(pa.string(), len(array), [_validity(present), *array.buffers()[1:]])
 
 
 # ---- starts of records, without queue entries

@@ -59,6 +59,12 @@ _MASKS: Final = np.array([(1 << 8 * size) - 1 for size in range(_WORD + 1)], np.
 """The bits of a little-endian word that a name of this many bytes fills."""
 
 
+def _stored_name(name: str) -> bytes | None:
+    """Return the bytes of a property's name, None if no stored property can have it."""
+    stored = name.encode("utf-8", "replace")
+    return stored if stored and not {1, 2} & {*stored} else None
+
+
 class Properties:
     """The stored properties of many messages."""
 
@@ -145,14 +151,14 @@ class Properties:
 
     def value(self, name: str) -> pa.StringArray:
         """Return the values of one property, null where a message has none."""
-        needle = name.encode("utf-8", "replace")
+        needle = _stored_name(name)
         unusual = self._unusual_names
-        if name and needle in self._names and not len(unusual):
+        if needle in self._names and not len(unusual):
             column, width = self._names.index(needle), self._width
             begins, ends = self._begins[column::width] + len(needle) + 1, self._ends[column::width]
             if (begins < ends).all():
                 return self._texts(begins, ends)
-        if not name or {1, 2} & set(needle):
+        if needle is None:
             rows = begins = ends = np.zeros(0, np.int64)
         else:
             rows, begins, ends = self._values_of(needle + b"\1")
@@ -520,8 +526,8 @@ class Block:
 
     def property(self, name: str) -> pa.StringArray:
         """Return the values of one property, null where a message has none."""
-        needle = name.encode("utf-8", "replace")
-        if CORE.property_values is None or "properties" in self.__dict__ or not needle or {1, 2} & set(needle):
+        needle = _stored_name(name)
+        if needle is None or CORE.property_values is None or "properties" in self.__dict__:
             return self.properties.value(name)
         found = CORE.property_values(self._raw, *map(self._of_sound, self._properties_at), needle)
         if found is None:

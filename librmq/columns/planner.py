@@ -32,7 +32,7 @@ from librmq.store.engine.store_parts import QueueName
 
 _log = EventLog("librmq.columns")
 PARTITION_BYTES: Final = 128 << 20
-"""Bytes of the log a task; twice as many where it decodes only what stands before and behind the bodies."""
+"""Bytes of the log in a task; twice as many where it decodes none of `_WHOLE`."""
 PARTITION_ENTRIES: Final = 1 << 20
 _WHOLE: Final = frozenset(("body", "storedBody", "properties", "propertiesString"))
 """Columns that take most of a record's bytes."""
@@ -70,7 +70,7 @@ def plan(
     parts: list[Part] = []
     topics: set[str] = set()
     min_parts = -(-options.min_partitions // len(options.paths))
-    bytes_a_part = PARTITION_BYTES if _WHOLE & {*columns} else 2 * PARTITION_BYTES
+    bytes_a_part = 2 * PARTITION_BYTES if _WHOLE.isdisjoint(columns) else PARTITION_BYTES
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.

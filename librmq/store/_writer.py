@@ -212,7 +212,7 @@ class Writer(StoreHandle):
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._comparison = LaterPart(partial(_make_comparison, parts, self.checks))
         if parts.compared_from > parts.log.begin:
-            self._comparison()
+            self._comparison().add_older()
         self.checks.noticed = self._compare_soon
         self._copier = None
 

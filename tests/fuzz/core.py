@@ -283,8 +283,7 @@ class Fuzzer:
     def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
         """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
-            self.append, self.scan, self.derive, self.pull, self.wait, self.index, self.checksum,
-            self.columns,
+            self.append, self.scan, self.derive, self.pull, self.wait, self.index, self.checksum, self.columns,
             lambda: self.read_body(self.log[:300]),
         ]  # fmt: skip
         clock, made = SystemClock(), 0

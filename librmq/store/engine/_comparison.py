@@ -39,13 +39,16 @@ class Comparison:
         """Where queues end of which the recovery saw no record: last entries that became zeros leave no trace there."""
         self._searched = parts.compared_from
         """Where the search of the log for records behind these ends goes on."""
-        if parts.compared_from > parts.log.begin:
-            self._waiting.update(dict.fromkeys(parts.queues, parts.compared_from))
-            if not parts.knows_ends:
-                states = parts.queues.states().items()
-                idle = {name: state for name, state in states if 0 < state.max_physic_offset <= parts.compared_from}
-                self._ends = {name: state.max_offset for name, state in idle.items()}
-                self._searched = min((state.max_physic_offset for state in idle.values()), default=self._searched)
+
+    def add_older(self) -> None:
+        """Compare what the recovery did not look at: entries of records before `Parts.compared_from`."""
+        parts = self._parts
+        self._waiting.update(dict.fromkeys(parts.queues, parts.compared_from))
+        if not parts.knows_ends:
+            states = parts.queues.states().items()
+            idle = {name: state for name, state in states if 0 < state.max_physic_offset <= parts.compared_from}
+            self._ends = {name: state.max_offset for name, state in idle.items()}
+            self._searched = min((state.max_physic_offset for state in idle.values()), default=self._searched)
 
     def add(self, name: QueueName) -> None:
         """Compare a whole queue."""
