@@ -59,7 +59,11 @@ def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> in
 
 
 def halves_of(op: StoredMessage) -> set[int]:
-    """Return the queue offsets of the halves in an op message; −1 for an unreadable one, none without the tag."""
+    """Return the queue offsets of the halves in an op message; −1 for an unreadable one, none without the tag.
+
+    Raises:
+        RecordError: Its body does not match its checksum.
+    """
     if op.tags != OP_TAG:
         _log.error(
             "the op message at %(physical_offset)d is skipped: expected the tag 'd', found %(tags)r",
@@ -67,6 +71,7 @@ def halves_of(op: StoredMessage) -> set[int]:
             tags=op.tags,
         )
         return set()
+    op._check_body()  # a damaged number would end another half
     numbers = map(java_long, op.stored_body.decode("utf-8", "replace").rstrip(HALF_SEPARATOR).split(HALF_SEPARATOR))
     return {-1 if queue_offset is None else queue_offset for queue_offset in numbers}
 

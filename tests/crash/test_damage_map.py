@@ -12,7 +12,7 @@ import pytest
 
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import ENTRY
-from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
+from librmq.message.record import BODY_AT, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
 from librmq.store.format.timerfiles import TimerLog, unit_dtype
 from tests.budget import step
 from tests.conftest import SlowBudget
@@ -133,8 +133,51 @@ def passed(found: Contents) -> Iterator[Damage]:
         yield changed_at(found, path, "zeros", (unit_at + fields["delay_ms"][1], delay_ms.to_bytes(4)))
 
 
+def unchained(found: Contents) -> Iterator[Damage]:
+    """Let a unit of the timer's log point nowhere, though its slot has one before it, or to before the log's begin."""
+    path = f"timerlog/{0:020}"
+    fields: Any = unit_dtype().fields
+    for number in range(2, 6):
+        yield changed_at(
+            found, path, "bit", (number * TimerLog.UNIT_SIZE + fields["previous"][1], b"\x80" + 7 * b"\xff")
+        )
+
+
+def restarted(found: Contents) -> Iterator[Damage]:
+    """Let a record in the middle of a queue, or its last one, say that it is the first."""
+    for topic in b"T\0", b"later", b"rmq_sys_wheel":
+        name = topic.rstrip(b"\0").decode() + "_timer" * (topic == b"rmq_sys_wheel")
+        queue = entries(found, queue_file(name))
+        for entry in queue[2], queue[-1]:
+            path, at, _ = record_of(found, entry, topic)
+            yield changed_at(found, path, "zeros", (at + QUEUE_OFFSET_AT, bytes(8)))
+
+
+def displaced(found: Contents) -> Iterator[Damage]:
+    """Let a document have another value, and its checksum another name."""
+    for name, before in ("cancelled", b'"later",'), ("resent", b"[["):
+        path = f"librmq/{name}.json"
+        data = found[path] or b""
+        changes = (data.index(before) + len(before), b"9"), (data.index(b'crc32"'), b'crc"  ')
+        yield changed_at(found, path, "swap", *changes)
+
+
+def far(found: Contents) -> Iterator[Damage]:
+    """Let the checkpoint say a time beyond the calendar."""
+    yield changed_at(found, "checkpoint", "bit", *((at, b"\x01") for at in (1, 9)))
+
+
+def ended(found: Contents) -> Iterator[Damage]:
+    """Let an op message name no half."""
+    for entry in entries(found, queue_file("RMQ_SYS_TRANS_OP_HALF_TOPIC")):
+        path, at, _ = record_of(found, entry, b"RMQ_SYS_TRANS_OP")
+        yield changed_at(found, path, "bit", (at + BODY_AT, b";"))
+
+
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
-@pytest.mark.parametrize("damages", [swapped, elsewhere, renamed, misnamed, forgotten, passed])
+@pytest.mark.parametrize(
+    "damages", [swapped, elsewhere, renamed, misnamed, forgotten, passed, unchained, restarted, displaced, far, ended]
+)
 def test_known_damages_are_not_passed_in_silence(
     closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path
 ) -> None:

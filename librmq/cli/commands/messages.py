@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -261,8 +262,8 @@ class _NamedOffsets:
         self._begin, self._end = -1, 0
         self._runs: dict[QueueName, range] = {}
         """What seems to be in the log of each queue: from the first record's offset to the last one's."""
-        self.gaps: dict[QueueName, int] = {}
-        """The first offset of each queue that no record has named in its turn."""
+        self.gaps: defaultdict[QueueName, set[int]] = defaultdict(set)
+        """The offsets of each queue that no record has named in their turn."""
 
     def add(self, message: StoredMessage, physical_offset: int) -> None:
         """Take the next record."""
@@ -272,8 +273,8 @@ class _NamedOffsets:
             return
         name, queue_offset = (message.topic, message.queue_id), message.queue_offset
         run = self._runs.get(name, range(queue_offset, queue_offset))
-        if run.stop < queue_offset:
-            self.gaps.setdefault(name, run.stop)
+        if run.stop < queue_offset or (run.stop and not queue_offset):
+            self.gaps[name].add(run.stop)
         if run.stop <= queue_offset or not queue_offset:  # a new topic of this name begins at 0
             self._runs[name] = range(run.start, queue_offset + 1)
 
@@ -296,7 +297,7 @@ class _NamedOffsets:
                 continue
             queue = store.queues[name]
             firsts = [offset_at_place(queue, begin) for begin in begins]
-            for found in map(queue.first_message, {*firsts, self.gaps.get(name, run.stop), run.stop}):
+            for found in map(queue.first_message, {*firsts, *self.gaps.get(name, ()), run.stop}):
                 if found is not None and self._begin <= found[1] < self._end and not self.log.is_missing(found[1]):
                     raw = self.log.read(found[1])
                     if raw is None or found[0] not in claims(raw, name):

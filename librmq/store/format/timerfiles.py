@@ -547,8 +547,10 @@ def unit_damage(
     waits = np.flatnonzero(times >= read_ms)
     waits = waits[np.lexsort((ats[waits], times[waits]))]
     previous = rows["previous"].astype(np.int64)[waits]
-    is_chained = previous < log.begin
-    is_chained[1:] |= (times[waits][1:] == times[waits][:-1]) & (previous[1:] == ats[waits][:-1])
+    is_first = previous == -1  # also where a slot was being emptied when its next unit came
+    is_chained = is_first | (previous >= 0) & (previous < log.begin)
+    has_one_before = times[waits][1:] == times[waits][:-1]
+    is_chained[1:] = np.where(has_one_before, is_first[1:] | (previous[1:] == ats[waits][:-1]), is_chained[1:])
     if not is_chained.all():
         return _unit_damage(
             log, int(ats[waits[is_chained.argmin()]]), "it does not point at the one before in its slot"

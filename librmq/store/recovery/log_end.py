@@ -16,7 +16,6 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
@@ -26,6 +25,7 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Damage, Files
 from librmq.files.interface import flush_all
 from librmq.files.rolling import file_name
+from librmq.formatting import moment
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
@@ -193,8 +193,7 @@ def beyond_checkpoint(parts: Parts) -> str:
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
     if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
         return ""
-    covered = f"{datetime.fromtimestamp(covered_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
-    return f"the checkpoint covers records up to {covered} UTC"
+    return f"the checkpoint covers records up to {moment(covered_ms)} UTC"
 
 
 def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
