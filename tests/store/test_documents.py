@@ -48,7 +48,9 @@ def test_verify_finds_each_changed_byte(name: str, closed: bool) -> None:
             assert [damage.file for damage in verdict.damage] == [f"{ROOT}/{path}"], at
 
 
-@pytest.mark.parametrize("field", [b"crc32", b"c0c32"], ids=["changed", "and its checksum's name"])
+@pytest.mark.parametrize(
+    "field", [b"crc32", b"c0c32", b"cr"], ids=["changed", "and its checksum's name", "which lost letters"]
+)
 @pytest.mark.parametrize(
     ("name", "before", "after", "effect"),
     [
@@ -99,3 +101,13 @@ def test_documents_of_earlier_versions_get_their_checksums_once(closed: bool) ->
             assert checksum.search(now[path]), path
             if path != "librmq/resent.json":
                 assert now[path] == found[path], path
+
+
+def test_a_changed_document_gets_no_checksum_when_others_do(closed: bool) -> None:
+    found, path = of_librmq(closed), "librmq/resent.json"
+    changed = found[path].replace(b"[[", b"[[9").replace(b"crc32", b"cr")
+    config = re.sub(rb',"crc32":"[0-9a-f]{8}"}$', b"}", found["librmq/config.json"])
+    files = in_memory({**found, path: changed, "librmq/config.json": config})
+    opened(files, closed).close()
+    assert contents(files)["librmq/config.json"] == found["librmq/config.json"]
+    assert contents(files)[path] == changed

@@ -111,11 +111,10 @@ class _LaterVersionError(CorruptionError):
     """A later version of librmq wrote a document, which must not be replaced by what this one knows."""
 
 
-_CHECKSUM: Final = re.compile(rb',\s*"[^"]{5}":\s*"([^"]{8})"\s*}\s*$')
-"""The last field as it is also with damage in its name or value, for which it must not count as missing."""
+_CHECKSUM: Final = re.compile(rb'(?:,\s*"[^"]{5}":\s*"([^"]{8})|"([0-9a-f]{8}))"\s*}\s*$')
+"""The last field as it is also with damage in its name or value, for which it must not count as missing. The name can
+have lost letters, or have changed places with bytes before it."""
 _CHECKSUM_ROOM: Final = 64
-_DISPLACED: Final = re.compile(rb'"[0-9a-f]{8}"\s*}\s*$')
-"""Its value behind anything but its name."""
 _WITHOUT: Final = {
     CONFIG_FILE: "sizes come from the other files, and delay levels are RocketMQ's",
     RETENTION_FILE: "retention deletes nothing by age or size until it is named again",
@@ -151,12 +150,10 @@ def checked(path: str, data: bytes, at: int = 0) -> bytes:
     """
     match = _checksum(data)
     if match is None:
-        if _DISPLACED.search(data, max(0, len(data) - _CHECKSUM_ROOM)):
-            raise CorruptionError(path, at, "checksum", f"expected crc32 as the last field; {_advice(path)}")
         return data
-    content = data[: match.start()]
-    if match[1] != b"%08x" % crc32(content):
-        what = f"expected {match[1].decode(errors='replace')} as checksum, found {crc32(content):08x}; {_advice(path)}"
+    content, expected = data[: match.start()], match[1] or match[2]
+    if expected != b"%08x" % crc32(content):
+        what = f"expected {expected.decode(errors='replace')} as checksum, found {crc32(content):08x}; {_advice(path)}"
         raise CorruptionError(path, at, "checksum", f"{what}; if you have changed it yourself, delete its crc32")
     return content + b"}"
 
