@@ -87,6 +87,12 @@ def moment(timestamp_ms: int | None) -> str:
         return f"{timestamp_ms} ms"
 
 
+def exact_moment(timestamp_ms: int) -> str:
+    """Return a time as ``2026-11-20 08:00:00.120 UTC``; a number if it is outside the calendar."""
+    text = moment(timestamp_ms)
+    return text if text.endswith("ms") else f"{text}.{timestamp_ms % 1000:03} UTC"
+
+
 def span(first_ms: int | None, last_ms: int | None) -> str:
     """Return two times as ``2026-11-20 08:00 – 09:30``, with seconds if these are needed to distinguish them."""
     first, last = moment(first_ms), moment(last_ms)

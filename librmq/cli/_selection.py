@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -83,6 +83,14 @@ def parse_time(text: str, clock: Clock, number: str = "milliseconds since 1970")
             f"not a time: {text!r}; expected {number}, a date such as '2026-11-20 08:00' or "
             "2026-11-20T08:00:00Z, or how long ago such as 2h"
         ) from None
+
+
+def iso_time(time_ms: int) -> str:
+    """Return a time as ISO 8601 in UTC; the milliseconds where no calendar has the time, as an export writes them."""
+    try:
+        return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat()
+    except (ValueError, OverflowError, OSError):
+        return str(time_ms)
 
 
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:

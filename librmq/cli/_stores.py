@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli._output import complain, name_as
 from librmq.cli._rows import parse_object
-from librmq.cli._selection import age_clock, parse_time
+from librmq.cli._selection import age_clock, iso_time, parse_time
 from librmq.cli._syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
@@ -316,9 +316,7 @@ def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
 
 
 def _described(store: MessageStore) -> str:
-    when = (
-        datetime.fromtimestamp(store.past_ms / 1000, UTC).isoformat() if store.past_ms else "before its first message"
-    )
+    when = iso_time(store.past_ms) if store.past_ms else "before its first message"
     return f"{when}, when its log ended at {store.log.end}"
 
 

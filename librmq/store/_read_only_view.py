@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -36,6 +36,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from librmq.files import Damage, Files, OverlayFiles
 from librmq.files.interface import read_replaced
+from librmq.formatting import exact_moment
 from librmq.message import DelayLevels
 from librmq.override import override
 from librmq.runtime import critical
@@ -138,9 +139,9 @@ def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
             if log.unreadable is not None:
                 raise log.unreadable
             raise ConfigError(f"at: the store has no messages, so it has no earlier state; found {moment}")
-        first, found = datetime.fromtimestamp(first_ms / 1000, UTC), moment.astimezone(UTC)
         raise ConfigError(
-            f"at: expected a time from {_text(first)} on, when the first message was stored, found {_text(found)}"
+            f"at: expected a time from {exact_moment(first_ms)} on, when the first message was stored, "
+            f"found {exact_moment(at_ms)}"
         )
 
     def is_before(place: int, size: int) -> bool:
@@ -148,10 +149,6 @@ def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
         return stored_ms is None or stored_ms <= at_ms  # a deleted message is older than all others
 
     return is_before
-
-
-def _text(time: datetime) -> str:
-    return f"{time:%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
 def _last_before(parts: Parts, limit: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 import librmq
 from librmq.cli._syntax import PAST
+from librmq.message.record import span
 from tests.cli.stand import Shell
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -176,3 +177,18 @@ def test_a_moment_that_makes_no_sense_is_refused(
     answer = shell(command, recorded.store, *options)
     assert (answer.status, answer.out) == (2, "")
     assert said in answer.said
+
+
+@pytest.mark.parametrize(("command", "at"), [("show", "2001-01-01T00:00Z"), ("lag", "300")])
+def test_a_stored_time_that_no_calendar_has_is_said_as_a_number(
+    command: str, at: str, recorded: Recorded, tmp_path: Path, shell: Shell
+) -> None:
+    folder = shutil.copytree(recorded.store, tmp_path / "damaged")
+    log, stored_at = folder / "commitlog" / f"{0:020}", span("size", "store_timestamp") - 8
+    data = bytearray(log.read_bytes())
+    data[stored_at] = 1
+    log.write_bytes(data)
+    stored_ms = int.from_bytes(data[stored_at : stored_at + 8])
+    answer = shell(command, folder, "--at", at)
+    assert str(stored_ms) in answer.said
+    assert "a bug in librmq" not in answer.said

@@ -6,14 +6,13 @@ import argparse
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
 from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._rows import entry_rows, queue_row
-from librmq.cli._selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
+from librmq.cli._selection import TOPICS, MessageQuery, iso_time, near, note_topic_of, places_in, select
 from librmq.cli._stores import open_source, open_store, open_view, recorded_settings, report_cut
 from librmq.diagnosis import StoreView
 from librmq.diagnosis.view import topic_summaries
@@ -187,10 +186,7 @@ def _group_fields(by: str, group: Group) -> dict[str, Any]:
     if by == "queue":
         return {"queue": f"{group[0]}:{group[1]}", "topic": group[0], "queue_id": group[1]}
     if by in _UNIT_MS:
-        try:
-            return {by: datetime.fromtimestamp(group[0] / 1000, UTC).isoformat().replace("+00:00", "Z")}
-        except (ValueError, OverflowError, OSError):
-            return {by: str(group[0])}  # ms, as an export writes times outside of the years of ISO 8601
+        return {by: iso_time(group[0]).replace("+00:00", "Z")}
     return {by: group[0]}
 
 

@@ -25,7 +25,7 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Damage, Files
 from librmq.files.interface import flush_all
 from librmq.files.rolling import file_name
-from librmq.formatting import moment
+from librmq.formatting import exact_moment
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
@@ -193,7 +193,7 @@ def beyond_checkpoint(parts: Parts) -> str:
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
     if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
         return ""
-    return f"the checkpoint covers records up to {moment(covered_ms)} UTC"
+    return f"the checkpoint covers records up to {exact_moment(covered_ms)}"
 
 
 def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
