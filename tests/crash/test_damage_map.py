@@ -134,7 +134,7 @@ def passed(found: Contents) -> Iterator[Damage]:
 
 
 def unchained(found: Contents) -> Iterator[Damage]:
-    """Let a unit of the timer's log point nowhere, though its slot has one before it, or to before the log's begin."""
+    """Let a unit of the timer's log point far before the log's begin; the slots of some have one before them."""
     path = f"timerlog/{0:020}"
     fields: Any = unit_dtype().fields
     for number in range(2, 6):
@@ -145,11 +145,10 @@ def unchained(found: Contents) -> Iterator[Damage]:
 
 def restarted(found: Contents) -> Iterator[Damage]:
     """Let a record in the middle of a queue, or its last one, say that it is the first."""
-    for topic in b"T\0", b"later", b"rmq_sys_wheel":
-        name = topic.rstrip(b"\0").decode() + "_timer" * (topic == b"rmq_sys_wheel")
-        queue = entries(found, queue_file(name))
+    for topic in "T", "later", "rmq_sys_wheel_timer":
+        queue = entries(found, queue_file(topic))
         for entry in queue[2], queue[-1]:
-            path, at, _ = record_of(found, entry, topic)
+            path, at, _ = record_of(found, entry, topic.encode())
             yield changed_at(found, path, "zeros", (at + QUEUE_OFFSET_AT, bytes(8)))
 
 

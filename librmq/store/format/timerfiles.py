@@ -546,15 +546,13 @@ def unit_damage(
     times = rows["write_time_ms"].astype(np.int64) + rows["delay_ms"]
     waits = np.flatnonzero(times >= read_ms)
     waits = waits[np.lexsort((ats[waits], times[waits]))]
-    previous = rows["previous"].astype(np.int64)[waits]
-    is_first = previous == -1  # also where a slot was being emptied when its next unit came
-    is_chained = is_first | (previous >= 0) & (previous < log.begin)
-    has_one_before = times[waits][1:] == times[waits][:-1]
-    is_chained[1:] = np.where(has_one_before, is_first[1:] | (previous[1:] == ats[waits][:-1]), is_chained[1:])
+    positions, previous = ats[waits], rows["previous"].astype(np.int64)[waits]
+    has_one_before = np.diff(times[waits], prepend=-1) == 0
+    continues = np.where(has_one_before, previous == np.roll(positions, 1), previous < log.begin)
+    # -1 ends a chain, also where a slot was being emptied when its next unit came.
+    is_chained = (previous == -1) | (previous >= 0) & continues
     if not is_chained.all():
-        return _unit_damage(
-            log, int(ats[waits[is_chained.argmin()]]), "it does not point at the one before in its slot"
-        )
+        return _unit_damage(log, int(positions[is_chained.argmin()]), "it does not point at the one before in its slot")
     precision_ms = int(np.gcd.reduce(times)) or 1
     have_units = np.isin(places, rows["physical_offset"])
     for place, size in [] if may_lack else entries[["physical_offset", "size"]][~have_units]:
