@@ -55,6 +55,17 @@ NEEDS: Final = ("pyspark", "pyarrow")
 _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
+def repeated(count: int, rows: int) -> int:
+    """Return the rows of a source whose tasks repeat a batch of ``rows`` until they have ``count`` together."""
+    return TASKS * (count // TASKS // rows + 1) * rows
+
+
+@cache
+def of_frame(run: Callable[..., Timed], name: str) -> Run:
+    """Return the run of a frame with this name, the same one for all cases that compare it."""
+    return partial(run, name=name)
+
+
 @cache
 def store_of(count: int, body_bytes: int = 512) -> str:
     """Make a store with this many messages, once."""
@@ -172,7 +183,7 @@ def sources(path: str, count: int, slow: int) -> list[Any]:  # noqa: C901 (a pee
     from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
     def same(batch: Any) -> Iterator[Any]:
-        for _ in range(count // TASKS // batch.num_rows + 1):
+        for _ in range(repeated(count, batch.num_rows) // TASKS // batch.num_rows):
             yield batch
 
     def numpy_columns(rows: int, types: str) -> Any:
@@ -267,16 +278,16 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
         in_loops = slow // TASKS // QUEUES * QUEUES * TASKS
         yield {
             "entries": ours(ENTRIES, view="queues"),
-            "entries peer": peer("entries", TASKS * (count // TASKS // 65_536 + 1) * 65_536),
+            "entries peer": peer("entries", repeated(count, 65_536)),
             "header": ours(HEADER_TYPES),
-            "header peer": peer("header", TASKS * (count // TASKS // ROWS + 1) * ROWS),
+            "header peer": peer("header", repeated(count, ROWS)),
             "whole": ours(),
             "tuples": peer("tuples", in_loops),
             "arrow": peer("arrow", in_loops),
             "parquet": (parquet, count),
             "by tag": (ours(columns="tags")[0].groupBy("tags").count(), count),
             "by tag parquet": (parquet.groupBy("tags").count(), count),
-            "by tag peer": (peer("tags", 0)[0].groupBy("tags").count(), TASKS * (count // TASKS // ROWS + 1) * ROWS),
+            "by tag peer": (peer("tags", 0)[0].groupBy("tags").count(), repeated(count, ROWS)),
             "rows": (ours(columns="queueId")[0].groupBy().count(), count),
             "rows of entries": (ours(ENTRIES, view="queues")[0].groupBy().count(), count),
             "join": (ours(columns="keys")[0].join(keys, "keys").groupBy().count(), count),
@@ -314,10 +325,10 @@ def large_frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "tag 1 % parquet": (parquet.where("tags = 'one'"), count),
             "by tag": (ours(columns="tags")[0].groupBy("tags").count(), count),
             "by tag parquet": (parquet.groupBy("tags").count(), count),
-            "by tag peer": (tags.groupBy("tags").count(), count),
+            "by tag peer": (tags.groupBy("tags").count(), repeated(count, ROWS)),
             "rows of entries": (ours(ENTRIES, view="queues")[0].groupBy().count(), count),
             "rows of parquet": (parquet.groupBy().count(), count),
-            "entries peer": (entries.groupBy().count(), count),
+            "entries peer": (entries.groupBy().count(), repeated(count, 65_536)),
         }
 
 
@@ -581,12 +592,11 @@ def cases() -> Iterator[Case]:
     ):
         yield Case("decoding in process", partial(decode, columns=columns), detail, partial(decode_loop, row=row),
                    "a loop into tuples", target, setup=log, needs=("pyarrow",))  # fmt: skip
-    runs: dict[str, Run] = {}
     for path, name, detail, other, against, least, reach in READ:
-        ours, peer = (runs.setdefault(key, partial(read_frame, name=key)) for key in (name, other))
+        ours, peer = of_frame(read_frame, name), of_frame(read_frame, other)
         yield Case(path, ours, detail, peer, against, Target(least, reach), "rows/s", frames, needs=NEEDS)
     for run, name, detail, other, against, most in COSTS:
-        ours, peer = (runs.setdefault(f"cost {run.__name__} {key}", partial(run, name=key)) for key in (name, other))
+        ours, peer = of_frame(run, name), of_frame(run, other)
         yield Case("Spark, processor time", ours, detail, peer, against, Target(most, at_most=True), "rows/CPU s",
                    large_frames, is_cost=True, cpu=True, needs=NEEDS)  # fmt: skip
     yield Case("Spark, writing", encode, "encoding", encode_loop, "a Python loop", Target(4.5, 7), "rows/s", encodable,
