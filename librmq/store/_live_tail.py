@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final, NoReturn
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -23,15 +23,15 @@ from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, ConsumeQueueExt, entr
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.message import is_batch
-from librmq.message.properties import PropertyName, split_keys
 from librmq.message.topics import validate_queue
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
-from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Derivation, RawPending, topic_hash
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
@@ -276,16 +276,6 @@ class LiveQueues(QueueTable):
                 self._kept = sum(queue.catch_up() for queue in self._open.values() if isinstance(queue, LiveQueue))
 
 
-class _Keys(NamedTuple):
-    """The keys of a record that can be missing in the index."""
-
-    physical_offset: int
-    store_timestamp_ms: int
-    topic: str
-    unique_key: str | None
-    keys: str | None
-
-
 class LiveIndexFile(IndexFile):
     """An index file that another process writes.
 
@@ -314,7 +304,7 @@ class LiveIndex(KeyIndex):
 
     def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
         self._list = []
-        self.unwritten: deque[_Keys] = deque(maxlen=KEPT)
+        self.unwritten: deque[RawPending] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
     @override
@@ -344,7 +334,7 @@ class LiveIndex(KeyIndex):
     def _show_before(self, log_end: int) -> None:
         """Leave out records from there on, those too that no file has yet."""
         super()._show_before(log_end)
-        self.unwritten = deque(record for record in self.unwritten if record.physical_offset < log_end)
+        self.unwritten = deque(record for record in self.unwritten if record[0] < log_end)
 
     @override
     def query(
@@ -352,13 +342,14 @@ class LiveIndex(KeyIndex):
     ) -> list[int]:
         """Return physical offsets of records with a key, including those that no file has yet."""
         indexed = self.end_physical_offset  # the last keys of its record can still be missing
+        prefix, wanted = topic_hash(topic), key.encode("utf-8", JAVA_ERRORS)
         places = [
-            record.physical_offset
-            for record in reversed(list(self.unwritten))
-            if record.physical_offset >= indexed
-            and record.topic == topic
-            and (key == record.unique_key or key in split_keys(record.keys))
-            and begin_ms <= record.store_timestamp_ms <= end_ms
+            place
+            for place, stored_ms, own_prefix, unique_key, keys in reversed(list(self.unwritten))
+            if place >= indexed
+            and own_prefix == prefix
+            and (wanted == unique_key or (keys and wanted in keys.split(b" ")))
+            and begin_ms <= stored_ms <= end_ms
         ][: max(max_results, 0)]
         if len(places) < max_results:
             try:
@@ -429,6 +420,7 @@ class LiveParts(FollowedParts):
         )
         self._queues = LiveQueues(path, config, files, self._log)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._derivation = Derivation(self._levels, lambda place, _: _refuse(place))
         self._make_parts(self._queues, self._index, self._queues.open_queue)
         self._find_end(self._walk_begin)
 
@@ -478,26 +470,25 @@ class LiveParts(FollowedParts):
 
     def _collect(self, place: int, size: int, raw: bytes) -> None:
         """Hold the entry and the keys of a record."""
-        message = StoredMessage(raw)
-        _refuse_batch(self._log, place, raw)
-        topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
-        sys_flag = message.sys_flag
-        if has_queue_entry(sys_flag):
+        record = self._derivation.derive(place, size, raw)
+        if record.tags_code is not None:
             with suppress(MessageIllegalError, struct.error):  # damage: it fits into no queue
-                validate_queue(topic, queue_id)
-                entry = ENTRY.pack(place, size, derived_tags_code(message, self._levels))
-                first, entries = self._new.get((topic, queue_id), (-1, []))
+                name, queue_offset = java_decode(record.topic), record.queue_offset
+                validate_queue(name, record.queue_id)
+                entry = ENTRY.pack(place, size, record.tags_code)
+                first, entries = self._new.get((name, record.queue_id), (-1, []))
                 if entries and first + len(entries) == queue_offset:
                     entries.append(entry)
                 else:
-                    self._new[topic, queue_id] = queue_offset, [entry]
-        if is_indexed(sys_flag):
-            get = message.properties.get
-            unique_key, keys = get(PropertyName.UNIQUE_KEY), get(PropertyName.KEYS)
-            if unique_key or keys:
-                self._index.unwritten.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))
+                    self._new[name, record.queue_id] = queue_offset, [entry]
+        if record.unique_key or record.keys:
+            self._index.unwritten.append(record.pending())
 
 
 def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:
     if raw[FLAG_AT] & record_format.INNER_BATCH and is_batch(StoredMessage(raw)):
-        raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")
+        _refuse(place)
+
+
+def _refuse(place: int) -> NoReturn:
+    raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")

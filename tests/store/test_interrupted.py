@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
+from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.store import MessageStore, verify
 from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.dispatch import Dispatcher
@@ -192,3 +194,28 @@ def test_a_copy_interrupted_at_a_new_queue_keeps_its_offsets() -> None:
             copy_one()
         assert came.count(True) > 10
         assert [copy.queues["T", number].max_offset for number in range(20)] == [2] * 20
+
+
+def test_a_copy_interrupted_where_a_queue_begins_again_is_completed() -> None:
+    """The record that the signal leaves is the first of a topic that was made again: its queue has others already."""
+    config = StoreConfig.tiny()
+    for place in count():
+        files = MemoryFiles()
+        with (
+            MessageStore.open("/master", config, files=files, background=False) as master,
+            MessageStore.open("/copy", config, files=files, background=False, replica_of="master") as copy,
+        ):
+            places = [master.append(message()).physical_offset for _ in range(4)]
+            begin, end = places[2], master.log.end
+            copy.writer.copy_log(0, master.log.data_at(0, begin))
+            raw = bytearray(master.log.data_at(begin, end - begin))
+            for number, at in enumerate(places[2:]):
+                struct.pack_into(">q", raw, at - begin + QUEUE_OFFSET_AT, number)
+            came = interrupted_at_call(place, partial(copy.writer.copy_log, begin, bytes(raw)))
+            if copy.is_closed:  # it was in the recovery already
+                break
+            copy.writer.copy_log(copy.log.end, bytes(raw[copy.log.end - begin :]))
+            assert copy.log.end == end
+            assert [one.physical_offset for one in copy.messages("T", 0)] == places[2:]
+        assert came
+    assert place > 20

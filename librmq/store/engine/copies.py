@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 from librmq.config import wrong_kind
 from librmq.consumequeue_entries import ENTRY, entry_dtype
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
-from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import Message, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
@@ -24,7 +23,7 @@ from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendResult
-from librmq.store.engine.derivation import Derivation, Pending, derived_block, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Pending, derived_block, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
 
@@ -268,7 +267,6 @@ class CopyWriter:
 # ---- copies of a log
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
-_IRREGULAR: Final = ("", -1)  # in place of a queue
 _FEW: Final = 16 if CORE.module else 96
 """Number of records from which on it takes less time to adopt them together."""
 
@@ -283,8 +281,8 @@ class CopiedRecords(NamedTuple):
     """The end of the copy's log."""
     queues: Collection[tuple[str, int]]
     """The queues that got messages, as topic and queue id."""
-    is_regular: bool = True
-    """Whether each record was the next one in its queue. Otherwise the queues must be recovered from the log."""
+    is_regular: bool
+    """`Parts.is_regular`, otherwise the queues must be recovered."""
 
 
 def whole_size(data: bytes, room: int) -> tuple[int, int]:
@@ -312,8 +310,6 @@ class LogCopier:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._lanes: dict[tuple[bytes, int], tuple[Lane, tuple[str, int]]] = {}
-        self._derive = Derivation(parts.levels).derive
 
     def append(self, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append whole records and blanks of one log file, and dispatch them.
@@ -329,11 +325,11 @@ class LogCopier:
         log, dispatcher = parts.log, parts.dispatcher
         size = len(data)
         if not size:
-            return CopiedRecords(log.end, ())
+            return CopiedRecords(log.end, (), parts.is_regular)
         begin = dispatcher.writing_at = log.end
         if is_checked and begin + size <= log.sure and _unpack_size(data)[0] == size:  # a send waits for this record
             log.copy_in(data, size)
-            name = self._dispatch(begin, size, data)
+            name = parts.dispatch(begin, size, data)
             queues: Collection[tuple[str, int]] = () if name is None else (name,)
         else:
             try:
@@ -343,17 +339,13 @@ class LogCopier:
                 raise
             queues = names = set[tuple[str, int]]()
             for place, size, raw in items:
-                name = None if raw is None else self._dispatch(place, size, raw)
+                name = None if raw is None else parts.dispatch(place, size, raw)
                 if name is not None:
                     names.add(name)
-                    if name is _IRREGULAR:
-                        break
         dispatcher.writing_at = -1
-        if _IRREGULAR in queues:
-            return CopiedRecords(log.end, (), False)
         if len(dispatcher.records) >= Dispatcher.BATCH:
             dispatcher.drain()
-        return CopiedRecords(log.end, queues)
+        return CopiedRecords(log.end, queues, parts.is_regular)
 
     def adopt(self, end: int, adopted: AdoptedRecords) -> None:
         """Dispatch what other processes have written to this log up to ``end``, and add it to ``adopted``.
@@ -373,8 +365,8 @@ class LogCopier:
             size = _unpack_size(log.data_at(place, record_format.BLANK_SIZE))[0]
             if not 0 < size <= end - place:
                 raise CorruptionError(log.sequence.folder, place, "size", f"expected a record before {end}")
-            name = self._dispatch(place, size, log.data_at(place, size))
-            if name is _IRREGULAR:
+            name = parts.dispatch(place, size, log.data_at(place, size))
+            if not parts.is_regular:
                 raise CorruptionError(log.sequence.folder, place, "queue offset", "expected the next one of its queue")
             if name is not None:
                 count, total = adopted.get(name, (0, 0))
@@ -401,7 +393,7 @@ class LogCopier:
             return False
         entries_of: list[tuple[Lane, bytes]] = []
         for topic, queue_id, queue_offset, entries in block.queues:
-            lane, name = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+            lane = parts.lane_of(topic, queue_id)
             if queue_offset != lane.next_queue_offset:
                 return False
             entries_of.append((lane, entries))
@@ -409,45 +401,8 @@ class LogCopier:
         dispatcher.add_block(entries_of, block.keys)
         for lane, entries in entries_of:
             sizes = np.frombuffer(entries, entry_dtype())["size"]
-            name = lane.topic, lane.queue_id
+            name = lane.name
             count, total = adopted.get(name, (0, 0))
             adopted[name] = count + len(sizes), total + int(sizes.sum())
         log.last_write, log.end = int(block.keys.physical_offsets[-1]), block.end
         return True
-
-    def _dispatch(self, physical_offset: int, size: int, raw: bytes) -> tuple[str, int] | None:
-        """Collect the entry and the keys of a record; return its queue.
-
-        Return None for a record without an entry, and `_IRREGULAR` if it is not the next one in its queue.
-        """
-        dispatcher = self._parts.dispatcher
-        _, _, _, topic, queue_id, queue_offset, code, stored, properties, unique, key = self._derive(
-            physical_offset, size, raw
-        )
-        lane, name = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
-        if code is not None:
-            if queue_offset != lane.next_queue_offset:
-                if lane.next_queue_offset:
-                    return _IRREGULAR
-                lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
-            if lane.queue.ext is not None:
-                with critical:
-                    code = dispatcher.add_unit(lane, code, stored, properties)
-            dispatcher.add_entry(lane, _pack_entry(physical_offset, size, code))
-        dispatcher.records.append(
-            (
-                physical_offset,
-                stored,
-                lane.prefix_hash,
-                unique.decode("utf-8", JAVA_ERRORS) if unique else None,
-                key.decode("utf-8", JAVA_ERRORS) if key else None,
-            )
-        )
-        return None if code is None else name
-
-    def _lane(self, topic: bytes, queue_id: int) -> tuple[Lane, tuple[str, int]]:
-        """Return the lane of a queue and the queue's name, which its first record makes."""
-        with critical:
-            lane = self._parts.lane(java_decode(topic), queue_id)
-            lane_and_name = self._lanes[topic, queue_id] = lane, (lane.topic, lane.queue_id)
-        return lane_and_name

@@ -38,6 +38,11 @@ class Lane(LaneState):
         "next_queue_offset", "pending", "pending_from", "prefix_hash", "queue", "queue_id", "topic", "topic_field"
     ) if CORE.module is None else ()  # fmt: skip  # with the core its base has them
 
+    @property
+    def name(self) -> tuple[str, int]:
+        """Topic and queue id."""
+        return self.topic, self.queue_id
+
     def __init__(self, topic: str, queue_id: int, queue: ConsumeQueue) -> None:
         self.topic = topic
         self.queue_id = queue_id

@@ -18,11 +18,12 @@ from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
-from librmq.message import DelayLevels, StoredMessage
+from librmq.java.lang import JAVA_ERRORS, java_decode
+from librmq.message import DelayLevels
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock, RLock
-from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
@@ -394,7 +395,11 @@ class Parts:
     """Why a recovery did not begin at the mark of the last flush, if there was one."""
     repairs: list[Damage] = field(default_factory=list)
     """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
-    lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
+    lanes: dict[QueueName, Lane] = field(default_factory=dict)
+    is_regular: bool = True
+    """Whether each dispatched record was the next one in its queue."""
+    _lanes_of_records: dict[tuple[bytes, int], Lane] = field(default_factory=dict)
+    _derivation: Derivation | None = None
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Return a queue, made at its first use."""
@@ -426,24 +431,51 @@ class Parts:
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
-        for _, _, raw in log.scan(begin):
+        for place, size, raw in log.scan(begin):
             if raw is not None:
-                self._derive(StoredMessage(raw))
+                self.dispatch(place, size, raw)
         dispatcher.writing_at = -1
 
-    def _derive(self, message: StoredMessage) -> None:
-        """Collect the queue entry and the keys of a record of the log."""
-        lane, dispatcher = self.lane(message.topic, message.queue_id), self.dispatcher
-        place, properties = message.physical_offset, message.properties
-        if has_queue_entry(message.sys_flag):
-            code = derived_tags_code(message, self.levels)
+    def dispatch(self, physical_offset: int, size: int, raw: bytes) -> QueueName | None:
+        """Collect the entry and the keys of the log's next record; return its queue.
+
+        Return None for a record without an entry. One that is not the next one in its queue is left out, which
+        `is_regular` says.
+        """
+        if self._derivation is None:
+            self._derivation = Derivation(self.levels)
+        record = self._derivation.derive(physical_offset, size, raw)
+        _, _, _, topic, queue_id, queue_offset, code, stored_ms, properties, unique, keys = record
+        lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
+        dispatcher = self.dispatcher
+        if code is not None:
+            if queue_offset != lane.next_queue_offset:
+                if lane.next_queue_offset:
+                    self.is_regular = False
+                    return None
+                lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
             if lane.queue.ext is not None:
-                code = dispatcher.add_unit(lane, code, message.store_timestamp_ms, message.properties_raw)
-            if not lane.next_queue_offset:
-                lane.next_queue_offset = message.queue_offset  # the log of a copy begins with a later message
-            dispatcher.add_entry(lane, ENTRY.pack(place, message.size, code))
-        keys = (properties.get("UNIQ_KEY"), properties.get("KEYS")) if is_indexed(message.sys_flag) else (None, None)
-        dispatcher.records.append((place, message.store_timestamp_ms, lane.prefix_hash, *keys))
+                with critical:
+                    code = dispatcher.add_unit(lane, code, stored_ms, properties)
+            dispatcher.add_entry(lane, ENTRY.pack(physical_offset, size, code))
+        dispatcher.records.append(
+            (
+                physical_offset,
+                stored_ms,
+                lane.prefix_hash,
+                unique.decode("utf-8", JAVA_ERRORS) if unique else None,
+                keys.decode("utf-8", JAVA_ERRORS) if keys else None,
+            )
+        )
+        return None if code is None else lane.name
+
+    def lane_of(self, topic: bytes, queue_id: int) -> Lane:
+        """Return the lane of a record's queue, by its topic in a record's form."""
+        lane = self._lanes_of_records.get((topic, queue_id))
+        if lane is None:
+            with critical:
+                lane = self._lanes_of_records[topic, queue_id] = self.lane(java_decode(topic), queue_id)
+        return lane
 
     def close(self) -> None:
         """Close every part."""
