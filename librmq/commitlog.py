@@ -656,8 +656,8 @@ class CommitLog(LogReader, Closing):
         self.end = self._flushed = physical_offset
         self._resume()
 
-    def append_copy(self, data: bytes, *, is_checked: bool = False) -> list[frames.LogItem]:
-        """Append bytes of another log as they are, whole records and blanks of one file; return them as `scan` does.
+    def append_copy(self, data: bytes, *, is_checked: bool = False) -> None:
+        """Append bytes of another log as they are, whole records and blanks of one file.
 
         ``is_checked`` says that they are whole records, without a blank, because another open log has them.
 
@@ -675,11 +675,9 @@ class CommitLog(LogReader, Closing):
             self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
         frames.write_records(self._buffer, at, used)
-        if is_checked:
-            items = frames.split(data, self.end)
-        else:
+        if not is_checked:
             try:
-                items = list(self._items(self._sequence.file(start), start, at, at + size, True))
+                items = self._items(self._sequence.file(start), start, at, at + size, True)
                 if sum(item[1] for item in items) != size:
                     what = f"expected whole records in {size} copied bytes"
                     raise CorruptionError(self._sequence.path(start), self.end, "record", what)
@@ -689,7 +687,6 @@ class CommitLog(LogReader, Closing):
         self._sequence.mark_dirty(start)
         self.last_write = self.end
         self.end += size
-        return items
 
     def _next_file(self) -> int:
         sequence = self._sequence

@@ -52,9 +52,10 @@ def test_a_replica_has_the_bytes_queues_and_keys_of_its_master() -> None:
     assert replica.broker.topics() == broker.topics()
 
 
-def test_records_of_every_kind_are_copied() -> None:
-    """Delays, halves, op messages, batches, IPv6 hosts, extension units, and a record longer than one copy."""
-    store = StoreConfig.tiny(enable_consumequeue_ext=True, max_message_size=40_000)
+@pytest.mark.parametrize("has_units", [False, True])
+def test_records_of_every_kind_are_copied(has_units: bool) -> None:
+    """Delays, halves, op messages, many alike, IPv6 hosts, extension units, and a record longer than one copy."""
+    store = StoreConfig.tiny(enable_consumequeue_ext=has_units, max_message_size=40_000, commitlog_file_size=1 << 17)
     broker = opened(store=store)
     replica = copy_of(broker)
     store_ = broker.store
@@ -62,7 +63,7 @@ def test_records_of_every_kind_are_copied() -> None:
     store_.append(Message("H", b"half"), sys_flag=record.TRANSACTION_PREPARED)
     store_.append(Message("H", b"back"), sys_flag=record.TRANSACTION_ROLLBACK)
     store_.append(Message("V", b"six", keys=["a", "b"]), born_host=("fe80::1", 5), store_host=("fe80::2", 6))
-    store_.append_batch([Message("B", b"%d" % number, tags="t") for number in range(9)], 2)
+    store_.append_batch([Message("B", b"%d" % number, tags="t") for number in range(300)], 2)
     store_.append(Message("L", bytes(range(256)) * 150))
     store_.append(Message("E", b""))
     assert_copies(replica, broker)

@@ -13,17 +13,15 @@ from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from librmq.config import wrong_kind
-from librmq.consumequeue_entries import ENTRY, entry_dtype
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
 from librmq.message import Message, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
 from librmq.runtime import critical
-from librmq.runtime import lazy_numpy as np
-from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendResult
-from librmq.store.engine.derivation import Pending, derived_block, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
 
@@ -267,11 +265,6 @@ class CopyWriter:
 # ---- copies of a log
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
-_FEW: Final = 16 if CORE.module else 96
-"""Number of records from which on it takes less time to adopt them together."""
-
-_BLOCK: Final = 1024
-"""Most of them: a block costs as much by itself as some 200 of its records."""
 
 
 class CopiedRecords(NamedTuple):
@@ -333,15 +326,11 @@ class LogCopier:
             queues: Collection[tuple[str, int]] = () if name is None else (name,)
         else:
             try:
-                items = log.append_copy(data, is_checked=is_checked)
+                log.append_copy(data, is_checked=is_checked)
             except RmqError:
                 dispatcher.writing_at = -1  # nothing was appended
                 raise
-            queues = names = set[tuple[str, int]]()
-            for place, size, raw in items:
-                name = None if raw is None else parts.dispatch(place, size, raw)
-                if name is not None:
-                    names.add(name)
+            queues = {name for _, _, came in parts.dispatched(begin) for name, _, _ in came}
         dispatcher.writing_at = -1
         if len(dispatcher.records) >= Dispatcher.BATCH:
             dispatcher.drain()
@@ -357,52 +346,19 @@ class LogCopier:
         """
         parts = self._parts
         log, dispatcher = parts.log, parts.dispatcher
-        with suppress(StoreIOError):  # as below
-            while (count := self._count_to(end)) >= _FEW:
-                if not self._adopt_block(end, min(max(count, Dispatcher.BATCH), _BLOCK), adopted):
-                    break
-        while (place := log.end) < end:
-            size = _unpack_size(log.data_at(place, record_format.BLANK_SIZE))[0]
-            if not 0 < size <= end - place:
-                raise CorruptionError(log.sequence.folder, place, "size", f"expected a record before {end}")
-            name = parts.dispatch(place, size, log.data_at(place, size))
-            if not parts.is_regular:
-                raise CorruptionError(log.sequence.folder, place, "queue offset", "expected the next one of its queue")
-            if name is not None:
-                count, total = adopted.get(name, (0, 0))
-                adopted[name] = count + 1, total + size
-            log.last_write, log.end = place, place + size
+        begin, log.end = log.end, end
+        try:
+            for last, following, came in parts.dispatched(begin):
+                if not parts.is_regular:
+                    what = "expected the next one of its queue"
+                    raise CorruptionError(log.sequence.folder, last, "queue offset", what)
+                for name, count, size in came:
+                    before, total = adopted.get(name, (0, 0))
+                    adopted[name] = before + count, total + size
+                log.last_write, begin = last, following
+        except BaseException:
+            log.end = begin
+            raise
         if len(dispatcher.records) >= Dispatcher.BATCH:
             with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
                 dispatcher.drain()
-
-    def _count_to(self, end: int) -> int:
-        """Return how many records there are up to ``end``, if they are as long as the last one; 0 without it."""
-        log = self._parts.log
-        return 0 if log.last_write is None else (end - log.end) // (log.end - log.last_write or 1)
-
-    def _adopt_block(self, end: int, most: int, adopted: AdoptedRecords) -> bool:
-        """Do as `adopt` with at most so many records together; return False if they are far fewer, or unusual.
-
-        An error leaves `Dispatcher` in a state in which each record can be dispatched again.
-        """
-        parts = self._parts
-        log, dispatcher = parts.log, parts.dispatcher
-        block = derived_block(log, log.end, end, most)
-        if block is None:
-            return False
-        entries_of: list[tuple[Lane, bytes]] = []
-        for topic, queue_id, queue_offset, entries in block.queues:
-            lane = parts.lane_of(topic, queue_id)
-            if queue_offset != lane.next_queue_offset:
-                return False
-            entries_of.append((lane, entries))
-        dispatcher.drain()
-        dispatcher.add_block(entries_of, block.keys)
-        for lane, entries in entries_of:
-            sizes = np.frombuffer(entries, entry_dtype())["size"]
-            name = lane.name
-            count, total = adopted.get(name, (0, 0))
-            adopted[name] = count + len(sizes), total + int(sizes.sum())
-        log.last_write, log.end = int(block.keys.physical_offsets[-1]), block.end
-        return True

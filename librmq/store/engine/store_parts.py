@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
@@ -13,17 +13,20 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ConsumeQueue, files_of
-from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, places_and_sizes
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype, places_and_sizes
 from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import DelayLevels
+from librmq.message import record as record_format
 from librmq.override import override
 from librmq.runtime import critical
+from librmq.runtime import lazy_numpy as np
+from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock, RLock
-from librmq.store.engine.derivation import Derivation
+from librmq.store.engine.derivation import Derivation, derived_block
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
@@ -371,6 +374,19 @@ class PartFiles:
         )
 
 
+_FEW: Final = 16 if CORE.module else 96
+"""Number of records from which on it takes less time to dispatch them together."""
+
+_BLOCK: Final = 1024
+"""Most of them: a block costs as much by itself as some 200 of its records."""
+_unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
+
+
+Dispatched = tuple[int, int, Sequence[tuple[QueueName, int, int]]]
+"""Adjacent records of the log whose entries and keys are made: the place of the last one, the physical offset behind
+it, and the number of messages of each queue with the bytes of their records."""
+
+
 @dataclass(slots=True)
 class Parts:
     """The opened parts of a store."""
@@ -431,10 +447,65 @@ class Parts:
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
-        for place, size, raw in log.scan(begin):
-            if raw is not None:
-                self.dispatch(place, size, raw)
+        for _ in self.dispatched(begin):
+            pass
         dispatcher.writing_at = -1
+
+    def dispatched(self, begin: int) -> Iterator[Dispatched]:
+        """Dispatch the log's records from a place on; yield after each part of them.
+
+        Raises:
+            CorruptionError: A record is unreadable.
+        """
+        log, at, read = self.log, begin, record_format.BLANK_SIZE
+        left, apart = 0, _FEW  # where blocks are of no use, looking for others takes longer than it saves
+        while at < log.end:
+            raw = log.data_at(at, read)
+            size, magic = _unpack_size(raw)
+            if magic == record_format.BLANK_MAGIC:
+                at += log.file_size - at % log.file_size
+                continue
+            if not 0 < size <= log.end - at:
+                raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {log.end}")
+            if not left and (most := (log.end - at) // size) >= _FEW:
+                part = self._dispatch_block(at, min(max(most, Dispatcher.BATCH), _BLOCK))
+                if part is not None:
+                    yield part
+                    (_, at, _), apart = part, _FEW
+                    continue
+                left = apart = 2 * apart
+            if size != read:
+                raw, read = log.data_at(at, size), size  # many records have one size
+            name = self.dispatch(at, size, raw)
+            yield at, at + size, () if name is None else ((name, 1, size),)
+            at, left = at + size, max(left - 1, 0)
+
+    def _dispatch_block(self, begin: int, most: int) -> Dispatched | None:
+        """Dispatch usual records together; return None if they are far fewer than ``most``, or the disk is full.
+
+        An error leaves `Dispatcher` in a state in which each record can be dispatched again.
+        """
+        log, dispatcher = self.log, self.dispatcher
+        block = derived_block(log, begin, log.end, most)
+        if block is None:
+            return None
+        entries_of: list[tuple[Lane, bytes]] = []
+        for topic, queue_id, queue_offset, entries in block.queues:
+            lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
+            if queue_offset != lane.next_queue_offset or lane.queue.ext is not None:
+                return None
+            entries_of.append((lane, entries))
+        try:
+            with critical:
+                dispatcher.drain()
+                dispatcher.add_block(entries_of, block.keys)
+        except StoreIOError:  # the records are in the log; the next append raises the error
+            return None
+        sizes = [np.frombuffer(entries, entry_dtype())["size"] for _, entries in entries_of]
+        came = [
+            (lane.name, len(of_lane), int(of_lane.sum())) for (lane, _), of_lane in zip(entries_of, sizes, strict=True)
+        ]
+        return int(block.keys.physical_offsets[-1]), block.end, came
 
     def dispatch(self, physical_offset: int, size: int, raw: bytes) -> QueueName | None:
         """Collect the entry and the keys of the log's next record; return its queue.
