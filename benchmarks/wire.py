@@ -25,7 +25,7 @@ from benchmarks.frame import Bench, Case, Run, Target, Timed, main
 from librmq.broker import Broker, BrokerConfig
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting._headers import PulledHeader, PullHeader, RequestCode, SendHeader, SentHeader
+from librmq.wire.remoting._headers import REQUESTS, PulledHeader, PullHeader, RequestCode, SendHeader, SentHeader
 
 WINDOW: Final = 64
 BODY: Final = b"x" * 1024
@@ -268,7 +268,7 @@ def sends(count: int) -> list[bytes]:
     for number in range(count):
         properties = f"UNIQ_KEY\1{number:032X}\2WAIT\1true\2TAGS\1a"
         header = SendHeader("p", TOPIC, "TBW102", 4, number % 4, 0, 1_700_000_000_000, 0, properties)
-        fields = to_fields(header, by_letters=True)
+        fields = REQUESTS[RequestCode.SEND_MESSAGE_V2].write(header)
         requests.append(encode(Frame(RequestCode.SEND_MESSAGE_V2, fields, BODY, number, language="JAVA")))
     return requests
 

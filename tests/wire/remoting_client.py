@@ -12,10 +12,20 @@ from typing import Any, Final, Self
 
 from librmq.errors import MalformedError
 from librmq.java import json as java_json
-from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting._headers import REQUESTS, RequestCode
+from librmq.wire.remoting._frames import Frame, FrameReader, encode
+from librmq.wire.remoting._headers import REQUESTS, RequestCode, SendHeader
 
 _WAIT_S: Final = 60
+
+
+def _written(fields: dict[str, Any]) -> dict[str, str]:
+    """Return fields as a client writes them: ``queue_id=0`` is the field ``queueId``."""
+    texts: dict[str, str] = {}
+    for attribute, value in fields.items():
+        first, *others = attribute.split("_")
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        texts |= {} if value is None else {first + "".join(map(str.capitalize, others)): text}
+    return texts
 
 
 class RawClient:
@@ -49,7 +59,7 @@ class RawClient:
     def send(self, code: RequestCode, body: object = b"", **fields: Any) -> int:
         """Send a request, and return its number."""
         form = REQUESTS[code]
-        header = to_fields(form.header(**fields), by_letters=form.by_letters)
+        header = form.write(form.header(**fields)) if form.header is SendHeader else _written(fields)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._opaque += 1
         self.write(encode(Frame(code, header, raw, self._opaque, language="JAVA")))

@@ -75,8 +75,9 @@ def test_recorded_headers_are_read_and_written_alike() -> None:
             assert (frame.code, frame.opaque, frame.is_answer) == (header["code"], header["opaque"], side == "answer")
             if side == "answer" and frame.code != 0:
                 continue
-            typed = from_fields(getattr(form, cls), frame.fields, by_letters=form.by_letters and side == "request")
-            written = to_fields(typed, by_letters=form.by_letters and side == "request")
+            names = form.names if side == "request" else ""
+            typed = from_fields(getattr(form, cls), frame.fields, names)
+            written = to_fields(typed, names)
             sent = {name: text.lower() if text in ("True", "False") else text for name, text in frame.fields.items()}
             common = set(sent) & set(written) - {"unitMode", "batch"}  # the C++ client writes 0 for false
             assert {name: written[name] for name in common} == {name: sent[name] for name in common}
@@ -132,7 +133,7 @@ def test_an_impossible_length_is_refused(length: int) -> None:
 )
 def test_a_wrong_field_is_named(fields: dict[str, str], error: str) -> None:
     with pytest.raises(MalformedError, match=error):
-        from_fields(REQUESTS[RequestCode.QUERY_CONSUMER_OFFSET].header, fields)
+        REQUESTS[RequestCode.QUERY_CONSUMER_OFFSET].read(fields)
 
 
 @given(

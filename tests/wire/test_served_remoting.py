@@ -243,7 +243,7 @@ def test_clients_are_awaited_after_a_fault(
         for call in rmq_remoting.settle, partial(rmq_remoting.advance, hours=1):
             with pytest.raises(NotSettledError, match=r"not back within 0\.05 s after the fault: worker-7\."):
                 call()
-        again.send(Code.UNREGISTER_CLIENT, client_id="worker-7", consumer_group="g")
+        again.send(Code.UNREGISTER_CLIENT, clientID="worker-7", consumer_group="g")
         rmq_remoting.settle()
 
 

@@ -52,7 +52,7 @@ from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of
-from librmq.wire.remoting._headers import GroupAndTopicHeader, GroupProgressHeader, RequestCode, TopicNameHeader
+from librmq.wire.remoting._headers import GroupProgressHeader, RequestCode
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _describe_topics(broker: RemoteBroker, request: DescribeTopics) -> dict[str,
 
 
 def _describe_queues(broker: RemoteBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
-    frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, TopicNameHeader(request.topic))
+    frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, request)
     names = ("minOffset", "maxOffset", "lastUpdateTimestamp")
     return broker.read(frame, "the queues of a topic", partial(_rows_by_queue, QueueBounds, names))
 
@@ -167,7 +167,7 @@ def _producers_in(body: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
-    frame = frame_of(RequestCode.GET_CONSUME_STATS, GroupAndTopicHeader(request.group, request.topic))
+    frame = frame_of(RequestCode.GET_CONSUME_STATS, request)
     names = ("brokerOffset", "consumerOffset", "lastTimestamp")
     return broker.read(frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
 

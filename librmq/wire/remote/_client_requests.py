@@ -42,13 +42,12 @@ from librmq.wire.remoting._bodies import (
     unwrapped,
     write_body,
 )
-from librmq.wire.remoting._frames import Frame, answer_to, from_fields
+from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import (
     REQUESTS,
     CheckTransactionHeader,
     ClientOfGroupHeader,
     ClientStatusHeader,
-    ConsumerGroupHeader,
     DirectConsumeHeader,
     HoldHeader,
     PushedReplyHeader,
@@ -130,7 +129,7 @@ class ClientRequests:
             send(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
             return
         try:
-            answer(beat, from_fields(REQUESTS[RequestCode(frame.code)].header, frame.fields), frame, send)
+            answer(beat, REQUESTS[RequestCode(frame.code)].read(frame.fields), frame, send)
         except RmqError as error:
             _log.debug(
                 "%(client)s: request %(code)d of %(broker)s: %(error)s",
@@ -143,8 +142,8 @@ class ClientRequests:
 
     # ---- answers
 
-    def _consumers_changed(self, beat: Heartbeat, header: ConsumerGroupHeader, frame: Frame, send: _Send) -> None:
-        beat.client.call(ConsumersChanged(header.consumer_group, header.max_reconsume_times))
+    def _consumers_changed(self, beat: Heartbeat, request: ConsumersChanged, frame: Frame, send: _Send) -> None:
+        beat.client.call(request)
         send(answer_to(frame))
 
     def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:

@@ -39,6 +39,7 @@ from librmq.protocol import (
     CheckSubscription,
     ClientRemoved,
     ConsumerData,
+    DescribeConnections,
     DescribeSchedules,
     Endpoint,
     EndTransaction,
@@ -82,10 +83,7 @@ from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting._frames import Frame, version_name
-from librmq.wire.remoting._headers import (
-    ConsumerGroupHeader,
-    RequestCode,
-)
+from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting._pop import unsupported
 
 # ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
@@ -598,7 +596,7 @@ class RemoteBroker(Endpoint):
 
     def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
         """Return a group as its clients describe it, with their ids; None if none is online."""
-        answer = self.request(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group)))
+        answer = self.request(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, DescribeConnections(group)))
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None
         return self._read(answer, f"the clients of {group}", partial(group_clients_of, group))

@@ -34,6 +34,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
+    DescribeConnections,
     DescribeInstance,
     DescribeProgress,
     DescribeQueues,
@@ -63,9 +64,7 @@ from librmq.wire.remoting._headers import (
     ClientStatusHeader,
     CloneOffsetHeader,
     ConfigVersionHeader,
-    ConsumerGroupHeader,
     DirectConsumeHeader,
-    GroupAndTopicHeader,
     GroupOfTopicHeader,
     ProducerGroupHeader,
     QueueEntriesHeader,
@@ -200,10 +199,10 @@ class AdminRequests:
             return call.answer(body=write_body({"attributes": {}, **row}))
 
     def _topic_stats(self, call: RemotingCall) -> bytes:
-        header: TopicNameHeader = call.header
+        request: DescribeQueues = call.header
         table = {
             queue_key(queue): {"lastUpdateTimestamp": last_ms, "maxOffset": end, "minOffset": begin}
-            for queue, (begin, end, last_ms) in self._broker.call(DescribeQueues(header.topic)).items()
+            for queue, (begin, end, last_ms) in self._broker.call(request).items()
         }
         return call.answer(body=write_body({"offsetTable": table}))
 
@@ -218,10 +217,10 @@ class AdminRequests:
         return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
-        header: GroupAndTopicHeader = call.header
-        progress = self._broker.progress(header.consumer_group, header.topic or None)
+        request: DescribeProgress = call.header
+        progress = self._broker.progress(request.group, request.topic or None)
         topics = {queue.topic for queue in progress}
-        per_second = math.fsum(self._per_second(header.consumer_group, topic) for topic in topics)
+        per_second = math.fsum(self._per_second(request.group, topic) for topic in topics)
         return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": _progress_rows(progress)}))
 
     def _per_second(self, group: str, topic: str) -> float:
@@ -287,8 +286,8 @@ class AdminRequests:
     # ---- clients
 
     def _consumers(self, call: RemotingCall) -> bytes:
-        header: ConsumerGroupHeader = call.header
-        group = header.consumer_group
+        request: DescribeConnections = call.header
+        group = request.group
         members = self._broker.connections(group)
         if members is None:
             raise BrokerError(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")

@@ -49,20 +49,18 @@ from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting._codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form
+from librmq.wire.remoting._codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form, frame_of
 from librmq.wire.remoting._frames import (
     Frame,
     FrameSocket,
     answer_to,
     encode,
-    from_fields,
     to_fields,
 )
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     REQUESTS,
     CheckTransactionHeader,
-    ConsumerGroupHeader,
     PushedReplyHeader,
     RequestCode,
     RequestForm,
@@ -277,8 +275,7 @@ def answer_of(handlers: Answering, channel: Channel, frame: Frame) -> bytes | No
         remark = f" request type {frame.code} not supported"
         return encode(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
     try:
-        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
-        return handler(RemotingCall(channel, frame, header))
+        return handler(RemotingCall(channel, frame, form.read(frame.fields)))
     except Exception as error:
         return refused(channel, frame, error)
 
@@ -343,9 +340,8 @@ class ClientChannel:
 
     def call(self, request: Request[R], /) -> R:
         match request:
-            case ConsumersChanged(group, max_reconsume_times):
-                header: object = ConsumerGroupHeader(group, max_reconsume_times)
-                self._send_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, header)
+            case ConsumersChanged():
+                self._send_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, request)
             case CheckTransaction():
                 self._check_transaction(request)
             case ResetOffsets(group, topic, offsets):
@@ -386,7 +382,7 @@ class ClientChannel:
         self._send_request(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
 
     def _send_request(self, code: RequestCode, header: object, body: bytes = b"") -> None:
-        self.channel.send_one_way(Frame(code, to_fields(header), body))
+        self.channel.send_one_way(frame_of(code, header, body))
 
     def _check_transaction(self, request: CheckTransaction) -> None:
         half = request.message
@@ -438,14 +434,13 @@ class ClientChannels:
             for group in groups or [""]:
                 self._changed(client_id, group, True)
 
-    def remove_client(
-        self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None
-    ) -> None:
+    def remove_client(self, channel: Channel, request: Unregister) -> None:
         """Remove a client from a group, unless it has another connection by now."""
-        client = self.by_id.get(client_id)
+        client = self.by_id.get(request.client_id)
         if client is not None and client.channel is not channel:
             return
-        channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
+        groups = request.producer_group or None, request.consumer_group or None  # a client can send an empty name
+        channel.endpoint.call(Unregister(request.client_id, *groups))
 
     def closed(self, channel: Channel, *, has_ended: bool) -> None:
         """Remove the clients of a connection that has ended, perhaps with its process, unless they have another one."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple, cast
 from zoneinfo import ZoneInfo
@@ -111,7 +112,7 @@ from librmq.wire.remoting._bodies import (
     unwrapped,
     write_body,
 )
-from librmq.wire.remoting._frames import Frame, from_fields, to_fields, version_name
+from librmq.wire.remoting._frames import Frame, from_fields, version_name
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -166,8 +167,7 @@ _REMARKS: Final = {
 
 
 def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Frame:
-    fields = {} if header is None else to_fields(header, by_letters=REQUESTS[code].by_letters)
-    return Frame(code, fields, body)
+    return Frame(code, {} if header is None else REQUESTS[code].write(header), body)
 
 
 def refusal(answer: Frame) -> RmqError:
@@ -228,6 +228,11 @@ class _Result(NamedTuple):
 _AS_IS: Final = (lambda value: value,) * 2
 
 
+def _as_header(code: RequestCode, result: _Result) -> Form:
+    """Return the form of requests that are their own headers."""
+    return Form(code, partial(frame_of, code), result.read, lambda request, body: request, result.reply)
+
+
 def _by_fields(
     kind: type[Any],
     code: RequestCode,
@@ -235,7 +240,7 @@ def _by_fields(
     result: _Result,
     **forms: tuple[Callable[[Any], object], Callable[[Any], object]],
 ) -> Form:
-    """Return the form of requests whose attributes are fields.
+    """Return the form of requests whose attributes are fields of another header.
 
     ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
     ``forms`` turn an attribute into the field of this name, and back.
@@ -544,7 +549,7 @@ def _read_time(pair: Any) -> datetime | None:  # noqa: ANN401 (in the place of a
 
 _C = RequestCode
 OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
-    TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
+    TopicGroups: _as_header(_C.QUERY_TOPIC_CONSUME_BY_WHO, _GROUPS),
     CreateTopic: _by_fields(
         CreateTopic,
         _C.UPDATE_AND_CREATE_TOPIC,
@@ -552,19 +557,17 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
         _NOTHING,
         attributes=(lambda kind: None if kind is None else f"{_TYPE_CHANGE}{kind}", _type_in),
     ),
-    DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
-    CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
-    DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
+    DeleteTopic: _as_header(_C.DELETE_TOPIC_IN_BROKER, _NOTHING),
+    CleanUnusedTopics: _as_header(_C.CLEAN_UNUSED_TOPIC, _NO_QUEUES),
+    DeleteExpiredFiles: _as_header(_C.DELETE_EXPIRED_COMMITLOG, _NOTHING),
     SetGroup: _by_body(
         _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
         lambda request: {**group_row(request.group), **request.settings},  # a broker replaces the whole row
         _parse_group,
         _NOTHING,
     ),
-    DeleteGroup: _by_fields(
-        DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
-    ),
-    ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
+    DeleteGroup: _as_header(_C.DELETE_SUBSCRIPTIONGROUP, _NOTHING),
+    ViewMessage: _as_header(_C.VIEW_MESSAGE_BY_ID, _VIEWED),
     QueryMessages: _by_fields(
         QueryMessages,
         _C.QUERY_MESSAGE,
@@ -583,24 +586,20 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _NOTHING,
         commit_or_rollback=(lambda state: state.value, _state_in),
     ),
-    Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
-    ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
-    QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
-    SaveProgress: _by_fields(SaveProgress, _C.SAVE_PROGRESS, "consumer_group=group", _NOTHING),
-    HoldPlace: _by_fields(
-        HoldPlace, _C.HOLD_PLACE, "consumer_group=group topic queue_id client_id was_held", _HELD_PLACE
-    ),
+    Unregister: _as_header(_C.UNREGISTER_CLIENT, _NOTHING),
+    ConsumerIds: _as_header(_C.GET_CONSUMER_LIST_BY_GROUP, _IDS),
+    QueryOffset: _as_header(_C.QUERY_CONSUMER_OFFSET, _PROGRESS),
+    SaveProgress: _as_header(_C.SAVE_PROGRESS, _NOTHING),
+    HoldPlace: _as_header(_C.HOLD_PLACE, _HELD_PLACE),
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,
         "consumer_group=group topic queue_id commit_offset=queue_offset only_forward",
         _NOTHING,
     ),
-    MaxOffset: _by_fields(MaxOffset, _C.GET_MAX_OFFSET, "topic queue_id", _OFFSET),
-    MinOffset: _by_fields(MinOffset, _C.GET_MIN_OFFSET, "topic queue_id", _OFFSET),
-    QueueOffsetAt: _by_fields(
-        QueueOffsetAt, _C.SEARCH_OFFSET_BY_TIMESTAMP, "topic queue_id timestamp=timestamp_ms", _OFFSET
-    ),
+    MaxOffset: _as_header(_C.GET_MAX_OFFSET, _OFFSET),
+    MinOffset: _as_header(_C.GET_MIN_OFFSET, _OFFSET),
+    QueueOffsetAt: _as_header(_C.SEARCH_OFFSET_BY_TIMESTAMP, _OFFSET),
     LockQueues: _locks(LockQueues, _C.LOCK_BATCH_MQ, _LOCKED),
     UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
     SendBack: _by_fields(
@@ -612,37 +611,23 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         cause=(lambda cause: cause or None, lambda cause: cause or ""),
     ),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
-    CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
-    StartGroup: _by_fields(
-        StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset client_id", _STARTED
-    ),
-    TakeHandOuts: _by_fields(
-        TakeHandOuts,
+    CancelMessage: _as_header(_C.CANCEL_MESSAGE, _CANCELLED),
+    StartGroup: _as_header(_C.START_GROUP, _STARTED),
+    TakeHandOuts: _as_header(
         _C.TAKE_HAND_OUTS,
-        "group client_id wanted rate=rate_by_1000 burst",
         _Result(
             lambda request, answer: Reply(HandedOutHeader(*answer)),
             lambda request, answer: _read_hand_outs(from_fields(HandedOutHeader, check(answer).fields)),
         ),
     ),
-    ResetGroup: _by_fields(
-        ResetGroup,
-        _C.INVOKE_BROKER_TO_RESET_OFFSET,
-        "topic group timestamp=timestamp_ms is_force=force queue_id offset=queue_offset",
-        _MOVED,
-    ),
+    ResetGroup: _as_header(_C.INVOKE_BROKER_TO_RESET_OFFSET, _MOVED),
     Acknowledge: _by_body(
         _C.ACKNOWLEDGE,
         lambda request: {"group": request.group, "topic": request.topic, "receipts": request.receipts},
         _parse_acknowledge,
         _Result(_reply_acknowledged, _read_acknowledged),
     ),
-    ChangeInvisible: _by_fields(
-        ChangeInvisible,
-        _C.CHANGE_INVISIBLE,
-        "consumer_group=group topic receipt invisible_ms keeps_receipt",
-        _RECEIPT,
-    ),
+    ChangeInvisible: _as_header(_C.CHANGE_INVISIBLE, _RECEIPT),
     ResendLetters: _by_body(
         _C.RESEND_LETTERS,
         _resend_row,
@@ -669,9 +654,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
             lambda rows: tuple(map(_schedule_in, rows)),
         ),
     ),
-    ForwardToDeadLetters: _by_fields(
-        ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING
-    ),
+    ForwardToDeadLetters: _as_header(_C.FORWARD_TO_DEAD_LETTERS, _NOTHING),
 }
 """By class of request. Heartbeats, sends, pulls and receives, which need a connection's state, have their own."""
 

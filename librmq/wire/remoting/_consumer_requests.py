@@ -40,6 +40,7 @@ from librmq.protocol import (
     SaveProgress,
     SendBack,
     UnlockQueues,
+    Unregister,
     UpdateOffset,
 )
 from librmq.runtime import Step
@@ -53,10 +54,8 @@ from librmq.wire.remoting._headers import (
     PULL_CODES,
     PULL_WAITS,
     HoldHeader,
-    LeavingClientHeader,
     PulledHeader,
     PullHeader,
-    QueueOfTopicHeader,
     ReceiveHeader,
     RequestCode,
     TimestampHeader,
@@ -412,11 +411,11 @@ class ConsumerRequests:
         return call.answer()
 
     def _unregister(self, call: RemotingCall) -> bytes:
-        header: LeavingClientHeader = call.header
-        if header.consumer_group:
+        request: Unregister = call.header
+        if request.consumer_group:
             # End the held pulls now: the client would be refused if it asked again.
-            self._pulls.drop_pulls(call.channel, header.consumer_group)
-        self._sessions.remove_client(call.channel, header.client_id, header.producer_group, header.consumer_group)
+            self._pulls.drop_pulls(call.channel, request.consumer_group)
+        self._sessions.remove_client(call.channel, request)
         return call.answer()
 
     def _check_subscription(self, call: RemotingCall) -> bytes:
@@ -437,9 +436,9 @@ class ConsumerRequests:
         return call.serve(form, lambda request: call.await_device(broker, request, broker.call(request)))
 
     def _earliest(self, call: RemotingCall) -> bytes:
-        header: QueueOfTopicHeader = call.header
-        begin, _ = self._broker.store.queue_range(header.topic, header.queue_id)
-        return call.answer(TimestampHeader(stored_ms(self._broker, header.topic, header.queue_id, begin)))
+        request: MinOffset = call.header
+        begin, _ = self._broker.store.queue_range(request.topic, request.queue_id)
+        return call.answer(TimestampHeader(stored_ms(self._broker, request.topic, request.queue_id, begin)))
 
 
 def stored_ms(broker: Broker, topic: str, queue_id: int, queue_offset: int) -> int:

@@ -322,20 +322,22 @@ class _Form(NamedTuple):
 
 _SMALL_NUMBERS: Final = {str(number): number for number in range(1024)}
 """Numbers by their texts; a look-up is faster than a check."""
-_forms: Final[dict[tuple[type[Any], bool], _Form]] = {}
+_forms: Final[dict[tuple[type[Any], str], _Form]] = {}
 
 
-def _form_of(header: type[Any], by_letters: bool) -> _Form:
+def _form_of(header: type[Any], names: str) -> _Form:
     """Return the compiled fields of a header, in the order of its attributes."""
-    names: Mapping[str, str] = getattr(header, "NAMES", {})
+    titles: dict[str, str] = dict(getattr(header, "NAMES", {}))
+    for name in names.split():
+        title, _, attribute_name = name.partition("=")
+        titles[attribute_name] = title
     hints = get_type_hints(header)
     readers, plain, optional = [], [], []
     namespace: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth}
     namespace["_small"] = _SMALL_NUMBERS
     for number, attribute in enumerate(fields(header)):
         first, *others = attribute.name.split("_")
-        title = names.get(attribute.name) or first + "".join(map(str.capitalize, others))
-        name = repr("abcdefghijklm"[number] if by_letters else title)
+        name = repr(titles.get(attribute.name) or first + "".join(map(str.capitalize, others)))
         hint = hints[attribute.name]
         kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
         read, text = _READERS[kind], f"get({name})" if attribute.default is not MISSING else f"found[{name}]"
@@ -355,7 +357,7 @@ def _form_of(header: type[Any], by_letters: bool) -> _Form:
         f"def write(header):\n    written = {{{', '.join(plain)}}}\n{''.join(optional)}    return written\n"
     )
     exec(compile(source, f"<fields of {header.__name__}>", "exec"), namespace)
-    form = _forms[header, by_letters] = _Form(namespace["read"], namespace["write"])
+    form = _forms[header, names] = _Form(namespace["read"], namespace["write"])
     return form
 
 
@@ -367,19 +369,19 @@ def _value(read: str | None, text: str, name: str) -> str:
     return f"_small[{text}] if {text} in _small else {value}" if read == "_whole" else value
 
 
-def to_fields(header: object, *, by_letters: bool = False) -> dict[str, str]:
-    """Return a header's fields, except those that are None."""
+def to_fields(header: object, names: str = "") -> dict[str, str]:
+    """Return a header's fields, except those that are None; ``names`` as in `RequestForm`."""
     kind = type(header)
-    return (_forms.get((kind, by_letters)) or _form_of(kind, by_letters)).write(header)
+    return (_forms.get((kind, names)) or _form_of(kind, names)).write(header)
 
 
-def from_fields(header: type[H], texts: Mapping[str, str], *, by_letters: bool = False) -> H:
+def from_fields(header: type[H], texts: Mapping[str, str], names: str = "") -> H:
     """Return the header that fields describe; unknown fields are ignored.
 
     Raises:
         MalformedError: A required field is missing, or a field has the wrong type.
     """
-    form = _forms.get((header, by_letters)) or _form_of(header, by_letters)
+    form = _forms.get((header, names)) or _form_of(header, names)
     try:
         converted: H = form.read(texts)
     except KeyError as error:

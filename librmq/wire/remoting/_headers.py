@@ -1,7 +1,8 @@
 """The fields of each request and answer: the only table of the 4.x protocol.
 
-Each header has a class, and `REQUESTS` lists the headers by code. The attribute ``queue_id: int`` is the field
-``queueId``, a whole number; an attribute with a default may be absent.
+`REQUESTS` lists the headers by code. A header is a request of `librmq.protocol` where that has the same fields, or else
+a class of its own. The attribute ``queue_id: int`` is the field ``queueId``, a whole number. An attribute with a
+default may be absent.
 
 Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
 """
@@ -10,10 +11,42 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Final, NamedTuple
 
 from librmq.message.topics import SystemTopic
-from librmq.protocol import DAMAGE_MS, PullStatus, ResponseCode, SendStatus, value
+from librmq.protocol import (
+    DAMAGE_MS,
+    CancelMessage,
+    ChangeInvisible,
+    CleanUnusedTopics,
+    ConsumerIds,
+    ConsumersChanged,
+    DeleteExpiredFiles,
+    DeleteGroup,
+    DeleteTopic,
+    DescribeConnections,
+    DescribeProgress,
+    DescribeQueues,
+    ForwardToDeadLetters,
+    HoldPlace,
+    MaxOffset,
+    MinOffset,
+    PullStatus,
+    QueryOffset,
+    QueueOffsetAt,
+    ResetGroup,
+    ResponseCode,
+    SaveProgress,
+    SendStatus,
+    StartGroup,
+    TakeHandOuts,
+    TopicGroups,
+    Unregister,
+    ViewMessage,
+    value,
+)
+from librmq.wire.remoting._frames import from_fields, to_fields
 
 # ---- codes of requests and results
 
@@ -138,15 +171,6 @@ class RequestCode(enum.IntEnum):
 
 
 @value
-class CancelHeader:
-    """A message to cancel; the request is librmq's own."""
-
-    message_id: str
-    topic: str | None = None
-    dry_run: bool = False
-
-
-@value
 class CancelledHeader:
     """What has become of it."""
 
@@ -155,33 +179,11 @@ class CancelledHeader:
 
 
 @value
-class HandOutsHeader:
-    """How many messages a member of a group wants to hand out; the request is librmq's own."""
-
-    group: str
-    client_id: str
-    wanted: int
-    rate: int
-    burst: int
-
-
-@value
 class HandedOutHeader:
     """How many it may hand out, and when it asks again."""
 
     allowed: int
     again: int
-
-
-@value
-class StartHeader:
-    """Where a group starts in a topic; the request is librmq's own."""
-
-    group: str
-    topic: str
-    timestamp: int
-    offset: int | None = None
-    client_id: str | None = None
 
 
 @value
@@ -306,22 +308,12 @@ class FoundByKeyHeader:
 
 
 @value
-class GroupQueueHeader:
+class GroupProgressHeader:
+    """A group's progress in a queue."""
+
     consumer_group: str
     topic: str
     queue_id: int
-
-
-@value
-class HoldPlaceHeader(GroupQueueHeader):
-    client_id: str
-    was_held: bool = False
-
-
-@value
-class GroupProgressHeader(GroupQueueHeader):
-    """A group's progress in a queue."""
-
     commit_offset: int
     is_durable: bool | None = None
     """Whether it is on the device before the answer, as a reset is; RocketMQ ignores the field."""
@@ -351,34 +343,10 @@ class CreateTopicHeader:
 
 
 @value
-class QueueOfTopicHeader:
-    topic: str
-    queue_id: int
-
-
-@value
-class QueueAtTimeHeader(QueueOfTopicHeader):
-    """A queue, and a time in ms."""
-
-    timestamp: int
-
-
-@value
 class TimestampHeader:
     """A time in ms."""
 
     timestamp: int
-
-
-@value
-class LeavingClientHeader:
-    """A client that leaves a group as a producer, as a consumer, or as both."""
-
-    NAMES: ClassVar = {"client_id": "clientID"}
-
-    client_id: str
-    producer_group: str | None = None
-    consumer_group: str | None = None
 
 
 @value
@@ -421,31 +389,8 @@ class CheckTransactionHeader:
 
 
 @value
-class ConsumerGroupHeader:
-    consumer_group: str
-    max_reconsume_times: int | None = None
-    """The redeliveries that count for the group, which only a broker of librmq says to its members."""
-
-
-@value
 class ProducerGroupHeader:
     producer_group: str
-
-
-@value
-class GroupToDeleteHeader:
-    """A consumer group, and whether its progress is deleted too."""
-
-    group_name: str
-    remove_offset: bool = False
-
-
-@value
-class GroupAndTopicHeader:
-    """A consumer group, and one of its topics or all of them."""
-
-    consumer_group: str
-    topic: str | None = None
 
 
 @value
@@ -641,18 +586,6 @@ class HoldHeader:
 
 
 @value
-class ReceiptHeader:
-    """A received message, and what becomes of it."""
-
-    consumer_group: str
-    topic: str
-    receipt: str
-    invisible_ms: int = 0
-    keeps_receipt: bool = False
-    cause: str = ""
-
-
-@value
 class NewReceiptHeader:
     """The receipt of a message that stays invisible for another time."""
 
@@ -758,55 +691,71 @@ class RecalledHeader:
 class RequestForm(NamedTuple):
     header: type[Any] = EmptyHeader
     answer: type[Any] = EmptyHeader
-    by_letters: bool = False
-    """Whether its fields are named a, b, c, … in the order of the header's attributes."""
+    names: str = ""
+    """The fields that are named otherwise than their attributes of the header, each as ``field=attribute``."""
+
+    def read(self, fields: Mapping[str, str]) -> Any:  # noqa: ANN401 (a header)
+        """Return the header that fields describe; `MalformedError` if they describe none."""
+        return from_fields(self.header, fields, self.names)
+
+    def write(self, header: object) -> dict[str, str]:
+        """Return the fields of a header."""
+        return to_fields(header, self.names)
 
 
+_LETTERS: Final = " ".join(map("{}={}".format, "abcdefghijklm", (field.name for field in fields(SendHeader))))
+_OF_GROUP: Final = "consumerGroup=group"
 REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     **dict.fromkeys(RequestCode, RequestForm()),
     RequestCode.SEND_MESSAGE: RequestForm(SendHeader, SentHeader),
-    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
-    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, SentHeader, _LETTERS),
+    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, _LETTERS),
     RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
     RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
-    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, OffsetHeader),
-    RequestCode.HOLD_PLACE: RequestForm(HoldPlaceHeader, OffsetHeader),
-    RequestCode.SAVE_PROGRESS: RequestForm(ConsumerGroupHeader),
+    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(QueryOffset, OffsetHeader, _OF_GROUP),
+    RequestCode.HOLD_PLACE: RequestForm(HoldPlace, OffsetHeader, _OF_GROUP),
+    RequestCode.SAVE_PROGRESS: RequestForm(SaveProgress, names=_OF_GROUP),
     RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
     RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
     RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
     RequestCode.GET_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
-    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueAtTimeHeader, OffsetHeader),
-    RequestCode.GET_MAX_OFFSET: RequestForm(QueueOfTopicHeader, OffsetHeader),
-    RequestCode.GET_MIN_OFFSET: RequestForm(QueueOfTopicHeader, OffsetHeader),
-    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(QueueOfTopicHeader, TimestampHeader),
-    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(OffsetHeader),
-    RequestCode.UNREGISTER_CLIENT: RequestForm(LeavingClientHeader),
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueOffsetAt, OffsetHeader, "timestamp=timestamp_ms"),
+    RequestCode.GET_MAX_OFFSET: RequestForm(MaxOffset, OffsetHeader),
+    RequestCode.GET_MIN_OFFSET: RequestForm(MinOffset, OffsetHeader),
+    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(MinOffset, TimestampHeader),
+    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(ViewMessage, names="offset=physical_offset"),
+    RequestCode.UNREGISTER_CLIENT: RequestForm(Unregister, names="clientID=client_id"),
     RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
     RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),
-    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerGroupHeader),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerIds, names=_OF_GROUP),
     RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
-    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumerGroupHeader),
+    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumersChanged, names=_OF_GROUP),
     RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
     RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader, KvValueHeader),
     RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
     RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
-    RequestCode.GET_TOPIC_STATS_INFO: RequestForm(TopicNameHeader),
+    RequestCode.GET_TOPIC_STATS_INFO: RequestForm(DescribeQueues),
     RequestCode.GET_TOPIC_CONFIG: RequestForm(TopicNameHeader),
-    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(ConsumerGroupHeader),
+    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(DescribeConnections, names=_OF_GROUP),
     RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
     RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, WipedTopicsHeader),
-    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(GroupToDeleteHeader),
-    RequestCode.GET_CONSUME_STATS: RequestForm(GroupAndTopicHeader),
-    RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(TopicNameHeader),
+    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(
+        DeleteGroup, names="groupName=group removeOffset=removes_progress"
+    ),
+    RequestCode.GET_CONSUME_STATS: RequestForm(DescribeProgress, names=_OF_GROUP),
+    RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(DeleteTopic),
+    RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(CleanUnusedTopics),
+    RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(DeleteExpiredFiles),
     RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
     RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvNamespaceHeader),
     RequestCode.RESET_CONSUMER_CLIENT_OFFSET: RequestForm(ResetOffsetHeader),
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
-    RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(
+        ResetGroup, names="timestamp=timestamp_ms isForce=force offset=queue_offset"
+    ),
     RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
     RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
-    RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicNameHeader),
+    RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicGroups),
     RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupOfTopicHeader),
     RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
     RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
@@ -814,11 +763,11 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
-    RequestCode.CANCEL_MESSAGE: RequestForm(CancelHeader, CancelledHeader),
-    RequestCode.TAKE_HAND_OUTS: RequestForm(HandOutsHeader, HandedOutHeader),
-    RequestCode.START_GROUP: RequestForm(StartHeader, StartedHeader),
+    RequestCode.CANCEL_MESSAGE: RequestForm(CancelMessage, CancelledHeader),
+    RequestCode.TAKE_HAND_OUTS: RequestForm(TakeHandOuts, HandedOutHeader, "rate=rate_by_1000"),
+    RequestCode.START_GROUP: RequestForm(StartGroup, StartedHeader, "timestamp=timestamp_ms offset=queue_offset"),
     RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
-    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, _LETTERS),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
     RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
     RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
@@ -828,6 +777,6 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
     RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader, PopChangedHeader),
     RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader, RecalledHeader),
-    RequestCode.CHANGE_INVISIBLE: RequestForm(ReceiptHeader, NewReceiptHeader),
-    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ReceiptHeader),
+    RequestCode.CHANGE_INVISIBLE: RequestForm(ChangeInvisible, NewReceiptHeader, _OF_GROUP),
+    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ForwardToDeadLetters, names=_OF_GROUP),
 }

@@ -31,7 +31,7 @@ from librmq.protocol import (
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import sent_reply
-from librmq.wire.remoting._frames import Frame, from_fields, to_fields
+from librmq.wire.remoting._frames import Frame, to_fields
 from librmq.wire.remoting._headers import (
     REQUESTS,
     PushedReplyHeader,
@@ -138,8 +138,7 @@ class Sends:
         )
 
     def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
-        form = REQUESTS[RequestCode(frame.code)]
-        header = from_fields(form.header, frame.fields, by_letters=form.by_letters)
+        header = REQUESTS[RequestCode(frame.code)].read(frame.fields)
         return self.read_request(RemotingCall(channel, frame, header))
 
     def _store(

@@ -305,7 +305,8 @@ def test_no_name_of_a_request_spoils_a_table(
         texts = [field.name for field in fields(form.header) if "str" in str(field.type)]
         for text in texts:
             marked = form.header(**{field.name: "0" for field in fields(form.header)} | {text: "odd"})
-            named = {key: name if value == "odd" else usual.get(key, value) for key, value in to_fields(marked).items()}
+            texts_sent = form.write(marked).items()
+            named = {key: name if value == "odd" else usual.get(key, value) for key, value in texts_sent}
             head = json.dumps({"code": code, "extFields": named, "flag": 2, "opaque": 9}).encode()
             client.write((4 + len(head)).to_bytes(4) + len(head).to_bytes(4) + head)
     client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)

@@ -215,7 +215,7 @@ def test_a_held_pull_of_a_group_that_was_left_is_dropped(client: RawClient, brok
     client.beat("c1", "g", topics=("t",))
     client.put("t", b"one")
     client.pull("g", "t", 1, wait_ms=15_000)
-    client.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+    client.call(Code.UNREGISTER_CLIENT, clientID="c1", consumer_group="g")
     runner_of(broker).advance(20_000)
     assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).fields == {"offset": "1"}
 
@@ -227,7 +227,7 @@ def test_a_connection_that_ended_takes_no_client_along(
     with RawClient(server.port) as former:
         former.beat("c1", "g", topics=("t",))
         client.beat("c1", "g", topics=("t",))
-        former.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+        former.call(Code.UNREGISTER_CLIENT, clientID="c1", consumer_group="g")
     client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
     assert broker.client_ids() == ("c1",)
 
@@ -263,7 +263,7 @@ def test_members_are_notified_of_each_other(client: RawClient, server: RemotingS
         assert client.ask(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g") == {"consumerIdList": ["c1", "c2"]}
     while client.ask(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g") != {"consumerIdList": ["c1"]}:
         client.asked(Code.NOTIFY_CONSUMER_IDS_CHANGED)
-    client.call(Code.UNREGISTER_CLIENT, client_id="c1", consumer_group="g")
+    client.call(Code.UNREGISTER_CLIENT, clientID="c1", consumer_group="g")
     gone = client.call(Code.GET_CONSUMER_LIST_BY_GROUP, consumer_group="g")
     assert (gone.code, gone.remark) == (1, "no consumer for this group, g")
 

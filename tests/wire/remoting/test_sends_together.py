@@ -19,7 +19,7 @@ from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.wire.remoting._channels import Channel, answer_of, answering
 from librmq.wire.remoting._codec import send_frame
-from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode, to_fields
+from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting._running_info import Rates
@@ -56,7 +56,7 @@ def sends(draw: Any) -> Frame:
         max_reconsume_times=draw(st.sampled_from((None, 3))),
     )
     code = draw(st.sampled_from((Code.SEND_MESSAGE_V2,) * 4 + (Code.SEND_MESSAGE,)))
-    fields = to_fields(header, by_letters=REQUESTS[code].by_letters)
+    fields = REQUESTS[code].write(header)
     for name in draw(st.lists(st.sampled_from(sorted(fields.keys() - {"b"})), max_size=1)) if rare else ():
         del fields[name]
     body = draw(st.sampled_from((b"", b"body", bytes(5000))))
@@ -161,7 +161,7 @@ def test_an_error_of_one_send_takes_no_answer_from_others(
 
 def send_of(number: int, wait: str = "true") -> Frame:
     header = SendHeader("p", "t", "TBW102", 4, number % 4, 0, 5, 0, f"UNIQ_KEY\1{number}\2WAIT\1{wait}")
-    return Frame(Code.SEND_MESSAGE_V2, to_fields(header, by_letters=True), b"x", number, language="JAVA")
+    return Frame(Code.SEND_MESSAGE_V2, REQUESTS[Code.SEND_MESSAGE_V2].write(header), b"x", number, language="JAVA")
 
 
 def test_sends_together_wait_for_the_device() -> None:
