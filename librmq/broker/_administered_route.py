@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 
@@ -148,7 +148,11 @@ class AdministeredRoute(Route, Closing):
         for name in self.broker_names():
             yield name, self.endpoint(name)
 
-    def _ask_all(self, request: Request[R], *absent: ResponseCode) -> tuple[list[R], list[BrokerError]]:
+    def _ask_all(self, request: Request[R]) -> list[R]:
+        """Return the answers of all brokers."""
+        return [broker.call(request) for _, broker in self._endpoints()]
+
+    def _ask_those_with(self, request: Request[R], *absent: ResponseCode) -> tuple[list[R], list[BrokerError]]:
         """Return the answers of the brokers, and the refusals by which some say, with these codes, what they lack."""
         answers, refusals = list[R](), list[BrokerError]()
         for _, broker in self._endpoints():
@@ -165,15 +169,14 @@ class AdministeredRoute(Route, Closing):
     def topics(self) -> dict[str, TopicDescription]:
         """Return all topics by name, sorted, including the brokers' own."""
         parts: dict[str, list[QueueData]] = {}
-        for _, broker in self._endpoints():
-            for topic, data in broker.call(DescribeTopics()).items():
-                parts.setdefault(topic, []).append(data)
+        for topic, data in chain.from_iterable(topics.items() for topics in self._ask_all(DescribeTopics())):
+            parts.setdefault(topic, []).append(data)
         return {topic: TopicDescription(topic, tuple(parts[topic])) for topic in sorted(parts)}
 
     def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
         """Return the queues of a topic, sorted, with the bounds of their messages; empty if there is no such topic."""
         check_names(topic=topic)
-        parts, _ = self._ask_all(DescribeQueues(topic), ResponseCode.TOPIC_NOT_EXIST)
+        parts, _ = self._ask_those_with(DescribeQueues(topic), ResponseCode.TOPIC_NOT_EXIST)
         return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
     def create_topic(
@@ -210,7 +213,7 @@ class AdministeredRoute(Route, Closing):
 
     def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
         """Delete at all brokers that have the topic or group, and refuse if none has."""
-        deletions, refusals = self._ask_all(request, absent)
+        deletions, refusals = self._ask_those_with(request, absent)
         if not deletions:
             raise refusals[0]
 
@@ -220,7 +223,7 @@ class AdministeredRoute(Route, Closing):
         The groups' progress in them is deleted too. Return the queues as topic and queue id; brokers of RocketMQ do not
         name them.
         """
-        return [queue for _, broker in self._endpoints() for queue in broker.call(CleanUnusedTopics())]
+        return list(chain.from_iterable(self._ask_all(CleanUnusedTopics())))
 
     # ---- groups
 
@@ -229,11 +232,9 @@ class AdministeredRoute(Route, Closing):
         return {name: settings.retry_max_times for name, settings in self._all_settings().items()}
 
     def _all_settings(self) -> dict[str, GroupSettings]:
-        settings: dict[str, GroupSettings] = {}
-        for _, broker in self._endpoints():
-            part = broker.call(DescribeGroups())
-            settings = {**part, **settings}
-        return dict(sorted(settings.items()))
+        # Of a group with other settings at another broker, those of the first broker count.
+        parts = reversed(self._ask_all(DescribeGroups()))
+        return dict(sorted(dict(chain.from_iterable(part.items() for part in parts)).items()))
 
     def group_settings(self, group: str) -> GroupSettings:
         """Return the settings of a consumer group, which `set_group` changes.
@@ -274,8 +275,7 @@ class AdministeredRoute(Route, Closing):
         """
         validate_group(group)
         changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor, max_process_deaths)
-        for _, broker in self._endpoints():
-            broker.call(SetGroup(group, changes))
+        self._ask_all(SetGroup(group, changes))
 
     def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.
@@ -291,25 +291,17 @@ class AdministeredRoute(Route, Closing):
 
     def clients(self) -> tuple[ConnectedClient, ...]:
         """Return the clients that the brokers know, by id, with their groups."""
-        producers: dict[str, set[str]] = {}
-        consumers: dict[str, set[str]] = {}
-        for _, broker in self._endpoints():
-            for client in broker.call(DescribeClients()):
-                producers.setdefault(client.client_id, set()).update(client.producer_groups)
-                consumers.setdefault(client.client_id, set()).update(client.consumer_groups)
-        return tuple(
-            ConnectedClient(client_id, tuple(sorted(producers[client_id])), tuple(sorted(consumers[client_id])))
-            for client_id in sorted(producers)
+        clients = list(chain.from_iterable(self._ask_all(DescribeClients())))
+        return ConnectedClient._by_id(
+            ((client.client_id, group) for client in clients for group in client.producer_groups),
+            ((client.client_id, group) for client in clients for group in client.consumer_groups),
         )
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if it has none."""
         check_names(group=group)
-        merged: GroupConnections | None = None
-        for _, broker in self._endpoints():
-            if (part := broker.call(DescribeConnections(group))) is not None:
-                merged = part if merged is None else merged.joined(part)
-        return merged
+        parts = [part for part in self._ask_all(DescribeConnections(group)) if part is not None]
+        return reduce(GroupConnections.joined, parts) if parts else None
 
     def instances(self, group: str, *, timeout: float | timedelta = 3) -> dict[str, InstanceState | None]:
         """Return what the running instances of a consumer group report about themselves, by client id.
@@ -342,8 +334,7 @@ class AdministeredRoute(Route, Closing):
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted."""
         check_names(topic=topic)
-        answers, _ = self._ask_all(TopicGroups(topic))
-        return tuple(sorted(set(chain.from_iterable(answers))))
+        return tuple(sorted(set(chain.from_iterable(self._ask_all(TopicGroups(topic))))))
 
     # ---- progress
 
@@ -374,7 +365,7 @@ class AdministeredRoute(Route, Closing):
     def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
         """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
         check_names(group=group, topic="" if topic is None else topic)
-        parts, _ = self._ask_all(DescribeProgress(group, topic), ResponseCode.TOPIC_NOT_EXIST)
+        parts, _ = self._ask_those_with(DescribeProgress(group, topic), ResponseCode.TOPIC_NOT_EXIST)
         return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
     def lag(self, group: str, topic: str | None = None) -> int:
@@ -411,7 +402,7 @@ class AdministeredRoute(Route, Closing):
             ends = [part.max_offset for queue, part in bounds.items() if queue_id in (None, queue.queue_id)]
             check_reached("to", request.to, topic, ends)
         absent = ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
-        parts, refusals = self._ask_all(request, *absent)
+        parts, refusals = self._ask_those_with(request, *absent)
         moved = dict(sorted(chain.from_iterable(part.items() for part in parts)))
         if not moved and refusals:
             if refusals[0].code == ResponseCode.TOPIC_NOT_EXIST:
@@ -444,7 +435,7 @@ class AdministeredRoute(Route, Closing):
         clock = self.runner.clock
         deadline = clock.monotonic() + to_seconds("timeout", timeout)
         while True:
-            behind = [text for _, broker in self._endpoints() for text in broker.call(GroupsBehind())]
+            behind = list(chain.from_iterable(self._ask_all(GroupsBehind())))
             if not behind:
                 return
             left = deadline - clock.monotonic()
@@ -531,10 +522,7 @@ class AdministeredRoute(Route, Closing):
         """
         check_key(topic, key, max_messages)
         request = QueryMessages(topic, key, max_messages)
-        logs = []
-        for _, broker in self._endpoints():
-            answer = broker.call(request)
-            logs.append(sorted(answer, key=lambda message: message.physical_offset))
+        logs = (sorted(answer, key=lambda message: message.physical_offset) for answer in self._ask_all(request))
         messages = list(_by_time(logs))
         return messages[max(0, len(messages) - max_messages) :]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.config import to_timestamp_ms
@@ -147,12 +147,7 @@ class Administration(BrokerPart):
             self._runner.wake(self._flushing)
 
     def describe_topics(self, request: DescribeTopics) -> dict[str, QueueData]:
-        return {
-            name: QueueData(
-                self._broker_name, config.read_queues, config.write_queues, config.permission, config.message_type
-            )
-            for name, config in self._topics.by_name.items()
-        }
+        return {name: config.at(self._broker_name) for name, config in self._topics.by_name.items()}
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
@@ -273,7 +268,7 @@ class Progress(BrokerPart):
 
     def describe_queues(self, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
         return {
-            MessageQueue(request.topic, self._broker_name, queue_id): QueueBounds(
+            self._queue(request.topic, queue_id): QueueBounds(
                 begin, end, max(self.stored_ms(request.topic, queue_id, end - 1), 0)
             )
             for queue_id, (begin, end) in self._ranges_of(request.topic).items()
@@ -307,8 +302,7 @@ class Progress(BrokerPart):
             for queue_id, (begin, end) in self._ranges_of(topic).items():
                 offset = max(self._offsets.consumer_offset(topic, group, queue_id) or 0, 0)
                 last_ms = max(self.stored_ms(topic, queue_id, offset - 1), 0)
-                queue = MessageQueue(topic, self._broker_name, queue_id)
-                progress[queue] = GroupProgress(end, offset, last_ms, begin)
+                progress[self._queue(topic, queue_id)] = GroupProgress(end, offset, last_ms, begin)
         return progress
 
     def topics_of(self, group: str) -> list[str]:
@@ -318,57 +312,47 @@ class Progress(BrokerPart):
         topics.update(self._offsets.topics(group))
         return sorted(topic for topic in topics if topic in self._topics.by_name)
 
-    def moved(self, request: MoveGroup) -> dict[MessageQueue, int]:
-        """Move a group in a topic."""
-        offsets = self.move(request.group, request.topic, request.to, request.queue_id, dry_run=request.dry_run)
-        return {MessageQueue(request.topic, self._broker_name, queue_id): at for queue_id, at in offsets.items()}
-
     def queue_offset_at(self, request: QueueOffsetAt) -> int:
         """Return the queue offset of the message stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
-    def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int], except_for: str | None = None) -> None:
-        """Move a running or stopped group's progress to queue offsets by queue id.
+    def _queue(self, topic: str, queue_id: int) -> MessageQueue:
+        return MessageQueue(topic, self._broker_name, queue_id)
+
+    def _reset_to(
+        self, group: str, topic: str, offsets: Mapping[MessageQueue, int], except_for: str | None = None
+    ) -> None:
+        """Move a running or stopped group's progress to queue offsets.
 
         Running instances are notified and continue from there, but for the client ``except_for``; the stored progress
         is set as well.
         """
-        by_queue = {
-            MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
-        }
         self._await_device()
-        self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
-        for queue_id, queue_offset in offsets.items():
-            self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
+        self._clients.notify_group(group, ResetOffsets(group, topic, offsets), except_for)
+        for queue, queue_offset in offsets.items():
+            self._offsets.set_consumer_offset(topic, group, queue.queue_id, queue_offset)
         self._offsets.saving.save()  # a person is told that the group has moved, which a kill must not undo
         for hook in self.reset_hooks:
             hook(group, topic)
 
-    def move(
-        self,
-        group: str,
-        topic: str,
-        to: Literal["begin", "end"] | datetime | int,
-        queue_id: int | None,
-        *,
-        dry_run: bool = False,
-    ) -> dict[int, int]:
-        """Move a group's progress in all queues of a topic, or in one; return the queue offsets by queue id.
+    def move(self, request: MoveGroup) -> dict[MessageQueue, int]:
+        """Move a group's progress in all queues of a topic, or in one.
 
         Raises:
             BrokerError: The group, the topic or the queue does not exist.
         """
+        group, topic, queue_id = request.group, request.topic, request.queue_id
         topic_config = self._topics.by_name.get(topic)
         if topic_config is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
-        if not dry_run and group not in self._groups.by_name and group not in self._offsets.groups(topic):
+        if not request.dry_run and group not in self._groups.by_name and group not in self._offsets.groups(topic):
             raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
         is_listed = queue_id is None or 0 <= queue_id < topic_config.queues
         if not is_listed and (topic, queue_id) not in self._store.queues:  # a topic can have had more queues
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {queue_id}")
         queues = range(topic_config.queues) if queue_id is None else (queue_id,)
-        offsets = {number: self._offset_of(topic, number, to) for number in queues}
-        if not dry_run:
+        offsets = {self._queue(topic, number): self._offset_of(topic, number, request.to) for number in queues}
+        if not request.dry_run:
             self._reset_to(group, topic, offsets)
         return offsets
 
@@ -387,9 +371,10 @@ class Progress(BrokerPart):
         offsets = {}
         for queue_id, (begin, end) in enumerate(bounds):
             if request.queue_offset is not None:
-                offsets[queue_id] = min(max(request.queue_offset, begin), end)
+                target = min(max(request.queue_offset, begin), end)
             else:
-                offsets[queue_id] = end if to_ms == -1 else self._store.first_offset_from(name, queue_id, to_ms)
+                target = end if to_ms == -1 else self._store.first_offset_from(name, queue_id, to_ms)
+            offsets[self._queue(name, queue_id)] = target
         if offsets:
             self._reset_to(group, name, offsets, request.client_id)
         self._offsets.mark_started(group, name, self._runner.now_ms())
@@ -429,8 +414,7 @@ class Progress(BrokerPart):
         """Send new offsets to a group's running instances, which continue there and save them."""
         group, name = request.group, request.topic
         if request.queue_offset is not None:
-            moved = self.move(group, name, request.queue_offset, request.queue_id)
-            return {MessageQueue(name, self._broker_name, queue_id): offset for queue_id, offset in moved.items()}
+            return self.move(MoveGroup(group, name, request.queue_offset, request.queue_id))
         topic = self._topics.by_name.get(name)
         if topic is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
@@ -445,8 +429,7 @@ class Progress(BrokerPart):
                 target = self._store.queue_range(name, queue_id)[1]
             else:
                 target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
-            queue = MessageQueue(name, self._broker_name, queue_id)
-            offsets[queue] = target if request.force or target < stored else stored
+            offsets[self._queue(name, queue_id)] = target if request.force or target < stored else stored
         if group not in self._clients.consumers:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"

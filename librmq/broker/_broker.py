@@ -426,17 +426,7 @@ class Broker(StoreRoute, Endpoint):
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the broker's queues of ``topic``; empty if there are none. A closed broker returns the last ones."""
         config = self._context.topics.by_name.get(topic)
-        if config is None:
-            return ()
-        return (
-            QueueData(
-                self.name,
-                config.read_queues,
-                config.write_queues,
-                config.permission,
-                config.message_type,
-            ),
-        )
+        return () if config is None else (config.at(self.name),)
 
     @override
     def broker_names(self) -> tuple[str, ...]:

@@ -406,16 +406,9 @@ class Clients:
 
     def connected(self) -> tuple[ConnectedClient, ...]:
         """Return all clients, by id."""
-        groups: dict[str, tuple[set[str], set[str]]] = {}
-        for name, clients in self.producers.items():
-            for client_id in clients:
-                groups.setdefault(client_id, (set(), set()))[0].add(name)
-        for name, group in self.consumers.items():
-            for client_id in group.clients:
-                groups.setdefault(client_id, (set(), set()))[1].add(name)
-        return tuple(
-            ConnectedClient(client_id, tuple(sorted(producers)), tuple(sorted(consumers)))
-            for client_id, (producers, consumers) in sorted(groups.items())
+        return ConnectedClient._by_id(
+            ((client_id, name) for name, clients in self.producers.items() for client_id in clients),
+            ((client_id, name) for name, group in self.consumers.items() for client_id in group.clients),
         )
 
     def connections(self, name: str) -> GroupConnections | None:

@@ -28,7 +28,7 @@ from librmq.message.topics import (
     validate_client_topic,
     validate_topic,
 )
-from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode, TopicDescription
+from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, QueueData, ResponseCode, TopicDescription
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
@@ -73,6 +73,10 @@ class Topic:
         self.is_plain = False
         """Whether it is ready, and messages without special properties are stored unchanged."""
         self._turn = itertools.count()  # counting is one atomic step
+
+    def at(self, broker_name: str) -> QueueData:
+        """Return the topic's queues, as routes show them."""
+        return QueueData(broker_name, self.read_queues, self.write_queues, self.permission, self.message_type)
 
     def next_queue(self) -> int:
         """Return the next queue in turn, for a send that leaves it to the broker."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
@@ -271,6 +271,20 @@ class ConnectedClient:
     """Sorted."""
     consumer_groups: tuple[str, ...]
     """Sorted."""
+
+    @classmethod
+    def _by_id(
+        cls, producers: Iterable[tuple[str, str]], consumers: Iterable[tuple[str, str]]
+    ) -> tuple[ConnectedClient, ...]:
+        """Return the clients by id, from pairs of a client id and a group."""
+        groups: dict[str, tuple[set[str], set[str]]] = {}
+        for role, members in enumerate((producers, consumers)):
+            for client_id, group in members:
+                groups.setdefault(client_id, (set(), set()))[role].add(group)
+        return tuple(
+            cls(client_id, tuple(sorted(produces)), tuple(sorted(consumes)))
+            for client_id, (produces, consumes) in sorted(groups.items())
+        )
 
 
 @value

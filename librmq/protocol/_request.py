@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, dataclass_transform
 
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 _C = TypeVar("_C")
 
 
@@ -16,13 +17,13 @@ def value(cls: type[_C]) -> type[_C]:
     return dataclass(slots=True, weakref_slot=False)(cls)
 
 
-class Request(Generic[R]):
-    """A request whose answer is an ``R``."""
+class Request(Generic[R_co]):
+    """A request whose answer is an ``R_co``."""
 
     __slots__ = ()
 
 
-class ReadRequest(Request[R]):
+class ReadRequest(Request[R_co]):
     """A request that changes nothing: a dry run sends it, and a replica answers while its master can't be reached."""
 
     __slots__ = ()

@@ -53,7 +53,9 @@ SENT: Final = {
     12: SendStatus.FLUSH_SLAVE_TIMEOUT,
 }
 ONLINE: Final = group_clients_body(
-    protocol.ConsumerData("g", "push", protocol.MessageModel.CLUSTERING, protocol.ConsumeFrom.FIRST, {}),
+    protocol.GroupConnections(
+        "g", "push", protocol.MessageModel.CLUSTERING, protocol.ConsumeFrom.FIRST, {}, ("c",), {}
+    ),
     [{"clientId": "c", "clientAddr": "127.0.0.1:1", "language": "JAVA", "version": 401}],
 )
 BESIDES: Final[dict[str, dict[int, bytes]]] = {

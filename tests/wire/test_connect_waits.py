@@ -115,7 +115,7 @@ def test_a_hanging_look_up_stops_no_other_client(served: Served, monkeypatch: py
                         producer.send("orders", b"x")
                     inbox.wait()
                 with pytest.raises(BrokerUnreachableError, match=r"the host hangs\.invalid can't be found: .* 60 s"):
-                    route.broker("broker-b").clients_of("g")
+                    route.broker("broker-b").connections("g")
         finally:
             end.set()
             runner.shutdown()

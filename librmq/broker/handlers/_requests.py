@@ -171,7 +171,7 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             DeleteTopic: administration.delete_topic,
             SetGroup: administration.set_group,
             DeleteGroup: administration.delete_group,
-            MoveGroup: progress.moved,
+            MoveGroup: progress.move,
             ResetGroup: progress.reset,
             StartGroup: progress.start,
             SaveProgress: lambda request: offsets.saving.save(),

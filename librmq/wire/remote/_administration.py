@@ -29,7 +29,6 @@ from librmq.protocol import (
     DescribeProgress,
     DescribeQueues,
     DescribeTopics,
-    GroupConnections,
     GroupProgress,
     GroupsBehind,
     GroupSettings,
@@ -116,17 +115,6 @@ def _delete_group(broker: RemoteBroker, request: DeleteGroup) -> None:
     check(broker.request(FORMS[DeleteGroup].write(request)))
 
 
-def _describe_connections(broker: RemoteBroker, request: DescribeConnections) -> GroupConnections | None:
-    members = broker.clients_of(request.group)
-    if members is None:
-        return None
-    data, ids = members
-    subscriptions = dict(data.subscriptions)
-    return GroupConnections(
-        data.group, data.kind, data.model, data.consume_from, subscriptions, ids, dict.fromkeys(ids, subscriptions)
-    )
-
-
 def _describe_instance(broker: RemoteBroker, request: DescribeInstance) -> InstanceState:
     if not request.timeout_s:
         raise ClientStateError(f"{broker.name}: a client can't be asked without waiting")
@@ -139,28 +127,21 @@ def _describe_instance(broker: RemoteBroker, request: DescribeInstance) -> Insta
 def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
     """Return the clients of all groups, with a request for each consumer group."""
     producers = broker.read(frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", _producers_in)
-    consumers: dict[str, set[str]] = {}
-    for group in broker.group_rows():
-        members = broker.clients_of(group)
-        for client_id in () if members is None else members[1]:
-            consumers.setdefault(client_id, set()).add(group)
-    return tuple(
-        ConnectedClient(
-            client_id, tuple(sorted(producers.get(client_id, ()))), tuple(sorted(consumers.get(client_id, ())))
-        )
-        for client_id in sorted(producers.keys() | consumers.keys())
-    )
+    consumers = [
+        (client_id, group)
+        for group in broker.group_rows()
+        if (members := broker.connections(group)) is not None
+        for client_id in members.client_ids
+    ]
+    return ConnectedClient._by_id(producers, consumers)
 
 
-def _producers_in(body: Mapping[str, Any]) -> dict[str, set[str]]:
-    producers: dict[str, set[str]] = {}
+def _producers_in(body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs of a client id and a producer group."""
     table = body.get("data") or {}
     if not isinstance(table, dict):
         raise MalformedError(f"data: expected an object, found {table!r:.80}")
-    for group in table:
-        for row in rows_in(table, group):
-            producers.setdefault(text_in(row, "clientId"), set()).add(str(group))
-    return producers
+    return [(text_in(row, "clientId"), str(group)) for group in table for row in rows_in(table, group)]
 
 
 # ---- progress
@@ -193,10 +174,10 @@ def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ..
         return broker.read(frame, "the groups that are behind", lambda body: tuple(map(str, body["behind"])))
     behind = []
     for group in broker.group_rows():
-        members = broker.clients_of(group)
-        if members is None or members[0].model is MessageModel.BROADCASTING:
+        members = broker.connections(group)
+        if members is None or members.model is MessageModel.BROADCASTING:
             continue
-        for topic in members[0].subscriptions:
+        for topic in members.subscriptions:
             try:
                 progress = _describe_progress(broker, DescribeProgress(group, topic))
                 bounds = _describe_queues(broker, DescribeQueues(topic))
@@ -214,7 +195,7 @@ def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ..
 def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, int]:
     """Move a group: a running one by its broker, which orders its instances to continue there."""
     group, topic = request.group, request.topic
-    is_running = not broker.has_receives and broker.clients_of(group) is not None
+    is_running = not broker.has_receives and broker.connections(group) is not None
     moves_all = request.queue_id is None and not isinstance(request.to, int)
     if is_running and moves_all and not request.dry_run:
         timestamp_ms = to_timestamp_ms("to", request.to) if isinstance(request.to, datetime) else 0
@@ -286,7 +267,7 @@ def _reset_running(broker: RemoteBroker, request: ResetGroup) -> dict[MessageQue
         except BrokerError as error:
             if error.code != ResponseCode.SYSTEM_ERROR or _NO_PROGRESS not in str(error):
                 raise
-            is_online = broker.clients_of(request.group) is not None
+            is_online = broker.connections(request.group) is not None
             if is_online and clock.monotonic() < deadline:
                 _save_progress(broker)
                 clock.wait(never, _LOOK_S)
@@ -322,7 +303,7 @@ ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
     DescribeGroups: _describe_groups,
     SetGroup: _set_group,
     DeleteGroup: _delete_group,
-    DescribeConnections: _describe_connections,
+    DescribeConnections: lambda broker, request: broker.connections(request.group),
     DescribeInstance: _describe_instance,
     DescribeClients: _describe_clients,
     DescribeProgress: _describe_progress,

@@ -38,12 +38,12 @@ from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
     ClientRemoved,
-    ConsumerData,
     DescribeConnections,
     DescribeSchedules,
     Endpoint,
     EndTransaction,
     ForwardToDeadLetters,
+    GroupConnections,
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
@@ -589,13 +589,13 @@ class RemoteBroker(Endpoint):
         version = version_name(self.request(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
         raise unsupported(type(request).__name__, self.name, version)
 
-    def _subscriptions(self, request: GroupSubscriptions) -> dict[str, dict[str, Subscription]]:
+    def _subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
         """Return the same subscriptions for each client: a broker of 4.x keeps one table for a group."""
-        data, ids = self.clients_of(request.group) or (None, ())
-        return {client_id: dict(data.subscriptions) for client_id in ids} if data is not None else {}
+        members = self.connections(request.group)
+        return {} if members is None else members.subscriptions_by_client
 
-    def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
-        """Return a group as its clients describe it, with their ids; None if none is online."""
+    def connections(self, group: str) -> GroupConnections | None:
+        """Return a group as its clients describe it; None if none is online."""
         answer = self.request(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, DescribeConnections(group)))
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None

@@ -30,7 +30,6 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
-    ConsumerData,
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
@@ -291,8 +290,7 @@ class AdminRequests:
         members = self._broker.connections(group)
         if members is None:
             raise BrokerError(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{group}] not online")
-        data = ConsumerData(group, members.kind, members.model, members.consume_from, members.subscriptions)
-        return call.answer(body=group_clients_body(data, map(self._connection, members.client_ids)))
+        return call.answer(body=group_clients_body(members, map(self._connection, members.client_ids)))
 
     def _connection(self, client_id: str) -> dict[str, Any]:
         session = self._sessions.by_id.get(client_id)

@@ -16,7 +16,15 @@ from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
 from librmq.message import MessageQueue, StoredMessage, StoredRecords, record
 from librmq.message.batch import inner_messages
-from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
+from librmq.protocol import (
+    ConsumeFrom,
+    ConsumerData,
+    GroupConnections,
+    Heartbeat,
+    MessageModel,
+    QueueData,
+    Subscription,
+)
 from librmq.store.format.documents import LetterIdentity
 
 MOST_REQUEST_BYTES: Final = 4 << 20
@@ -376,7 +384,7 @@ def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Sub
     )
 
 
-def _consumer_row(data: ConsumerData, *, is_active: bool) -> dict[str, Any]:
+def _consumer_row(data: ConsumerData | GroupConnections, *, is_active: bool) -> dict[str, Any]:
     return {
         "consumeFromWhere": data.consume_from.value,
         "consumeType": _PULLS[0] if is_active else "CONSUME_PASSIVELY",
@@ -409,21 +417,23 @@ def heartbeat_body(heartbeat: Heartbeat) -> bytes:
 # ---- clients of a group
 
 
-def group_clients_body(data: ConsumerData, connections: Iterable[Mapping[str, Any]]) -> bytes:
+def group_clients_body(members: GroupConnections, connections: Iterable[Mapping[str, Any]]) -> bytes:
     """Return the body with a group as its clients describe it, and the rows of their connections."""
-    subscriptions = {topic: subscription_row(subscription) for topic, subscription in data.subscriptions.items()}
-    row = _consumer_row(data, is_active=data.kind != "push")
+    subscriptions = {topic: subscription_row(subscription) for topic, subscription in members.subscriptions.items()}
+    row = _consumer_row(members, is_active=members.kind != "push")
     return write_body({"connectionSet": list(connections), **row, "subscriptionTable": subscriptions})
 
 
-def group_clients_of(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData, tuple[str, ...]]:
-    """Return a group as its clients describe it, and the ids of the clients.
+def group_clients_of(group: str, body: Mapping[str, Any]) -> GroupConnections:
+    """Return a group as its clients describe it, each with the subscriptions of all.
 
     Raises:
         MalformedError: This is not a list of connections.
     """
     ids = tuple(text_in(row, "clientId") for row in rows_in(body, "connectionSet"))
-    return _consumer_of(group, body, map(subscription_of, table_in(body, "subscriptionTable").values())), ids
+    data = _consumer_of(group, body, map(subscription_of, table_in(body, "subscriptionTable").values()))
+    by_client = dict.fromkeys(ids, data.subscriptions)
+    return GroupConnections(group, data.kind, data.model, data.consume_from, data.subscriptions, ids, by_client)
 
 
 # ---- subscriptions
