@@ -29,6 +29,8 @@ from benchmarks.frame import Bench, Case, Run, Target, main, program
 BODY: Final = b"x" * 128
 TOPIC: Final = "bench"
 WINDOW: Final = 64
+PACE: Final = 2_500
+"""Sends a second of a peer beside the owner's."""
 FRAME: Final = bytes(313) + BODY
 """As long as the frame that a peer sends for such a body."""
 
@@ -83,6 +85,13 @@ async def by_tasks(send: Callable[[], Awaitable[None]], count: int) -> None:
     await asyncio.gather(*(send_one() for _ in range(count)))
 
 
+def paced(send: Callable[[], object], count: int) -> None:
+    begin = time.perf_counter()
+    for number in range(count):
+        send()
+        time.sleep(max(0, begin + (number + 1) / PACE - time.perf_counter()))
+
+
 def _of_route(way: str, place: str, opened: ExitStack) -> Any:
     import librmq
 
@@ -124,6 +133,7 @@ def _of_route(way: str, place: str, opened: ExitStack) -> Any:
         "window": lambda count: asyncio.run(by_window(send_async, count)),
         "tasks": lambda count: asyncio.run(by_tasks(send_async, count)),
         "time": send_times,
+        "pace": partial(paced, lambda: producer.send(TOPIC, BODY)),
         "take": _taking(route, producer, opened),
         "listen": begin_listening,
         "median": median,
@@ -324,6 +334,22 @@ def own_rate(given: Any, _: Path, *, is_shared: bool, count: int, pause_s: float
     return count / float(process.stdout.readline())
 
 
+def own_rate_beside(given: Any, _: Path, *, count: int) -> float:
+    """Return the sends a second of an owner while two peers send `PACE` a second each."""
+    count, peers = given.bench.count(count), given.clients["share"]
+    for peer in peers:
+        ask(peer, "send", 100)
+        peer.stdout.readline()
+    for peer in peers:
+        ask(peer, "pace", round(PACE * (count / 20_000 + 0.5)))  # for longer than the owner takes
+    time.sleep(0.1)
+    ask(given.owners["share"], "send", count)
+    took_s = float(given.owners["share"].stdout.readline())
+    for peer in peers:
+        peer.stdout.readline()
+    return count / took_s
+
+
 def latency(given: Any, _: Path, *, way: str, count: int) -> float:
     """Return the median from a send of a process to the listener of another one, in ms."""
     count, (first, second) = given.bench.count(count), given.clients[way]
@@ -372,6 +398,7 @@ def cases() -> Iterator[Case]:
     for run, name, target in (
         (partial(with_peers, pause_s=1.5), "with idle peers", Target(0.95)),
         (with_peers, "right after a peer's sends", Target()),
+        (partial(own_rate_beside, count=20_000), f"beside peers that send {2 * PACE:,} a second", Target(0.9)),
     ):
         yield Case("the owner's sends", run, name, alone, "no peers", target, limit=True, setup=processes)
 
