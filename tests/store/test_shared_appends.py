@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from librmq.errors import BrokerUnreachableError, MessageIllegalError, StoreErro
 from librmq.message import record
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
+from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
 from tests.store.shared_store import CONFIG, Shared, within_a_write
@@ -57,6 +59,24 @@ def test_a_reader_sees_what_a_peer_has_appended_before(shared: Shared) -> None:
     for number in range(50):
         shared.direct(b"%d" % number)
         assert shared.bodies()[-1] == b"%d" % number
+
+
+def test_the_logs_end_moves_behind_the_entries_of_peers(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second reader that finds the end where peers have left it looks into the queues at once."""
+    ends, add_block, log = list[int](), Dispatcher.add_block, shared.store.log
+
+    def add(dispatcher: Dispatcher, *arguments: Any) -> None:
+        ends.append(log.end)
+        add_block(dispatcher, *arguments)
+
+    monkeypatch.setattr(Dispatcher, "add_block", add)
+    shared.direct(b"x")
+    with shared.store.writer.appender.lock.mutex:  # so that the owner finds them together
+        begin = log.end
+        for _ in range(150):
+            assert shared.peers[0].append(Message("orders", b"y", keys="k"), 0)
+    assert shared.bodies().count(b"y") == 150
+    assert ends == [begin]
 
 
 @pytest.mark.parametrize(

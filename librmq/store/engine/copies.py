@@ -330,7 +330,7 @@ class LogCopier:
             except RmqError:
                 dispatcher.writing_at = -1  # nothing was appended
                 raise
-            queues = {name for _, _, came in parts.dispatched(begin) for name, _, _ in came}
+            queues = {name for _, _, came in parts.dispatched(begin, log.end) for name, _, _ in came}
         dispatcher.writing_at = -1
         if len(dispatcher.records) >= Dispatcher.BATCH:
             dispatcher.drain()
@@ -346,19 +346,14 @@ class LogCopier:
         """
         parts = self._parts
         log, dispatcher = parts.log, parts.dispatcher
-        begin, log.end = log.end, end
-        try:
-            for last, following, came in parts.dispatched(begin):
-                if not parts.is_regular:
-                    what = "expected the next one of its queue"
-                    raise CorruptionError(log.sequence.folder, last, "queue offset", what)
-                for name, count, size in came:
-                    before, total = adopted.get(name, (0, 0))
-                    adopted[name] = before + count, total + size
-                log.last_write, begin = last, following
-        except BaseException:
-            log.end = begin
-            raise
+        for last, following, came in parts.dispatched(log.end, end):
+            if not parts.is_regular:
+                what = "expected the next one of its queue"
+                raise CorruptionError(log.sequence.folder, last, "queue offset", what)
+            for name, count, size in came:
+                before, total = adopted.get(name, (0, 0))
+                adopted[name] = before + count, total + size
+            log.last_write, log.end = last, following  # not before: readers of queues look at the end first
         if len(dispatcher.records) >= Dispatcher.BATCH:
             with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
                 dispatcher.drain()

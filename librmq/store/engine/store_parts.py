@@ -447,28 +447,28 @@ class Parts:
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
-        for _ in self.dispatched(begin):
+        for _ in self.dispatched(begin, log.end):
             pass
         dispatcher.writing_at = -1
 
-    def dispatched(self, begin: int) -> Iterator[Dispatched]:
-        """Dispatch the log's records from a place on; yield after each part of them.
+    def dispatched(self, begin: int, end: int) -> Iterator[Dispatched]:
+        """Dispatch the records of the log between two places; yield after each part of them.
 
         Raises:
             CorruptionError: A record is unreadable.
         """
         log, at, read = self.log, begin, record_format.BLANK_SIZE
         left, apart = 0, _FEW  # where blocks are of no use, looking for others takes longer than it saves
-        while at < log.end:
+        while at < end:
             raw = log.data_at(at, read)
             size, magic = _unpack_size(raw)
             if magic == record_format.BLANK_MAGIC:
                 at += log.file_size - at % log.file_size
                 continue
-            if not 0 < size <= log.end - at:
-                raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {log.end}")
-            if not left and (most := (log.end - at) // size) >= _FEW:
-                part = self._dispatch_block(at, min(max(most, Dispatcher.BATCH), _BLOCK))
+            if not 0 < size <= end - at:
+                raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
+            if not left and (most := (end - at) // size) >= _FEW:
+                part = self._dispatch_block(at, end, min(max(most, Dispatcher.BATCH), _BLOCK))
                 if part is not None:
                     yield part
                     (_, at, _), apart = part, _FEW
@@ -480,13 +480,13 @@ class Parts:
             yield at, at + size, () if name is None else ((name, 1, size),)
             at, left = at + size, max(left - 1, 0)
 
-    def _dispatch_block(self, begin: int, most: int) -> Dispatched | None:
+    def _dispatch_block(self, begin: int, end: int, most: int) -> Dispatched | None:
         """Dispatch usual records together; return None if they are far fewer than ``most``, or the disk is full.
 
         An error leaves `Dispatcher` in a state in which each record can be dispatched again.
         """
-        log, dispatcher = self.log, self.dispatcher
-        block = derived_block(log, begin, log.end, most)
+        dispatcher = self.dispatcher
+        block = derived_block(self.log, begin, end, most)
         if block is None:
             return None
         entries_of: list[tuple[Lane, bytes]] = []
