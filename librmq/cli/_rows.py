@@ -6,13 +6,12 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 from binascii import b2a_base64
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from librmq.cli._output import complain, to_json
 from librmq.consumequeue_entries import is_ext_address
@@ -141,7 +140,7 @@ def message_line(
         f'"queue_offset":{queue_offset},"commit_log_offset":{at},"sys_flag":{sys_flag},"born_timestamp":{born_ms},'
         f'"born_host":"{born_at}","store_timestamp":{stored_ms},{store_fields},'
         f'"prepared_transaction_offset":{prepared},"msg_id":"{(store_host + raw[_PLACE]).hex().upper()}",'
-        f"{bodies}{_property_fields(topic, raw[properties_at:end], delivery)},"
+        f"{bodies}{_property_fields(java_decode(raw[properties_at:end]), delivery)},"
         f'"raw_sha1":"{hashlib.sha1(raw, usedforsecurity=False).hexdigest()}"{shown}}}'
     )
 
@@ -168,85 +167,21 @@ def _hosts(born_host: bytes, store_host: bytes, reconsume_times: int) -> tuple[s
     return born_at, f'"store_host":"{stored_at}","reconsume_times":{reconsume_times}'
 
 
-_VALUE: Final = r'([^\x00-\x1f"\\]+)'
-"""A value that JSON does not escape."""
-_MOST_FIELDS: Final = 256
-"""Layouts of properties that are kept, because an expression is compiled for each."""
-_LONGEST: Final = 1 << 11  # characters of an expression; to compile 32,000 takes 20 ms
-
-
-class _PropertyFields(NamedTuple):
-    """The fields of properties that have the same names in the same order, and plain values."""
-
-    match: Callable[[str], re.Match[str] | None]
-    """Finds the values, a group for each name."""
-    members: str
-    """The members of the field ``properties``, to fill with the groups ``places``."""
-    places: tuple[int, ...]
-    tag: int
-    """The group of the tag, 0 without one, as for the next two."""
-    keys: int
-    unique_key: int
-
-
-_fields_of_names: Final[dict[tuple[str, ...], _PropertyFields]] = {}
-_fields_of_topic: Final[dict[bytes, _PropertyFields]] = {}
-"""Fields of the last message of a topic, which most often fit the next."""
-
-
-def _property_fields(topic: bytes, raw: bytes, delivery: int | None) -> str:
+def _property_fields(text: str, delivery: int | None) -> str:
     """Return the fields of stored properties, and of what they define; ``delivery`` replaces the code of the tag."""
-    text = java_decode(raw)
-    fields = _fields_of_topic.get(topic)
-    values = None if fields is None else fields.match(text)
-    if values is None:
-        # Some producers end the last property like those before it.
-        fields = _fields_of(tuple(text.removesuffix("\2").replace("\2", "\1").split("\1")[::2]))
-        values = None if fields is None else fields.match(text)
-        if fields is None or values is None:
-            return _unusual_property_fields(text, delivery)
-        if topic in _fields_of_topic or len(_fields_of_topic) < _MOST_FIELDS:
-            _fields_of_topic[topic] = fields
-    _, members, places, tag, keys, unique_key = fields  # type: ignore[misc]
-    stored = text.replace("\1", "\\u0001").replace("\2", "\\u0002")
-    shown_keys = f'"{values[keys]}"' if keys else "null"
-    shown_unique_key = f'"{values[unique_key]}"' if unique_key else "null"
-    return (
-        f'"properties":{{{members % values.group(*places)}}},"properties_raw":"{stored}",'
-        f"{_codes(values[tag] if tag else None, delivery)},"
-        f'"dispatch_keys":{shown_keys},"dispatch_uniq_key":{shown_unique_key}'
-    )
-
-
-def _fields_of(names: tuple[str, ...]) -> _PropertyFields | None:
-    """Return the fields for properties with these names; None if JSON escapes a name, or too many are kept."""
-    fields = _fields_of_names.get(names)
-    is_kept = fields is None and len(_fields_of_names) < _MOST_FIELDS
-    length = len(names) * len(_VALUE) + sum(map(len, names))
-    if is_kept and length <= _LONGEST and all(re.fullmatch(_VALUE, name) for name in names):
-        groups = {name: group for group, name in enumerate(names, 1)}  # the last of equal names counts
-        ordered = sorted(groups)
-        fields = _fields_of_names[names] = _PropertyFields(
-            re.compile("\2".join([f"{re.escape(name)}\1{_VALUE}" for name in names]) + "\2?").fullmatch,
-            ",".join([f'"{name.replace("%", "%%")}":"%s"' for name in ordered]),
-            tuple(map(groups.__getitem__, ordered)),
-            *(groups.get(name, 0) for name in (PropertyName.TAGS, PropertyName.KEYS, PropertyName.UNIQUE_KEY)),
-        )
-    return fields
-
-
-def _unusual_property_fields(text: str, delivery: int | None) -> str:
-    """Return the fields of properties of which a part is missing, empty, or must be escaped."""
     properties = decode_properties(text)
-    encoded = {name: encode_basestring(value) for name, value in properties.items()}
-    members = ",".join([f"{encode_basestring(name)}:{encoded[name]}" for name in sorted(encoded)])
-    keys = encoded.get(PropertyName.KEYS, "null" if text else '""')
-    unique_key = encoded.get(PropertyName.UNIQUE_KEY, "null")
+    quoted = encode_basestring
+    members = ",".join([f"{quoted(name)}:{quoted(value)}" for name, value in sorted(properties.items())])
+    keys, unique_key = properties.get(PropertyName.KEYS), properties.get(PropertyName.UNIQUE_KEY)
     return (
-        f'"properties":{{{members}}},"properties_raw":{encode_basestring(text)},'
+        f'"properties":{{{members}}},"properties_raw":{quoted(text)},'
         f"{_codes(properties.get(PropertyName.TAGS), delivery)},"
-        f'"dispatch_keys":{keys},"dispatch_uniq_key":{unique_key}'
+        f'"dispatch_keys":{quoted(keys) if keys else "null" if text else _NO_KEYS},'
+        f'"dispatch_uniq_key":{quoted(unique_key) if unique_key else "null"}'
     )
+
+
+_NO_KEYS: Final = '""'  # as 4.9's dispatch has them of a record without properties
 
 
 @lru_cache(1 << 10)
