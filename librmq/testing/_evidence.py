@@ -16,6 +16,7 @@ from librmq.filter import SQL92, TagFilter
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
+from librmq.runtime.event_log import counted
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
 from librmq.testing._network import Network
@@ -75,17 +76,17 @@ def undelivered(
         if topic in sent:
             yield begin + _why_none_of(messages(topic), subscriber, next_offset, fixture)
         elif delayed := [m for m in messages(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]:
-            yield f"{begin}{_are(delayed)} still delayed: let time pass with {fixture}.advance(…)"
+            yield f"{begin}{_are(len(delayed))} still delayed: let time pass with {fixture}.advance(…)"
         elif near := closest_name(topic, unread):
             suggested.add(near)
-            yield f"{begin}none was sent to it; {_are(messages(near))} in {near!r}, to which no group subscribes"
+            yield f"{begin}none was sent to it; {_are(len(messages(near)))} in {near!r}, to which no group subscribes"
         elif subscriber.is_declared and sent:
             yield f"{begin}none was sent to it"
     for topic in unread:
         near = closest_name(topic, subscribed_topics)
         if topic not in suggested and (near or topic in expected):
             hint = f"; did you mean {near!r}?" if near else ""
-            yield f"no group subscribes to {topic!r}: {_are(messages(topic))} in it{hint}"
+            yield f"no group subscribes to {topic!r}: {_are(len(messages(topic)))} in it{hint}"
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
@@ -119,13 +120,13 @@ def _why_none_of(
     if not passing:
         return f"its filter {expression!r} matches none of the {len(messages):,} there: {why}"
     if all(message.queue_offset < next_offset(subscriber.group, message) for message in passing):
-        return f"{_are(passing)} older than the group, which started behind them (consume_from, or its progress)"
+        return f"{_are(len(passing))} older than the group, which started behind them (consume_from, or its progress)"
     idle = f"{fixture}.run_until_idle()" if fixture == "rmq" else f"{fixture}.settle()"
-    return f"{_are(passing)} not delivered yet: end the test with {idle} or {fixture}.advance(…)"
+    return f"{_are(len(passing))} not delivered yet: end the test with {idle} or {fixture}.advance(…)"
 
 
-def _are(messages: Sequence[StoredMessage]) -> str:
-    return "1 message is" if len(messages) == 1 else f"{len(messages):,} messages are"
+def _are(number: int, noun: str = "message") -> str:
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 class UnknownGroupError(LookupError):
@@ -292,10 +293,9 @@ class Evidence:
             for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():
                 if topic in self.read_topics:
                     continue
-                many = "1 transaction is" if count == 1 else f"{count:,} transactions are"
                 yield (
-                    f"{many} open, with messages to {topic!r}: commit or roll back, or let the broker ask the producer "
-                    f"with {self.fixture}.advance(…)"
+                    f"{_are(count, 'transaction')} open, with messages to {topic!r}: commit or roll back, or let the "
+                    f"broker ask the producer with {self.fixture}.advance(…)"
                 )
 
     def _consumers(self) -> Iterator[Consumer[Any]]:
@@ -369,7 +369,7 @@ class KitObserver:
         for received in messages:
             self.evidence.note_received(request.group, request.topic)
             message = received.message
-            where = f"{self._history.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
+            where = self._history.place(message.topic, broker_name, message.queue_id, message.queue_offset)
             retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
             self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
 

@@ -381,8 +381,8 @@ class _Connection(Endpoint):
         elif isinstance(request, EndTransaction):
             kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
-            place = kit.history().place(request.topic, self._name, request.queue_id)
-            kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
+            place = kit.history().place(request.topic, self._name, request.queue_id, request.queue_offset)
+            kit.note(f"{request.group}@{process.label}", f"saves progress {place}")
         # The process outlives the broker's machine.
         answer = kit.network.by_name[self._name].await_device(request, broker.call(request))
         if isinstance(request, Receive):
@@ -437,7 +437,7 @@ class _Connection(Endpoint):
             again: Callable[[Any], Any] = (lambda request: response) if has_frames else broker.call
             kit.recorder.call(process.label, self._name, request, again)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
-        place = f"{kit.history().place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
+        place = kit.history().place(first.topic, self._name, response.queue_id, response.queue_offset)
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"
         kit.note(process.label, lambda: f"{what} {show(first)}")
         if not of_consumer:

@@ -28,6 +28,7 @@ from librmq.testing.histories.events import (
     Queue,
     Send,
     TransactionEnd,
+    place_of,
 )
 
 _SHOWN_BYTES = 40
@@ -77,13 +78,6 @@ class Call:
     def where(self) -> str:
         """Topic, queue and offset of the first message, as in ``orders/0:3``."""
         return place_of(self.events[0], shows_broker=self.shows_broker)
-
-
-def place_of(event: Event, *, shows_broker: bool = False) -> str:
-    """Return the place that an event names, as in ``orders/0:3`` or ``orders/broker-b/0:3``."""
-    topic = event.get("stored_in", event["topic"])
-    broker_name = f"{event['broker']}/" if shows_broker else ""
-    return f"{topic}/{broker_name}{event['queue_id']}:{event['queue_offset']}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +194,10 @@ class History:
             text = f"{outcome}: {error!r}" if error is not None else outcome
             self.note(now_ms, call.actor, f"{text} ({call.where})")
 
-    def place(self, topic: str, broker_name: str, queue_id: int | str) -> str:
-        """Return a queue as the history shows it."""
-        return f"{topic}/{broker_name}/{queue_id}" if self.shows_brokers else f"{topic}/{queue_id}"
+    def place(self, topic: str, broker_name: str, queue_id: int, queue_offset: int | None = None) -> str:
+        """Return a queue, or a place in it, as the history shows it."""
+        place = {"topic": topic, "broker": broker_name, "queue_id": queue_id, "queue_offset": queue_offset}
+        return place_of(place, shows_broker=self.shows_brokers)
 
     def delivered(self, group: str, message_at: Callable[[str, int], StoredMessage]) -> Iterator[DeliveryAttempt]:
         """Yield each message that was handed out to the group, in order."""

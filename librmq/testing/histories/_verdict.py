@@ -20,7 +20,7 @@ from librmq.testing._kit_runner import KitRunner, ProcessTable
 from librmq.testing._network import Network
 from librmq.testing.histories._history import History, HistoryLine
 from librmq.testing.histories.anomalies import KINDS, check_history
-from librmq.testing.histories.events import span_of
+from librmq.testing.histories.events import place_of, span_of
 
 if TYPE_CHECKING:
     from librmq.testing._from_store import StoreStart
@@ -290,15 +290,15 @@ def sentence(event: Event, begin_ms: int) -> str:
     elif kind in ("commit", "dead_letter", "reset", "group", "drained"):
         actor = event["group"]
     texts: dict[str, Callable[[], str]] = {
-        "send": lambda: f"sends {event['id']} to {_where(event)}: {event['outcome']}",
+        "send": lambda: f"sends {event['id']} to {place_of(event)}: {event['outcome']}",
         "end_transaction": lambda: f"ends the transaction of {event['id']}: {event['decision']}, {event['outcome']}",
         "discard": lambda: f"the broker gives the half message {event['id']} up",
         "deliver": lambda: (
-            f"gets {event['id']} from {_where(event)}, attempt {event['attempt']}: {event.get('outcome', 'running')}"
+            f"gets {event['id']} from {place_of(event)}, attempt {event['attempt']}: {event.get('outcome', 'running')}"
         ),
-        "assign": lambda: f"takes {_where(event)}",
-        "revoke": lambda: f"releases {_where(event)}",
-        "commit": lambda: f"saves progress {_where(event)}",
+        "assign": lambda: f"takes {place_of(event)}",
+        "revoke": lambda: f"releases {place_of(event)}",
+        "commit": lambda: f"saves progress {place_of(event)}",
         "dead_letter": lambda: f"{event['id']} is a dead letter",
         "reset": lambda: f"its progress in {event['topic']} is moved",
         "crash": lambda: "dies",
@@ -308,11 +308,3 @@ def sentence(event: Event, begin_ms: int) -> str:
     }
     until = "" if end_ms in (None, at_ms) else f", until {(end_ms - begin_ms) / 1000:,.3f} s"
     return str(HistoryLine(at_ms - begin_ms, actor, texts[kind]() + until))
-
-
-def _where(event: Event) -> str:
-    topic = event.get("stored_in", event["topic"])
-    if "queue_id" not in event:
-        return str(topic)
-    place = f"{topic}/{event['broker']}/{event['queue_id']}"
-    return f"{place}:{event['queue_offset']}" if "queue_offset" in event else place

@@ -365,6 +365,15 @@ def span_of(event: Mapping[str, Any]) -> tuple[int, int | None]:
     return event["at_ms"], event["at_ms"]
 
 
+def place_of(event: Mapping[str, Any], *, shows_broker: bool = True) -> str:
+    """Return the place that an event names, as in ``orders/broker-b/0:3`` or ``orders/0:3``, as far as it has one."""
+    topic = str(event.get("stored_in") or event["topic"])
+    if event.get("queue_id") is None:
+        return topic
+    place = f"{topic}/{event['broker']}/{event['queue_id']}" if shows_broker else f"{topic}/{event['queue_id']}"
+    return place if event.get("queue_offset") is None else f"{place}:{event['queue_offset']}"
+
+
 class _Field(NamedTuple):
     name: str
     is_required: bool
