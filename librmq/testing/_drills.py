@@ -30,6 +30,7 @@ from librmq.files import MemoryFiles
 from librmq.protocol import site_of
 from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
+from librmq.testing._network import opened_like
 from librmq.testing._replica import Deployment, check_deployment
 from librmq.testing.histories._history import History
 from librmq.testing.histories.anomalies import Anomaly, check_history
@@ -453,15 +454,7 @@ class Drill:
 
     def _open_at(self, cluster: Cluster, name: str, path: str) -> Broker:
         before = cluster.broker(name)
-        broker = Broker.open(
-            path,
-            before.config,
-            name=name,
-            cluster_name=cluster.name,
-            store_config=before.store.config,
-            runner=self.runner,
-            files=before.store.files,
-        )
+        broker = opened_like(before, path, before.config)
         cluster.add(broker)
         return broker
 

@@ -18,18 +18,11 @@ from librmq.protocol import ResponseCode, SendResponse
 from librmq.testing._kit_runner import KitRunner, ProcessTable
 from librmq.testing._process import A_PROCESS, KitParts, Process
 
-_METHODS = {
-    "lose": "lose_answer",
-    "refuse": "refuse_send",
-    "late": "late_answer",
-    "request": "repeat_request",
-}
-"""The method that requests a fault, by its kind."""
-
 
 @dataclass(slots=True)
 class _Due:
     kind: str
+    """The method that requests it."""
     times: int
     topic: str | None
     broker: str | None
@@ -53,24 +46,24 @@ class Faults:
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
-        self._due.append(_Due("lose", times, topic, broker))
+        self._due.append(_Due("lose_answer", times, topic, broker))
 
     def refuse_send(
         self, topic: str | None = None, *, times: int = 1, busy: bool = False, broker: str | None = None
     ) -> None:
         """Refuse the next send; with ``busy`` like an overloaded broker, so that the producer does not try again."""
         code = ResponseCode.SYSTEM_BUSY if busy else ResponseCode.SERVICE_NOT_AVAILABLE
-        self._due.append(_Due("refuse", times, topic, broker, code=code))
+        self._due.append(_Due("refuse_send", times, topic, broker, code=code))
 
     def late_answer(
         self, seconds: float | timedelta, topic: str | None = None, *, times: int = 1, broker: str | None = None
     ) -> None:
         """Store the next send immediately and answer it ``seconds`` later; all tries of a send have 3 s in total."""
-        self._due.append(_Due("late", times, topic, broker, _seconds(seconds)))
+        self._due.append(_Due("late_answer", times, topic, broker, _seconds(seconds)))
 
     def repeat_request(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Let the next send arrive twice: the broker stores the message twice, and the producer gets one answer."""
-        self._due.append(_Due("request", times, topic, broker))
+        self._due.append(_Due("repeat_request", times, topic, broker))
 
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
         """Let the next listener of a group work immediately and return ``seconds`` later.
@@ -131,14 +124,14 @@ class Faults:
         for due in self._due:
             for kind, name in (("topic", due.topic), ("broker", due.broker)):
                 if name is not None and (kind, name) not in self._met:
-                    yield f"the fault {_METHODS[due.kind]} never happened: nothing was sent to {kind} {name!r}"
+                    yield f"the fault {due.kind} never happened: nothing was sent to {kind} {name!r}"
         for group in sorted(self._slow_groups - self._runner.called_groups):
             yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
 
     def _before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
         self._met |= {("topic", topic), ("broker", broker)}
-        if self._due and (due := self._take("refuse", topic, broker)) is not None:
+        if (due := self._take("refuse_send", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
             raise (
@@ -146,7 +139,7 @@ class Faults:
                 if due.code == ResponseCode.SYSTEM_BUSY
                 else BrokerError(due.code, remark)
             )
-        is_repeated = bool(self._due) and self._take("request", topic, broker) is not None
+        is_repeated = self._take("repeat_request", topic, broker) is not None
         if is_repeated:
             self._kit.note("fault", f"what {process.label} sends to {topic} arrives twice, and is stored twice")
         return is_repeated
@@ -159,7 +152,7 @@ class Faults:
     def _lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose the answer, if that is due."""
         kit = self._kit
-        lost = bool(self._due) and self._take("lose", topic, broker) is not None
+        lost = self._take("lose_answer", topic, broker) is not None
         if (
             lost
             or self._runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
@@ -169,7 +162,7 @@ class Faults:
 
     def take_delay_s(self, process: Process, topic: str, broker: str) -> float:
         """Return the delay of the answer in seconds, 0 if no fault is due."""
-        due = self._take("late", topic, broker) if self._due else None
+        due = self._take("late_answer", topic, broker)
         if due is None:
             return 0.0
         self._kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")

@@ -125,10 +125,11 @@ class StoreStart:
 
         return self._make(path, small_config(self.config, self.messages), DiskFiles())
 
-    def save_to(self, folder: Path) -> int:
-        """Do as `save`; return the number of bytes of the files."""
+    def save_to(self, folder: Path) -> str:
+        """Do as `save`; return how a failure says that the messages are saved."""
         self.save(str(folder))
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return f"they are saved as a store of {size / 1024:.0f} KiB"
 
     def _make(self, path: str, config: StoreConfig, files: Files) -> Extracted:
         from librmq.store.extraction import make_store

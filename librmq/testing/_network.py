@@ -59,6 +59,19 @@ def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str
     return names
 
 
+def opened_like(before: Broker, path: str, config: BrokerConfig) -> Broker:
+    """Open a broker in place of a dead one, in another folder or with other settings."""
+    return Broker.open(
+        path,
+        config,
+        name=before.name,
+        cluster_name=before.cluster_name,
+        store_config=before.store.config,
+        runner=before.runner,
+        files=before.store.files,
+    )
+
+
 class LinkEnd:
     """A process as its links see it."""
 
@@ -239,16 +252,7 @@ class Network:
 
     def _open_changed(self, name: str) -> Broker:
         """Open a broker in another folder or with other settings than at first."""
-        before, (path, config) = self.by_name[name], self._changed[name]
-        broker = Broker.open(
-            path,
-            config,
-            name=name,
-            cluster_name=before.cluster_name,
-            store_config=before.store.config,
-            runner=self._runner,
-            files=self._files,
-        )
+        broker = opened_like(self.by_name[name], *self._changed[name])
         self.table.add(broker)
         return broker
 

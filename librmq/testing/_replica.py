@@ -149,7 +149,6 @@ class Deployment:
     """Clusters, their sites, and how a site chooses its cluster."""
 
     name: str
-    title: str
     clusters: Mapping[str, Sequence[str]]
     """The sites at which each cluster has brokers."""
     homes: Mapping[str, str]
@@ -179,7 +178,6 @@ def one_cluster(sites: Sequence[str] = _TWO) -> Deployment:
     """One cluster over all sites; producers and consumers prefer their own site."""
     return Deployment(
         name="one cluster",
-        title="one cluster over all sites",
         clusters={"main": tuple(sites)},
         homes=dict.fromkeys(sites, "main"),
     )
@@ -189,7 +187,6 @@ def one_active(sites: Sequence[str] = _TWO) -> Deployment:
     """A cluster at each site. All clients use the first one; an operator switches to the second one manually."""
     return Deployment(
         name="one active",
-        title="a cluster at each site, one of them active, switched by hand",
         clusters={site: (site,) for site in sites},
         homes=dict.fromkeys(sites, sites[0]),
         switched="by hand",
@@ -203,7 +200,6 @@ def one_active_replicated(
     """A cluster at the first site, whose brokers have replicas at the second; an operator promotes these manually."""
     return Deployment(
         name=f"one active, {'sync ' * (replication == 'sync')}replicas",
-        title="a cluster at one site, with replicas at another",
         clusters={sites[0]: (sites[0],)},
         homes=dict.fromkeys(sites, sites[0]),
         replicas={sites[0]: sites[1]},
@@ -216,7 +212,6 @@ def two_active(sites: Sequence[str] = _TWO) -> Deployment:
     """A cluster at each site, which the site's clients always use."""
     return Deployment(
         name="all active",
-        title="a cluster at each site, each active for its site",
         clusters={site: (site,) for site in sites},
         homes={site: site for site in sites},
     )
@@ -226,7 +221,6 @@ def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
     """A cluster at each site, and a router that directs a site's producers elsewhere while its cluster is down."""
     return Deployment(
         name="all active, routed",
-        title="a cluster at each site, and a router that probes",
         clusters={site: (site,) for site in sites},
         homes={site: site for site in sites},
         switched="by probe",

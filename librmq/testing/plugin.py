@@ -305,10 +305,10 @@ def _saved(item: pytest.Item, fewest: Fewest, start: StoreStart) -> list[str]:
     if folder is None:
         return ["they are not saved, because pytest runs without its cache"]
     shutil.rmtree(folder, ignore_errors=True)
-    size = start.save_to(folder)
+    saved = start.save_to(folder)
     names = f"topics={list(start.topics)!r}, groups={list(start.groups)!r}"
     lines = [
-        f"they are saved as a store of {size / 1024:.0f} KiB: {folder}",
+        f"{saved}: {folder}",
         "copy it beside the test, which then begins with it:",
         f"cp -r {folder} {item.path.parent / 'failing-store'}",
         f"@pytest.mark.rmq(store='failing-store', {names})",

@@ -211,10 +211,10 @@ def test_a_script_that_is_wrong_is_refused() -> None:
 
 
 def test_wrong_deployments_are_named() -> None:
-    unserved = Deployment(name="x", title="x", clusters={"a": ("hz",)}, homes={"hz": "a", "sh": "b"})
+    unserved = Deployment(name="x", clusters={"a": ("hz",)}, homes={"hz": "a", "sh": "b"})
     with pytest.raises(ConfigError, match="site 'sh': no cluster serves it"):
         run_drill(unserved)
-    beside = Deployment(name="x", title="x", clusters={"a": ("hz",)}, homes={"hz": "a"}, replicas={"a": "hz"})
+    beside = Deployment(name="x", clusters={"a": ("hz",)}, homes={"hz": "a"}, replicas={"a": "hz"})
     with pytest.raises(ConfigError, match="replicas: expected another site than those of a cluster, found 'a' at 'hz'"):
         run_drill(beside)
     with pytest.raises(ConfigError, match="1,000 orders a second at most"):

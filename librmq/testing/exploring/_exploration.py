@@ -602,10 +602,10 @@ def explore(
 def _saved(fewest: Fewest, start: StoreStart) -> list[str]:
     """Save the fewest messages in a temporary folder, and return how a test begins with them."""
     folder = Path(tempfile.mkdtemp(prefix="librmq-failing-store-"))
-    size = start.save_to(folder)
+    saved = start.save_to(folder)
     seed = f", seed={encode_schedule(fewest.decisions)!r}" if fewest.decisions else ""
     return [
-        f"they are saved as a store of {size / 1024:.0f} KiB, with which the test begins by:",
+        f"{saved}, with which the test begins by:",
         f"explore(test, store={str(folder)!r}, topics={list(start.topics)!r}, groups={list(start.groups)!r}{seed})",
     ]
 
