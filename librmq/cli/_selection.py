@@ -93,14 +93,32 @@ def iso_time(time_ms: int) -> str:
         return str(time_ms)
 
 
+def times_between(arguments: argparse.Namespace, stores: str | Sequence[str] | None) -> tuple[int | None, int | None]:
+    """Return the times of ``--since`` and ``--until``, in ms; None for one that is not given.
+
+    Raises:
+        InputError: One of them is not a time, or ``--since`` is later than ``--until``.
+    """
+    clock = age_clock(stores, arguments.since, arguments.until)
+    since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
+    if since is not None and until is not None and since > until:
+        raise InputError(
+            f"--since {arguments.since} is later than --until {arguments.until}: expected the earlier time first"
+        )
+    return since, until
+
+
 def read_ranges(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the options that choose a part of the stores, as settings of a report or a pipeline."""
-    clock = age_clock(arguments.stores, arguments.since, arguments.until)
-    options = {"topic": arguments.topic, "group": arguments.group, "tags": arguments.tag}
-    for name in ("since", "until"):
-        text = getattr(arguments, name)
-        options[name] = None if text is None else str(parse_time(text, clock))
-    return {name: value for name, value in options.items() if value is not None}
+    since, until = times_between(arguments, arguments.stores)
+    options = {
+        "topic": arguments.topic,
+        "group": arguments.group,
+        "tags": arguments.tag,
+        "since": since,
+        "until": until,
+    }
+    return {name: str(value) for name, value in options.items() if value is not None}
 
 
 # ---- unknown names
@@ -431,13 +449,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
     Raises:
         InputError: The value of an option is wrong, or options contradict each other.
     """
-    clock = age_clock(arguments.store, arguments.since, arguments.until)
-    times = {
-        name: parse_time(text, clock)
-        for name, text in (("begin_ms", arguments.since), ("end_ms", arguments.until))
-        if text is not None
-    }
-    check_times(arguments, times.get("begin_ms"), times.get("end_ms"))
+    since, until = times_between(arguments, arguments.store)
     if arguments.offset is not None and (arguments.topic is None or arguments.queue is None):
         raise InputError("--offset is a queue offset: name the queue too, by --topic and --queue")
     if arguments.id is not None:
@@ -451,20 +463,9 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
         tags=arguments.tag,
         sql=arguments.sql,
         grep=None if arguments.grep is None else _pattern(arguments.grep),
-        **times,
+        begin_ms=-_LARGEST - 1 if since is None else since,
+        end_ms=_LARGEST if until is None else until,
     )
-
-
-def check_times(arguments: argparse.Namespace, since_ms: int | None, until_ms: int | None) -> None:
-    """Refuse a time of beginning after that of the end.
-
-    Raises:
-        InputError: ``--since`` is later than ``--until``.
-    """
-    if since_ms is not None and until_ms is not None and since_ms > until_ms:
-        raise InputError(
-            f"--since {arguments.since} is later than --until {arguments.until}: expected the earlier time first"
-        )
 
 
 def check_id(text: str) -> None:

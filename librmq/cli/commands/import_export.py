@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._rows import parse_object
-from librmq.cli._selection import age_clock, check_times, parse_time
+from librmq.cli._selection import times_between
 from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
@@ -384,15 +384,13 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.columns import ReaderKeywords
     from librmq.columns import export as export_messages
 
-    clock = age_clock(arguments.store, arguments.since, arguments.until)
+    since, until = times_between(arguments, arguments.store)
     settings = ReaderKeywords(
         topic=re.compile("(?s).*") if arguments.all and not arguments.topic else arguments.topic,
         tags=arguments.tag,
         sql=arguments.sql,
         as_recovered=arguments.as_recovered,
     )
-    since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
-    check_times(arguments, since, until)
     limits = {
         "storage_options": storage_options(arguments),
         "columns": arguments.columns,
