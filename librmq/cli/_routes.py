@@ -55,29 +55,20 @@ def connect_to(arguments: argparse.Namespace) -> RemoteRoute:
         BrokerUnreachableError: No name server answers there.
         InputError: A file can't be read, or has no key.
     """
-    access = access_of(arguments)
-    is_tls, ca_file = access.pop("tls"), access.pop("ca_file")
-    tls = None
-    if is_tls:
+    keys, tls = _keys(arguments), None
+    ca_file = arguments.tls_ca or os.environ.get("LIBRMQ_TLS_CA")
+    if arguments.tls or ca_file:
         try:
             tls = ssl.create_default_context(cafile=ca_file)
         except OSError as error:  # an SSLError is one
             raise InputError(f"--tls-ca {ca_file}: {error.strerror or error}: expected certificates in PEM") from None
-    return connect(**access, tls=tls)
-
-
-def access_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return address, keys and TLS of the cluster in ``--route``: ``tls`` is whether, ``ca_file`` whom to trust."""
-    keys = _keys(arguments)
-    ca_file = arguments.tls_ca or os.environ.get("LIBRMQ_TLS_CA")
-    return {
-        "address": arguments.route,
-        "access_key": keys.get("accessKey"),
-        "secret_key": keys.get("secretKey"),
-        "security_token": keys.get("securityToken"),
-        "tls": bool(arguments.tls or ca_file),
-        "ca_file": ca_file,
-    }
+    return connect(
+        arguments.route,
+        access_key=keys.get("accessKey"),
+        secret_key=keys.get("secretKey"),
+        security_token=keys.get("securityToken"),
+        tls=tls,
+    )
 
 
 def _keys(arguments: argparse.Namespace) -> dict[str, str]:

@@ -20,7 +20,7 @@ from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, StoreView, decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
-from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.errors import ConfigError, RmqError
 from librmq.formatting import moment, number, short
 from librmq.message import StoredMessage
 from librmq.protocol import MoveGroup
@@ -73,17 +73,12 @@ class Changes:
     def apply(self, query: Query, caller: str, address: str) -> tuple[Change, list[Table]]:
         """Make a change, and log who made it."""
         change = self.prepare(query)
-        _log.warning("%(caller)s at %(address)s: %(command)s", caller=caller, address=address, command=change.command)
+        asked = {"caller": caller, "address": address, "command": change.command}
+        _log.warning("%(caller)s at %(address)s: %(command)s", **asked)
         try:
             done = change.apply()
         except RmqError as error:
-            _log.warning(
-                "%(caller)s at %(address)s: %(command)s failed: %(error)s",
-                caller=caller,
-                address=address,
-                command=change.command,
-                error=error,
-            )
+            _log.warning("%(caller)s at %(address)s: %(command)s failed: %(error)s", **asked, error=error)
             raise
         return change, done
 
@@ -238,21 +233,15 @@ class Changes:
     def _send_letters(self, group: str, letters: Sequence[StoredMessage]) -> list[Table]:
         """Send letters one by one: each has its outcome, and one that a killed request has sent is not sent again."""
         route, rows = self._place.acting(), []
+        is_noted = self._place.has_log  # a broker of RocketMQ notes nowhere what was sent
         for letter in letters:
             try:
-                sent = self._send_letter(group, letter)
+                sent = route.resend_dead_letters(group, [letter], only_unsent=is_noted)
                 outcome = Cell("sent", "", "good") if sent else Cell("was sent before")
-            except (BrokerError, RmqError) as error:
+            except RmqError as error:
                 outcome = Cell(str(error), "", "bad")
             rows.append([Cell(name_of(letter), message_link(letter)), outcome])
-        assert route is not None
         return [Table("Sent again", ("message", "outcome"), rows)]
-
-    def _send_letter(self, group: str, letter: StoredMessage) -> int:
-        route = self._place.acting()
-        if self._place.has_log:
-            return route.resend_dead_letters(group, [letter], only_unsent=True)
-        return route.resend_dead_letters(group, [letter])  # a broker of RocketMQ notes nowhere what was sent
 
     def _cancel(self, query: Query) -> Change:
         message_id = query.required("id")

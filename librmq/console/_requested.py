@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import ClusterView, GivenUpMessage, PendingMessage, StoreView, StoryEvent, View
 from librmq.diagnosis.deadletters import given_up
-from librmq.diagnosis.pending import scheduled
+from librmq.diagnosis.pending import pending_of, scheduled
 from librmq.errors import BrokerError, CorruptionError
 from librmq.formatting import number
 from librmq.java.lang import java_int
@@ -164,7 +164,7 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[P
             due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
             if due_ms <= now_ms:
                 break
-            waiting.append((_pending("delay", message, due_ms), message))
+            waiting.append((pending_of("delay", due_ms, message), message))
     for queue, offsets in view.queues(SystemTopic.TIMER).items():
         known = set[
             str | None
@@ -175,7 +175,7 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[P
             due_ms = own_time_ms(message) or 0
             is_last = key is None or known.isdisjoint((key, delete_key(target, key)))
             if cancelled is None and is_last and due_ms > now_ms and not target.startswith(TopicPrefix.REVIVE):
-                waiting.append((_pending("timer", message, due_ms), message))
+                waiting.append((pending_of("timer", due_ms, message), message))
             known.add(cancelled or key)
     if isinstance(view, ClusterView) and "schedule" not in kinds_not_asked(view):
         waiting += ((pending, None) for pending in scheduled(view.route.schedules()))
@@ -186,11 +186,3 @@ def kinds_not_asked(view: View[Any]) -> tuple[str, ...]:
     """Return the kinds of waiting messages for which no request asks; RocketMQ's protocol has no schedules."""
     is_remote = not isinstance(view, ClusterView) or isinstance(view.route, RemoteRoute)
     return ("half", "given_up", "pop", *(("schedule",) if is_remote else ()))
-
-
-def _pending(kind: Literal["delay", "timer"], message: StoredMessage, due_ms: int) -> PendingMessage:
-    target = message.properties.get(PropertyName.REAL_TOPIC, "")
-    is_retry = target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
-    topic = message.properties.get(PropertyName.RETRY_TOPIC) or target if is_retry else target
-    key, place = message.unique_key, message.physical_offset
-    return PendingMessage("retry" if is_retry else kind, topic, target, due_ms, key, place, 0)

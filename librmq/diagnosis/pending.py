@@ -110,7 +110,7 @@ def pending_messages(
             for due_ms, message in find():
                 if cancellations.of_message(message, store.past_ms) is not None:
                     continue
-                pending = _pending(finder_kind, due_ms, message)
+                pending = pending_of(finder_kind, due_ms, message)
                 if kind in (None, pending.kind) and topic in (None, pending.topic, pending.target_topic):
                     yield pending
     if kind in (None, "schedule") and store.past_ms is None:
@@ -141,7 +141,8 @@ def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
             yield PendingMessage("pop", held.original_topic, held.revived_topic, held.visible_ms, key, place, 0)
 
 
-def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
+def pending_of(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
+    """Return a record that waits; a message of a delay level or the timer is a retry if it goes to a group."""
     target = topic = destination_of(message).topic
     if target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)):
         kind, topic = "retry", message.properties.get(PropertyName.RETRY_TOPIC) or target
