@@ -372,9 +372,9 @@ class Query:
         """The past moment at which to show a page; None for now."""
         return self.time_ms("at")
 
-    def text(self, name: str, default: str = "") -> str:
-        """Return a parameter, at most a kilobyte of it."""
-        return self.values.get(name, default)[:1024].strip()
+    def text(self, name: str) -> str:
+        """Return a parameter, at most a kilobyte of it; empty without one."""
+        return self.values.get(name, "")[:1024].strip()
 
     def required(self, name: str) -> str:
         """Return a parameter.
@@ -390,15 +390,15 @@ class Query:
         """Return the words of a parameter, each once."""
         return list(dict.fromkeys(self.values.get(name, "").split()))
 
-    def number(self, name: str, default: int = 0, largest: int = (1 << 63) - 1) -> int:
-        """Return a parameter as a whole number from 0.
+    def number(self, name: str, largest: int = (1 << 63) - 1) -> int:
+        """Return a parameter as a whole number from 0, which it is without one.
 
         Raises:
             ConfigError: It is none, or too large.
         """
         text = self.text(name)
         if not text:
-            return default
+            return 0
         if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= largest):
             raise ConfigError(f"{name}: expected a whole number up to {largest}, found {text!r:.80}")
         return int(text)

@@ -72,21 +72,19 @@ class HeldProgress(NamedTuple):
         return innermost_frame(self.stack)
 
 
-def held_progress(source: LiveSource, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
+def held_progress(source: LiveSource, *, group: str | None = None) -> list[HeldProgress]:
     """Return every queue with messages to consume, and what holds back its progress, the longest held first.
 
     Args:
         source: A running broker, a share, a cluster, the folder of a store, or a view of one.
         group: Only this group.
-        group_lag: The lag, if already known.
 
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
     with viewed_live(source) as view:
-        group_lag = lag(view, group=group) if group_lag is None else group_lag
-        held = [queue for _, _, queues in _held_by_group(view, group_lag, group) for queue in queues]
+        held = [queue for _, _, queues in _held_by_group(view, lag(view, group=group)) for queue in queues]
         return sorted(held, key=_longest_first)
 
 
@@ -94,11 +92,9 @@ def _longest_first(queue: HeldProgress) -> tuple[object, ...]:
     return -(queue.held_s or 0), -queue.lag, queue.group, queue.topic, queue.queue_id
 
 
-def _held_by_group(
-    view: LiveView, group_lag: Lag, group: str | None = None
-) -> Iterator[tuple[str, list[InstanceState], list[HeldProgress]]]:
+def _held_by_group(view: LiveView, group_lag: Lag) -> Iterator[tuple[str, list[InstanceState], list[HeldProgress]]]:
     """Yield each group that has messages to consume, with its instances and the queues of these messages."""
-    rows = (row for row in group_lag.by_broker() if row[1].lag and group in (None, row[1].group))
+    rows = (row for row in group_lag.by_broker() if row[1].lag)
     for name, rows_of_group in grouped(rows, lambda row: row[1].group).items():
         states = [state for state in instances(view, name).values() if state is not None]
         yield name, states, sorted(_held_queues(view, states, rows_of_group), key=_longest_first)

@@ -81,11 +81,6 @@ class TopicLag(NamedTuple):
     expired: int
     """Messages that were deleted before the group reached them."""
 
-    @property
-    def is_again(self) -> bool:
-        """Whether these messages are retries, written again for this group."""
-        return self.topic.startswith(TopicPrefix.RETRY)
-
 
 class GroupLag(NamedTuple):
     """All unconsumed messages of a group."""

@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar, cast, runtime_checkable
 
-from librmq.clock import LAST_MS, Clock, SystemClock
+from librmq.clock import LAST_MS, SystemClock
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
 from librmq.files import DiskFiles, Files
@@ -334,7 +334,6 @@ class StoreView(_LiveView, Closing):
         *,
         now_ms: int | None = None,
         files: Files | None = None,
-        clock: Clock | None = None,
         tables: BrokerTables | None = None,
         route: AdministeredRoute | None = None,
     ) -> Self:
@@ -344,7 +343,6 @@ class StoreView(_LiveView, Closing):
             path: The store's folder.
             now_ms: The time for ages; by default now for a store in use, else that of its last message.
             files: The file system; the disk by default.
-            clock: The clock; the machine's by default.
             tables: Topics, groups and progress; by default those in the folder.
             route: The process that has the store open, which knows the instances.
 
@@ -355,9 +353,9 @@ class StoreView(_LiveView, Closing):
         files, path = files or DiskFiles(), os.fspath(path)
         directory.check_kind(path, files)
         owner = files.lock_holder(directory.lock_path(path))
-        store = MessageStore.open(path, read_only=True, files=files, clock=clock)
+        store = MessageStore.open(path, read_only=True, files=files)
         if now_ms is None and owner is not None:
-            now_ms = (clock or SystemClock()).now_ms()
+            now_ms = SystemClock().now_ms()
         return cls(store, owner, tables=tables, now_ms=now_ms, route=route, closes_store=True)
 
     @classmethod

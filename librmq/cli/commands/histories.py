@@ -251,16 +251,6 @@ def _bar(times: Sequence[int], begin_ms: int, end_ms: int | None, kind: str, wha
 # left out.
 
 
-class _JepsenHistory(NamedTuple):
-    """Operations, and what they leave out."""
-
-    operations: list[str]
-    """One line of EDN for each, in the order of time."""
-    redeliveries: int
-    placeless_sends: int
-    """Sends whose queue is unknown: they failed, or no consumer got their message."""
-
-
 class _Step(NamedTuple):
     """An invocation or a completion; they compare by time, a completion before an invocation of the same time."""
 
@@ -274,8 +264,11 @@ class _Step(NamedTuple):
     more: str = ""
 
 
-def _to_jepsen(history: HistoryEvents) -> _JepsenHistory:
-    """Translate a history."""
+def _to_jepsen(history: HistoryEvents) -> tuple[list[str], int, int]:
+    """Return a line of EDN for each operation, in the order of time, and how many events these leave out.
+
+    Those are redeliveries, and sends whose queue is unknown: they failed, or no consumer got their message.
+    """
     keys: dict[Queue, int] = {}
     values: dict[tuple[Queue, int], int] = {}
     first = [row for row in sorted(history.deliveries) if row.attempt == 0 and row.queue[0] == row.topic]
@@ -286,6 +279,15 @@ def _to_jepsen(history: HistoryEvents) -> _JepsenHistory:
         if (place := (row.queue, row.queue_offset)) not in known and place not in places:
             places.append(place)
     steps: list[_Step] = []
+
+    def add(
+        process: str, function: str, times_ms: tuple[int, int], asked: str, kind: str, answered: str, more: str = ""
+    ) -> None:
+        begin_ms, end_ms = times_ms
+        number = len(steps)
+        steps.append(_Step(begin_ms, True, number, process, ":invoke", function, asked, more))
+        steps.append(_Step(end_ms, False, number, process, kind, function, answered))
+
     placeless = 0
     for send in sorted(history.sends):
         if send.queue:
@@ -296,32 +298,17 @@ def _to_jepsen(history: HistoryEvents) -> _JepsenHistory:
             placeless += 1
             continue
         key, value = keys.setdefault(queue, len(keys)), values.setdefault((queue, offset), len(values))
-        number, kind = len(steps), _TYPES[send.outcome]
-        is_known = send.outcome == "ok"
-        answered = f"[[:send {key} [{offset} {value}]]]" if is_known else f"[[:send {key} {value}]]"
-        named = f", :queue {json.dumps('/'.join(map(str, queue)))}, :id {json.dumps(str(send.id))}"
         asked = f"[[:send {key} {value}]]"
-        steps.append(
-            _Step(
-                at_ms=send.begin_ms,
-                is_invoked=True,
-                number=number,
-                process=send.process,
-                kind=":invoke",
-                function=":send",
-                value=asked,
-                more=named,
-            )
-        )
-        steps.append(_Step(send.end_ms, False, number, send.process, kind, ":send", answered))
+        answered = f"[[:send {key} [{offset} {value}]]]" if send.outcome == "ok" else asked
+        named = f", :queue {json.dumps('/'.join(map(str, queue)))}, :id {json.dumps(str(send.id))}"
+        times_ms = send.begin_ms, send.end_ms
+        add(send.process, ":send", times_ms, asked, _TYPES[send.outcome], answered, named)
     for row in first:
         key = keys.setdefault(row.queue, len(keys))
         value = values.setdefault((row.queue, row.queue_offset), len(values))
-        number, read = len(steps), f"[[:poll {{{key} [[{row.queue_offset} {value}]]}}]]"
-        process = f"{row.group} {row.process}"
-        steps.append(_Step(row.begin_ms, True, number, process, ":invoke", ":poll", "[[:poll]]"))
-        steps.append(_Step(row.begin_ms, False, number, process, ":ok", ":poll", read))
-    return _JepsenHistory(list(_lines(steps)), len(history.deliveries) - len(first), placeless)
+        read = f"[[:poll {{{key} [[{row.queue_offset} {value}]]}}]]"
+        add(f"{row.group} {row.process}", ":poll", (row.begin_ms, row.begin_ms), "[[:poll]]", ":ok", read)
+    return list(_lines(steps)), len(history.deliveries) - len(first), placeless
 
 
 def _lines(steps: list[_Step]) -> Iterator[str]:
