@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
@@ -225,17 +225,6 @@ def _unread_places(view: StoreView) -> dict[tuple[str, int], int]:
 # ---- notes
 
 
-class _StoredProgress:
-    def __init__(self, view: StoreView) -> None:
-        self._readers = list(_readers(view))
-
-    def unread(self, before: int) -> Iterable[Unread]:
-        return self._readers
-
-    def lost(self, unread: UnreadInFile) -> None:
-        """Ignore a loss; nothing is deleted here."""
-
-
 def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[str]:
     """Yield sentences: when the disk is full at the log's growth, and why its old files stay.
 
@@ -276,11 +265,11 @@ def old_files(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[Ol
         return
     is_own = directory.is_made_by_librmq(view.store.path, view.store.files)
     hours = config.file_reserved_hours if is_own else config.file_reserved_hours or _BROKER_HOURS
-    readers = _StoredProgress(view)
+    readers = list(_readers(view))
     for start in old:
         last_ms, end = first_behind(log, start), start + log.file_size
         delete_ms, when = _next_time(use, config, hours, last_ms, now_ms, is_own=is_own)
-        unread = list(unread_between(readers.unread(end), view.store.queues.get, start, end))
+        unread = list(unread_between(readers, view.store.queues.get, start, end))
         yield OldFile(
             file=os.path.basename(log.sequence.path(start)),
             end_timestamp_ms=last_ms,

@@ -49,80 +49,10 @@ class Subscribed:
     """Whether a listener of the group got a message of the topic, or the application pulls itself."""
 
 
-def undelivered(
-    subscribed: Collection[Subscribed],
-    topics: Iterable[str],
-    expected: Collection[str],
-    read_topics: Collection[str],
-    messages: Callable[[str], Sequence[StoredMessage]],
-    next_offset: Callable[[str, StoredMessage], int],
-    fixture: str,
-) -> Iterator[str]:
-    """Yield a sentence for each subscription that matched nothing, and for each topic to which no group subscribes.
-
-    ``topics`` have messages, some group should read the ``expected`` ones, and the test has read the ``read_topics``.
-    ``messages(topic)`` returns the messages of a topic, ``next_offset(group, message)`` a group's progress in the
-    message's queue. ``fixture`` is the name of what the test moves time with.
-    """
-    subscribed_topics = {subscriber.subscription.topic for subscriber in subscribed}
-    sent = [topic for topic in topics if is_user_topic(topic)]
-    unread = [topic for topic in sent if topic not in subscribed_topics and topic not in read_topics]
-    suggested: set[str] = set()
-    for subscriber in subscribed:
-        topic = subscriber.subscription.topic
-        if subscriber.was_read or topic.startswith(TopicPrefix.RETRY):
-            continue
-        begin = f"{subscriber.group} got nothing of {topic!r}: "
-        if topic in sent:
-            yield begin + _why_none_of(messages(topic), subscriber, next_offset, fixture)
-        elif delayed := [m for m in messages(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]:
-            yield f"{begin}{_are(len(delayed))} still delayed: let time pass with {fixture}.advance(…)"
-        elif near := closest_name(topic, unread):
-            suggested.add(near)
-            yield f"{begin}none was sent to it; {_are(len(messages(near)))} in {near!r}, to which no group subscribes"
-        elif subscriber.is_declared and sent:
-            yield f"{begin}none was sent to it"
-    for topic in unread:
-        near = closest_name(topic, subscribed_topics)
-        if topic not in suggested and (near or topic in expected):
-            hint = f"; did you mean {near!r}?" if near else ""
-            yield f"no group subscribes to {topic!r}: {_are(len(messages(topic)))} in it{hint}"
-
-
 def closest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to ``name``, None if none is similar."""
     matches = get_close_matches(name, list(names), 1, 0.75)
     return matches[0] if matches else None
-
-
-def _why_none_of(
-    messages: Sequence[StoredMessage],
-    subscriber: Subscribed,
-    next_offset: Callable[[str, StoredMessage], int],
-    fixture: str,
-) -> str:
-    expression = subscriber.subscription.expression
-    if subscriber.subscription.expression_type == SQL92:
-        from librmq.filter import SqlFilter  # few tests need what it loads
-
-        try:
-            sql = SqlFilter(expression)
-        except FilterSyntaxError as error:  # only official clients send it; librmq's own refuse it
-            return f"its filter {expression!r} is not valid, at character {error.position + 1:,}: {error.reason}"
-        reasons = [(message, sql.explain(message.properties)) for message in messages]
-        passing = [message for message, reason in reasons if reason.matches]
-        first = reasons[0][1]
-        why = f"{first.decided_by} decides for the first, because {first.why}"
-    else:
-        tags = list(dict.fromkeys(repr(message.tags) for message in messages))
-        passing = [message for message in messages if TagFilter(expression).matches(message.tags)]
-        why = f"their tags are {', '.join(tags[:_MOST_TAGS])}" + (", …" if len(tags) > _MOST_TAGS else "")
-    if not passing:
-        return f"its filter {expression!r} matches none of the {len(messages):,} there: {why}"
-    if all(message.queue_offset < next_offset(subscriber.group, message) for message in passing):
-        return f"{_are(len(passing))} older than the group, which started behind them (consume_from, or its progress)"
-    idle = f"{fixture}.run_until_idle()" if fixture == "rmq" else f"{fixture}.settle()"
-    return f"{_are(len(passing))} not delivered yet: end the test with {idle} or {fixture}.advance(…)"
 
 
 def _are(number: int, noun: str = "message") -> str:
@@ -240,24 +170,80 @@ class Evidence:
         for subscriber in self._subscribed.values():
             subscriber.was_read |= self._history._has_delivered(subscriber.group, subscriber.subscription.topic)
 
-        def next_offset(group: str, message: StoredMessage) -> int:
-            return max(broker.consumer_offsets(group, message.topic).get(message.queue_id, 0) for broker in brokers)
-
         topics = [
             topic
             for topic in dict.fromkeys(topic for broker in brokers for topic in broker.topics())
             if any(next(iter(broker.messages(topic)), None) is not None for broker in brokers)
         ]
-        unread = undelivered(
-            self._subscribed.values(),
-            topics,
-            self.sent_to - self.read_topics,
-            self.read_topics,
-            lambda topic: [message for broker in brokers for message in broker.messages(topic)],
-            next_offset,
-            self.fixture,
-        )
-        return [*self._never_started(topics), *unread, *self._dropped(), *self._open_transactions(brokers)]
+        return [
+            *self._never_started(topics),
+            *self._unread(brokers, topics),
+            *self._dropped(),
+            *self._open_transactions(brokers),
+        ]
+
+    def _unread(self, brokers: Sequence[Broker], topics: Sequence[str]) -> Iterator[str]:
+        """Yield a sentence for each subscription that matched nothing, and each topic to which no group subscribes."""
+
+        def messages(topic: str) -> list[StoredMessage]:
+            return [message for broker in brokers for message in broker.messages(topic)]
+
+        subscribed_topics = {subscriber.subscription.topic for subscriber in self._subscribed.values()}
+        sent = [topic for topic in topics if is_user_topic(topic)]
+        unread = [topic for topic in sent if topic not in subscribed_topics and topic not in self.read_topics]
+        suggested: set[str] = set()
+        for subscriber in self._subscribed.values():
+            topic = subscriber.subscription.topic
+            if subscriber.was_read or topic.startswith(TopicPrefix.RETRY):
+                continue
+            begin = f"{subscriber.group} got nothing of {topic!r}: "
+            if topic in sent:
+                yield begin + self._why_none_of(brokers, messages(topic), subscriber)
+            elif delayed := [m for m in messages(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]:
+                yield f"{begin}{_are(len(delayed))} still delayed: let time pass with {self.fixture}.advance(…)"
+            elif near := closest_name(topic, unread):
+                suggested.add(near)
+                are = _are(len(messages(near)))
+                yield f"{begin}none was sent to it; {are} in {near!r}, to which no group subscribes"
+            elif subscriber.is_declared and sent:
+                yield f"{begin}none was sent to it"
+        for topic in unread:
+            near = closest_name(topic, subscribed_topics)
+            if topic not in suggested and (near or topic in self.sent_to):
+                hint = f"; did you mean {near!r}?" if near else ""
+                yield f"no group subscribes to {topic!r}: {_are(len(messages(topic)))} in it{hint}"
+
+    def _why_none_of(self, brokers: Sequence[Broker], messages: Sequence[StoredMessage], subscriber: Subscribed) -> str:
+        """Return why a group got none of the messages of a topic."""
+        expression = subscriber.subscription.expression
+        if subscriber.subscription.expression_type == SQL92:
+            from librmq.filter import SqlFilter  # few tests need what it loads
+
+            try:
+                sql = SqlFilter(expression)
+            except FilterSyntaxError as error:  # only official clients send it; librmq's own refuse it
+                return f"its filter {expression!r} is not valid, at character {error.position + 1:,}: {error.reason}"
+            reasons = [(message, sql.explain(message.properties)) for message in messages]
+            passing = [message for message, reason in reasons if reason.matches]
+            first = reasons[0][1]
+            why = f"{first.decided_by} decides for the first, because {first.why}"
+        else:
+            tags = list(dict.fromkeys(repr(message.tags) for message in messages))
+            passing = [message for message in messages if TagFilter(expression).matches(message.tags)]
+            why = f"their tags are {', '.join(tags[:_MOST_TAGS])}" + (", …" if len(tags) > _MOST_TAGS else "")
+        if not passing:
+            return f"its filter {expression!r} matches none of the {len(messages):,} there: {why}"
+
+        def next_offset(message: StoredMessage) -> int:
+            topic, group = message.topic, subscriber.group
+            return max(broker.consumer_offsets(group, topic).get(message.queue_id, 0) for broker in brokers)
+
+        if all(message.queue_offset < next_offset(message) for message in passing):
+            older = "older than the group, which started behind them (consume_from, or its progress)"
+            return f"{_are(len(passing))} {older}"
+        idle = "run_until_idle()" if self.fixture == "rmq" else "settle()"
+        end = f"end the test with {self.fixture}.{idle} or {self.fixture}.advance(…)"
+        return f"{_are(len(passing))} not delivered yet: {end}"
 
     def _never_started(self, topics: Collection[str]) -> Iterator[str]:
         missed: dict[str, set[str]] = {}
