@@ -376,10 +376,11 @@ class KitObserver:
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work.get() is not None or self._runner.has_kept:
+        if current_work.get() is not None or self._runner.kept_causes:
             for offset_id in response.offset_ids:
                 self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self._faults._after_send(process, topic, broker_name, response)
+        self._faults._lose(process, topic, broker_name, response)
+        self._kit.clock.advance(seconds=self._faults.take_delay_s(process, topic, broker_name))
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Fail the test with the error of a function that `Process.background` ran."""

@@ -131,7 +131,7 @@ class Faults:
     def _before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
         self._met |= {("topic", topic), ("broker", broker)}
-        if (due := self._take("refuse_send", topic, broker)) is not None:
+        if self._due and (due := self._take("refuse_send", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
             raise (
@@ -139,20 +139,15 @@ class Faults:
                 if due.code == ResponseCode.SYSTEM_BUSY
                 else BrokerError(due.code, remark)
             )
-        is_repeated = self._take("repeat_request", topic, broker) is not None
+        is_repeated = bool(self._due) and self._take("repeat_request", topic, broker) is not None
         if is_repeated:
             self._kit.note("fault", f"what {process.label} sends to {topic} arrives twice, and is stored twice")
         return is_repeated
 
-    def _after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
-        """Lose or delay the answer, if a fault is due."""
-        self._lose(process, topic, broker, response)
-        self._kit.clock.advance(seconds=self.take_delay_s(process, topic, broker))
-
     def _lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose the answer, if that is due."""
         kit = self._kit
-        lost = self._take("lose_answer", topic, broker) is not None
+        lost = bool(self._due) and self._take("lose_answer", topic, broker) is not None
         if (
             lost
             or self._runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
@@ -162,7 +157,7 @@ class Faults:
 
     def take_delay_s(self, process: Process, topic: str, broker: str) -> float:
         """Return the delay of the answer in seconds, 0 if no fault is due."""
-        due = self._take("late_answer", topic, broker)
+        due = self._take("late_answer", topic, broker) if self._due else None
         if due is None:
             return 0.0
         self._kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")

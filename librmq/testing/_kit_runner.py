@@ -55,7 +55,8 @@ class KitRunner(ManualRunner):
         """The groups whose listeners were called."""
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
-        self._kept: dict[str, tuple[int, str, tuple[str, int]]] = {}
+        self.kept_causes: dict[str, tuple[int, str, tuple[str, int]]] = {}
+        """By unique id, what led to a message that a listener has kept for a later send."""
         self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
 
     @property
@@ -190,24 +191,19 @@ class KitRunner(ManualRunner):
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
         """Note a stored message, sent by the running listener or by the test."""
         cause = None
-        if self._kept:
+        if self.kept_causes:
             with suppress(LookupError):
-                cause = self._kept.get(self.kit.network.message_at(broker_name, physical_offset).unique_key or "")
+                cause = self.kept_causes.get(self.kit.network.message_at(broker_name, physical_offset).unique_key or "")
         cause = cause or self._cause()
         if cause is not None:
             depth, group, parent = cause
             self._depths[broker_name, physical_offset] = depth, f"{group} → {topic}", parent
 
-    @property
-    def has_kept(self) -> bool:
-        """Whether listeners have kept messages for later sends."""
-        return bool(self._kept)
-
     def kept(self, properties: dict[str, str]) -> None:
         """Note a message that the running listener keeps in an outbox; its cause is this listener, not the sender."""
         cause = self._cause()
         if cause is not None:
-            self._kept[properties[PropertyName.UNIQUE_KEY]] = cause
+            self.kept_causes[properties[PropertyName.UNIQUE_KEY]] = cause
 
     def _cause(self) -> tuple[int, str, tuple[str, int]] | None:
         """Return the length of the chain, the group and the message of the running listener; None without one."""

@@ -21,7 +21,7 @@ from librmq.formatting import visible
 from librmq.runtime.event_log import counted
 from librmq.testing import Anomaly
 from librmq.testing.histories.anomalies import KINDS
-from librmq.testing.histories.events import HistoryEvents, MessageId, Queue, place_of, span_of
+from librmq.testing.histories.events import HistoryEvents, MessageId, Queue, span_of
 
 _HAS_ANOMALIES: Final = 1
 _NS: Final = 1_000_000
@@ -221,7 +221,10 @@ def _row(
 
 def _text(event: Mapping[str, Any]) -> str:
     """Return an event as words: its kind, what it is about, and the fields that are left."""
-    place = "" if event.get("queue_id") is None else f" {place_of(event)}"
+    place = ""
+    if event.get("queue_id") is not None:
+        place = f" {event.get('stored_in') or event.get('topic')}/{event.get('broker')}/{event['queue_id']}"
+        place += "" if event.get("queue_offset") is None else f":{event['queue_offset']}"
     used = {"event", "process", "group", "id", "begin_ms", "end_ms", "at_ms"}
     used |= {"topic", "stored_in", "broker", "queue_id", "queue_offset"} if place else set()
     fields = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in event.items() if name not in used]

@@ -19,8 +19,7 @@ from librmq.cli._rows import message_line
 from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError
 from librmq.listener import DownstreamDown, ReconsumeLater
-from librmq.message import DEFAULT_LEVELS
-from librmq.message.topics import retry_topic
+from librmq.message import DEFAULT_LEVELS, retry_topic
 from librmq.protocol import ConsumeFrom, GroupsBehind, QueryOffset
 
 if TYPE_CHECKING:
