@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from librmq.scheduling.timer import Timers
 
 
-def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | None:
-    """Return the settings of the timer in a store that librmq made, whose files appear with the first message.
-
-    A relay replaces it, unless messages of an earlier run wait in the timer. A broker's directory keeps the broker's
-    rule, because 4.9 does not see such messages.
-    """
-    if not store.is_own:
-        return None
-    is_used = store.queue_range(SystemTopic.TIMER, 0)[1] > 0
-    default = None if is_relayed and not is_used else TimerConfig()
-    return TimerConfig.of_store(store.path, store.files) or default
-
-
 def _no_timer(store: MessageStore) -> str:
     """Return why a broker without timer and relay refuses a time, and what to do."""
     is_of_5 = directory.is_of_5(store.path, store.files)
@@ -77,9 +64,12 @@ class Deliveries(BrokerPart):
         if had_delays or config.hops:  # the relay appends without a notification
             self.schedule()
         self._timers: Timers | None = None
-        self._timer_config = None
-        if config.replica_of is None:
-            self._timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
+        self._timer_config = None if config.replica_of is not None else config.timers
+        if config.replica_of is None and config.timers is None and store.is_own:
+            # The files of this timer appear with the first message. A relay replaces it, unless messages of an earlier
+            # run wait in the timer. A broker's directory keeps the broker's rule, because 4.9 sees no such messages.
+            default = TimerConfig() if self._is_timed() or not config.hops else None
+            self._timer_config = TimerConfig.of_store(store.path, store.files) or default
         if self._timer_config is not None:
             timing = context.step("delivers what is due", self._run_timers)
             self._saves_timers = context.aside("saves its timers", timing)
@@ -120,22 +110,18 @@ class Deliveries(BrokerPart):
     def timers(self) -> Timers | None:
         """Return the timer, which is opened at its first use; None for a broker without one."""
         if self._timers is None and self._timer_config is not None:
+            from librmq.scheduling.timer import Timers
+
             with self._runner.lock:
-                self._open_timers(self._timer_config)
+                if self._timers is None:  # else another thread has opened it
+                    self._timers = Timers.open(
+                        self._store,
+                        self._timer_config,
+                        delivered=self._timed_out,
+                        is_cancelled=self._cancellations.skips,
+                        aside=self._saves_timers,
+                    )
         return self._timers
-
-    def _open_timers(self, config: TimerConfig) -> None:
-        if self._timers is not None:  # another thread did
-            return
-        from librmq.scheduling.timer import Timers
-
-        self._timers = Timers.open(
-            self._store,
-            config,
-            delivered=self._timed_out,
-            is_cancelled=self._cancellations.skips,
-            aside=self._saves_timers,
-        )
 
     def _is_timed(self) -> bool:
         """Return whether a message has ever waited for the timer."""

@@ -15,6 +15,20 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol._request import ReadRequest, Request, RequestHandler, value
 
+__all__ = [
+    "DAMAGE_MS", "ENDED", "INNER_PRODUCER", "MAX_INVISIBLE_MS", "MAX_RECEIVED", "NOT_SENT_HERE", "OF_GROUP",
+    "REPLAY_PRODUCER", "TOOL_PRODUCERS", "Acknowledge", "CancelMessage", "CancelReceive", "CancelResult",
+    "ChangeInvisible", "ChannelClosed", "CheckSubscription", "CheckTransaction", "ClientRemoved", "ConsumeFrom",
+    "ConsumerData", "ConsumerIds", "ConsumersChanged", "EndTransaction", "ForwardToDeadLetters", "GroupSubscriptions",
+    "Heartbeat", "HoldPlace", "LockQueues", "MaxOffset", "MessageModel", "MinOffset", "PendingSend", "PullMessage",
+    "PullResponse", "PullStatus", "QueryOffset", "QueueOffsetAt", "Receive", "ReceiveResponse", "Received",
+    "ReplyArrived", "SendBack", "SendBatch", "SendLater", "SendMessage", "SendReply", "SendResponse", "SendStatus",
+    "SendTogether", "SentBack", "SentMessage", "StartGroup", "StartOutcome", "Subscription", "TakeHandOuts", "Takes",
+    "TopicGroups", "TransactionState", "UnlockQueues", "Unregister", "UpdateOffset", "cancel_request", "ended_cause",
+    "process_deaths",
+]  # fmt: skip
+"""What `librmq.protocol` has of this module."""
+
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 """Producer group of the messages that consumers and tools send for a group."""
 REPLAY_PRODUCER: Final = "librmq-replay"

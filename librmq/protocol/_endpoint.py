@@ -15,6 +15,12 @@ from librmq.protocol._client_requests import SendMessage, SendResponse
 from librmq.protocol._request import RequestHandler, value
 from librmq.runtime import Runner
 
+__all__ = [
+    "LOCAL_HOST", "PERM_INHERIT", "PERM_READ", "PERM_WRITE", "Endpoint", "QueueData", "ResponseCode", "Route",
+    "RouteWrapper", "SendsLater", "Watchers", "check_site", "site_of", "watch_all",
+]  # fmt: skip
+"""What `librmq.protocol` has of this module."""
+
 
 class ResponseCode(enum.IntEnum):
     """Reason of a broker's refusal."""

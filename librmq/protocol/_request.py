@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, dataclass_transform
 
+__all__ = ["ReadRequest", "Request", "RequestHandler", "value"]
+"""What `librmq.protocol` has of this module."""
+
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 _C = TypeVar("_C")

@@ -93,11 +93,6 @@ def _group_and_topic(request: Any) -> _Names:  # noqa: ANN401 (each of several k
     return (request.group,), (request.topic,)
 
 
-def _names_of_client(request: Heartbeat) -> _Names:
-    groups = chain(request.producer_groups, (data.group for data in request.consumers))
-    return groups, {topic for data in request.consumers for topic in _topics_of(data)}
-
-
 def _topics_of(data: ConsumerData) -> Iterator[str]:
     for key, subscription in data.subscriptions.items():
         yield key
@@ -105,7 +100,10 @@ def _topics_of(data: ConsumerData) -> Iterator[str]:
 
 
 _NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
-    Heartbeat: _names_of_client,
+    Heartbeat: lambda request: (
+        chain(request.producer_groups, (data.group for data in request.consumers)),
+        chain.from_iterable(map(_topics_of, request.consumers)),
+    ),
     LockQueues: lambda request: ((request.group,), {queue.topic for queue in request.queues}),
     **dict.fromkeys((UpdateOffset, StartGroup, MoveGroup, ResetGroup), _group_and_topic),
 }
