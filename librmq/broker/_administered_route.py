@@ -195,12 +195,13 @@ class AdministeredRoute(Route, Closing):
         topic. With ``broker_name`` only that broker of a cluster has the topic.
         """
         write = queues if write_queues is None else write_queues
-        check_topic_settings(topic, queues, write, permission, message_type)
+        request = CreateTopic(topic, queues, write, permission, message_type)
+        check_topic_settings(request)
         refuse_own_topic(topic)
         self._check_open()
         brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
         for _, broker in brokers:
-            broker.call(CreateTopic(topic, queues, write, permission, message_type))
+            broker.call(request)
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic; its messages stay in the log until retention deletes them.
@@ -635,9 +636,10 @@ class AdministeredRoute(Route, Closing):
         broker = self._scheduler()
         if message_type is not None:
             old = broker.call(DescribeTopics()).get(topic) or CreateTopic(topic)
-            check_topic_settings(topic, old.read_queues, old.write_queues, old.permission, message_type)
+            request = CreateTopic(topic, old.read_queues, old.write_queues, old.permission, message_type)
+            check_topic_settings(request)
             if old.message_type != message_type:
-                broker.call(CreateTopic(topic, old.read_queues, old.write_queues, old.permission, message_type))
+                broker.call(request)
         broker.call(ChangeSchedule(name, "set", rule.row()))
 
     def schedules(self) -> tuple[Schedule, ...]:

@@ -77,9 +77,7 @@ class Administration(BrokerPart):
         old = self._topics.by_name.get(request.topic)
         if request.unless_exists and old is not None:
             return
-        self._topics.change_topic(
-            request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
-        )
+        self._topics.change_topic(request)
         if old is not None and 0 < old.write_queues < request.write_queues:
             self._report_moved_keys(old.name, old.write_queues, request.write_queues)
 

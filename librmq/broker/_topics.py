@@ -19,7 +19,6 @@ from librmq.message.topics import (
     TOPIC_TYPES,
     SystemTopic,
     TopicPrefix,
-    TopicType,
     group_of_retries,
     has_no_row,
     is_own_group,
@@ -28,7 +27,7 @@ from librmq.message.topics import (
     validate_client_topic,
     validate_topic,
 )
-from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, QueueData, ResponseCode, TopicDescription
+from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, CreateTopic, QueueData, ResponseCode, TopicDescription
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
@@ -91,27 +90,25 @@ def not_readable(name: str) -> BrokerError:
     )
 
 
-def check_topic_settings(
-    name: str, read_queues: int, write_queues: int, permission: int, message_type: TopicType | None
-) -> None:
+def check_topic_settings(request: CreateTopic) -> None:
     """Check what an administrator names of a topic, before any broker is asked.
 
     Raises:
         MessageIllegalError: Clients refuse the name.
         BrokerError: A number is out of range, or there is no such type.
     """
-    validate_client_topic(name)
+    validate_client_topic(request.topic)
     for what, value, maximum in (
-        ("read_queues", read_queues, MOST_QUEUES),
-        ("write_queues", write_queues, MOST_QUEUES),
-        ("permission", permission, _READ_WRITE | PERM_INHERIT),
+        ("read_queues", request.read_queues, MOST_QUEUES),
+        ("write_queues", request.write_queues, MOST_QUEUES),
+        ("permission", request.permission, _READ_WRITE | PERM_INHERIT),
     ):
         if type(value) is not int or not 0 <= value <= maximum:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {maximum}, found {value!r:.80}")
-    if message_type is not None and message_type not in TOPIC_TYPES:
+    if request.message_type is not None and request.message_type not in TOPIC_TYPES:
         raise BrokerError(
             ResponseCode.SYSTEM_ERROR,
-            f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {message_type!r:.80}",
+            f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {request.message_type!r:.80}",
         )
 
 
@@ -278,9 +275,9 @@ class Topics:
         is_allowed = self._config.auto_create_topic or default_topic != SystemTopic.AUTO_CREATE
         if is_allowed and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
-            return self._set_row(name, queues, queues, default.permission & ~PERM_INHERIT)
+            return self._set_row(CreateTopic(name, queues, queues, default.permission & ~PERM_INHERIT))
         if name.startswith(TopicPrefix.RETRY):
-            return self._set_row(name, 1, 1, _READ_WRITE)
+            return self._set_row(CreateTopic(name, 1, 1))
         otherwise = "let sends do so with BrokerConfig(auto_create_topic=True)"
         if default_topic != SystemTopic.AUTO_CREATE:
             otherwise = (
@@ -292,28 +289,21 @@ class Topics:
 
     def ensure(self, name: str, queues: int = 1) -> Topic:
         """Return one of the broker's own topics, such as a group's retry topic, created on demand."""
-        return self.by_name.get(name) or self._set_row(name, queues, queues, _READ_WRITE)
+        return self.by_name.get(name) or self._set_row(CreateTopic(name, queues, queues))
 
-    def change_topic(
-        self,
-        name: str,
-        read_queues: int,
-        write_queues: int,
-        permission: int,
-        message_type: TopicType | None = None,
-    ) -> None:
+    def change_topic(self, request: CreateTopic) -> None:
         """Make or change a topic for an administrator."""
-        check_topic_settings(name, read_queues, write_queues, permission, message_type)
-        refuse_own_topic(name, self._own_topics)
-        if read_queues < write_queues:
+        check_topic_settings(request)
+        refuse_own_topic(request.topic, self._own_topics)
+        if request.read_queues < request.write_queues:
             _log.warning(
                 "topic %(topic)s: producers write to %(write_queues)s queues, and consumers read only %(read_queues)s: "
                 "no group gets the messages of the others",
-                topic=name,
-                write_queues=write_queues,
-                read_queues=read_queues,
+                topic=request.topic,
+                write_queues=request.write_queues,
+                read_queues=request.read_queues,
             )
-        self._set_row(name, read_queues, write_queues, permission, message_type)
+        self._set_row(request)
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
@@ -326,19 +316,13 @@ class Topics:
             self._save(self._table, self._now_ms())
         self._changed()
 
-    def _set_row(
-        self,
-        name: str,
-        read_queues: int,
-        write_queues: int,
-        permission: int,
-        message_type: TopicType | None = None,
-    ) -> Topic:
-        old = self._table.rows.get(name) or topic_row(name, read_queues, write_queues, permission)
-        settings = {"readQueueNums": read_queues, "writeQueueNums": write_queues, "perm": permission}
-        row = {**old, **settings}
+    def _set_row(self, request: CreateTopic) -> Topic:
+        name, kind = request.topic, request.message_type
+        row = topic_row(name, request.read_queues, request.write_queues, request.permission)
+        if old := self._table.rows.get(name):
+            row = {**old, **{setting: row[setting] for setting in ("readQueueNums", "writeQueueNums", "perm")}}
         with self._lock:
-            self._table.set(name, row if message_type is None else with_topic_type(row, message_type))
+            self._table.set(name, row if kind is None else with_topic_type(row, kind))
             self.version = next(_versions)
             self._save(self._table, self._now_ms())
             topic = self.by_name[name] = self._topic(name)

@@ -33,6 +33,7 @@ from librmq.protocol import (
     PlaceName,
     QueueData,
     Request,
+    RouteWrapper,
     SendResponse,
     SendsLater,
 )
@@ -439,7 +440,7 @@ def connect_to_owner(path: str | os.PathLike[str], *, timeout_s: float = _TIMEOU
 # ---- a store and its owner, as commands and pages see them
 
 
-class OwnedStore(StoreRoute):
+class OwnedStore(RouteWrapper, StoreRoute):
     """The files of a store, and the route to the process that owns and shares it. Not thread-safe.
 
     ::
@@ -458,10 +459,9 @@ class OwnedStore(StoreRoute):
         files: Files | None = None,
     ) -> None:
         """``opened`` closes the store; ``acting`` is a route around ``remote`` that changes less."""
+        super().__init__(acting or remote)
         (self.name,) = remote.broker_names()
         self.remote: RemoteRoute = remote
-        self.runner = remote.runner
-        self._acting = acting or remote
         self._path, self._opened, self._files = path, opened, files
 
     @cached_property
@@ -475,26 +475,6 @@ class OwnedStore(StoreRoute):
     def store(self) -> MessageStore:
         """The store, opened for reading at the first use: commands that read open it by themselves."""
         return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
-
-    @override
-    def broker_names(self) -> tuple[str, ...]:
-        """Return the name of the owner's broker."""
-        return (self.name,)
-
-    @override
-    def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the owner; `NoRouteError` for an unknown name."""
-        return self._acting.endpoint(broker_name)
-
-    @override
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the owner, if it has ``topic``."""
-        return self._acting.topic_route(topic)
-
-    @override
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change; call the result to stop."""
-        return self._acting.watch(changed)
 
 
 # ---- the processes that share a store, as a command sees them

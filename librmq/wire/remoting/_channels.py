@@ -27,7 +27,6 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.ids import Host, format_host
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import SystemTopic
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
@@ -49,7 +48,15 @@ from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting._codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form, frame_of
+from librmq.wire.remoting._codec import (
+    FORMS,
+    NAMED_ERRORS,
+    NAMED_IN_SHARES,
+    Form,
+    frame_of,
+    pushed_reply,
+    send_header,
+)
 from librmq.wire.remoting._frames import (
     Frame,
     FrameSocket,
@@ -61,7 +68,6 @@ from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     REQUESTS,
     CheckTransactionHeader,
-    PushedReplyHeader,
     RequestCode,
     RequestForm,
     ResetOffsetHeader,
@@ -364,22 +370,9 @@ class ClientChannel:
         return read_running_info(request, self.channel.request(running_info_frame(request), request.timeout_s))
 
     def _push(self, send: SendMessage) -> None:
-        message = send.message
-        header = PushedReplyHeader(
-            producer_group=send.group,
-            topic=message.topic,
-            default_topic=SystemTopic.AUTO_CREATE,
-            default_topic_queue_nums=send.default_queues,
-            queue_id=send.queue_id,
-            sys_flag=send.sys_flag,
-            born_timestamp=send.born_timestamp_ms,
-            flag=message.flag,
-            properties=encode_properties(message.properties).decode(),
-            born_host=format_host(send.born_host),
-            store_host=self._store_host,
-            store_timestamp=send.born_timestamp_ms,
-        )
-        self._send_request(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, header, message.body)
+        message, born_ms = send.message, send.born_timestamp_ms
+        header = send_header(send, encode_properties(message.properties).decode())
+        self.channel.send_one_way(pushed_reply(header, message.body, send.born_host, self._store_host, born_ms))
 
     def _send_request(self, code: RequestCode, header: object, body: bytes = b"") -> None:
         self.channel.send_one_way(frame_of(code, header, body))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from itertools import chain
@@ -33,7 +34,7 @@ from librmq.errors import (
 from librmq.message import StoredMessage, record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import TimerRefusedError
-from librmq.message.ids import parse_offset_message_id
+from librmq.message.ids import Host, format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import TopicType
 from librmq.protocol import (
@@ -124,10 +125,12 @@ from librmq.wire.remoting._headers import (
     CancelledHeader,
     FoundByKeyHeader,
     HandedOutHeader,
+    MessageFields,
     NewReceiptHeader,
     OffsetHeader,
     PulledHeader,
     PullHeader,
+    PushedReplyHeader,
     ReceivedHeader,
     ReceiveHeader,
     RequestCode,
@@ -428,32 +431,28 @@ def _read_acknowledged(request: Acknowledge, answer: Frame) -> tuple[bool, ...]:
     return tuple(map(bool, are_valid))
 
 
+def _read_hand_outs(request: TakeHandOuts, answer: Frame) -> tuple[int, int]:
+    header = from_fields(HandedOutHeader, check(answer).fields)
+    return header.allowed, header.again
+
+
 def _read_receipt(request: ChangeInvisible, answer: Frame) -> str:
     return from_fields(NewReceiptHeader, check(answer).fields).receipt
 
 
 _NOTHING: Final = _Result(_reply_nothing, _read_nothing)
-_NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
 _OFFSET: Final = _Result(lambda request, queue_offset: Reply(OffsetHeader(queue_offset)), _read_offset)
-_PROGRESS: Final = _Result(_reply_progress, _read_progress)
-_HELD_PLACE: Final = _Result(_reply_place, _read_place)
-_IDS: Final = _Result(_reply_ids, _read_ids)
 _GROUPS: Final = _in_body("groupList", "the groups of a topic", list, _names_in)
 """Only the names of the groups."""
 _LOCKED: Final = _in_body(
     "lockOKMQSet", "locked queues", lambda queues: [queue_row(queue) for queue in sorted(queues)], queues_of
 )
-_CANCELLED: Final = _Result(_reply_cancelled, _read_cancelled)
-_STARTED: Final = _Result(_reply_started, _read_started)
-_VIEWED: Final = _Result(_reply_viewed, _read_viewed)
-_MESSAGES: Final = _Result(_reply_messages, _read_messages)
 _MOVED: Final = _in_body(
     "offsetTable",
     "a reset",
     lambda offsets: {queue_key(queue): queue_offset for queue, queue_offset in offsets.items()},
     offsets_of,
 )
-_RECEIPT: Final = _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
 
 
 # ---- requests whose fields differ from their attributes
@@ -528,10 +527,6 @@ def _parse_resent(body: dict[str, Any]) -> ResentLetters:
     return ResentLetters(letters_in(body), unknown)
 
 
-def _read_hand_outs(header: HandedOutHeader) -> tuple[int, int]:
-    return header.allowed, header.again
-
-
 def _written(time: datetime | None) -> Any:  # noqa: ANN401 (in the place of a time)
     return None if time is None else (round(1000 * time.timestamp()), str(time.tzinfo))
 
@@ -558,7 +553,7 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
         attributes=(lambda kind: None if kind is None else f"{_TYPE_CHANGE}{kind}", _type_in),
     ),
     DeleteTopic: _as_header(_C.DELETE_TOPIC_IN_BROKER, _NOTHING),
-    CleanUnusedTopics: _as_header(_C.CLEAN_UNUSED_TOPIC, _NO_QUEUES),
+    CleanUnusedTopics: _as_header(_C.CLEAN_UNUSED_TOPIC, _Result(_reply_nothing, _read_no_queues)),
     DeleteExpiredFiles: _as_header(_C.DELETE_EXPIRED_COMMITLOG, _NOTHING),
     SetGroup: _by_body(
         _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
@@ -567,12 +562,12 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
         _NOTHING,
     ),
     DeleteGroup: _as_header(_C.DELETE_SUBSCRIPTIONGROUP, _NOTHING),
-    ViewMessage: _as_header(_C.VIEW_MESSAGE_BY_ID, _VIEWED),
+    ViewMessage: _as_header(_C.VIEW_MESSAGE_BY_ID, _Result(_reply_viewed, _read_viewed)),
     QueryMessages: _by_fields(
         QueryMessages,
         _C.QUERY_MESSAGE,
         "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
-        _MESSAGES,
+        _Result(_reply_messages, _read_messages),
     ),
 }
 """By class of request: the broker answers these as they are, and one that changes something only on its own machine."""
@@ -587,10 +582,10 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         commit_or_rollback=(lambda state: state.value, _state_in),
     ),
     Unregister: _as_header(_C.UNREGISTER_CLIENT, _NOTHING),
-    ConsumerIds: _as_header(_C.GET_CONSUMER_LIST_BY_GROUP, _IDS),
-    QueryOffset: _as_header(_C.QUERY_CONSUMER_OFFSET, _PROGRESS),
+    ConsumerIds: _as_header(_C.GET_CONSUMER_LIST_BY_GROUP, _Result(_reply_ids, _read_ids)),
+    QueryOffset: _as_header(_C.QUERY_CONSUMER_OFFSET, _Result(_reply_progress, _read_progress)),
     SaveProgress: _as_header(_C.SAVE_PROGRESS, _NOTHING),
-    HoldPlace: _as_header(_C.HOLD_PLACE, _HELD_PLACE),
+    HoldPlace: _as_header(_C.HOLD_PLACE, _Result(_reply_place, _read_place)),
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,
@@ -611,14 +606,10 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         cause=(lambda cause: cause or None, lambda cause: cause or ""),
     ),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
-    CancelMessage: _as_header(_C.CANCEL_MESSAGE, _CANCELLED),
-    StartGroup: _as_header(_C.START_GROUP, _STARTED),
+    CancelMessage: _as_header(_C.CANCEL_MESSAGE, _Result(_reply_cancelled, _read_cancelled)),
+    StartGroup: _as_header(_C.START_GROUP, _Result(_reply_started, _read_started)),
     TakeHandOuts: _as_header(
-        _C.TAKE_HAND_OUTS,
-        _Result(
-            lambda request, answer: Reply(HandedOutHeader(*answer)),
-            lambda request, answer: _read_hand_outs(from_fields(HandedOutHeader, check(answer).fields)),
-        ),
+        _C.TAKE_HAND_OUTS, _Result(lambda request, answer: Reply(HandedOutHeader(*answer)), _read_hand_outs)
     ),
     ResetGroup: _as_header(_C.INVOKE_BROKER_TO_RESET_OFFSET, _MOVED),
     Acknowledge: _by_body(
@@ -627,7 +618,9 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _parse_acknowledge,
         _Result(_reply_acknowledged, _read_acknowledged),
     ),
-    ChangeInvisible: _as_header(_C.CHANGE_INVISIBLE, _RECEIPT),
+    ChangeInvisible: _as_header(
+        _C.CHANGE_INVISIBLE, _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
+    ),
     ResendLetters: _by_body(
         _C.RESEND_LETTERS,
         _resend_row,
@@ -675,15 +668,16 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
             BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
         ]
         wait = {name: text for name, text in request.messages[0].properties.items() if name == PropertyName.WAIT}
-        header = _send_header(request, encode_properties(wait).decode())
+        header = send_header(request, encode_properties(wait).decode())
         return frame_of(RequestCode.SEND_BATCH_MESSAGE, header, encode_batch(items))
     send = request.send if isinstance(request, SendReply) else request
     code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
-    header = _send_header(send, encode_properties(send.message.properties).decode())
+    header = send_header(send, encode_properties(send.message.properties).decode())
     return frame_of(code, header, send.message.body)
 
 
-def _send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
+def send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
+    """Return the header of a send, with the properties of its message or those that all messages of its batch share."""
     is_batch = isinstance(send, SendBatch)
     message = send.messages[0] if isinstance(send, SendBatch) else send.message
     return SendHeader(
@@ -700,6 +694,17 @@ def _send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
         max_reconsume_times=None if isinstance(send, SendBatch) else send.max_reconsume_times,
         batch=is_batch,
     )
+
+
+def pushed_reply(header: SendHeader, body: bytes, born_host: Host, store_host: str, store_timestamp_ms: int) -> Frame:
+    """Return the frame that pushes a reply, which was sent with this header, to the client that waits for it."""
+    pushed = PushedReplyHeader(
+        **{field.name: getattr(header, field.name) for field in fields(MessageFields)},
+        born_host=format_host(born_host),
+        store_host=store_host,
+        store_timestamp=store_timestamp_ms,
+    )
+    return frame_of(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, pushed, body)
 
 
 def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:

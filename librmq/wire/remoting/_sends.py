@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Final
 
 from librmq.broker import Broker
@@ -15,7 +16,7 @@ from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedErro
 from librmq.java.lang import java_long
 from librmq.message import Message
 from librmq.message.batch import decode_batch
-from librmq.message.ids import RecallHandle, format_host
+from librmq.message.ids import RecallHandle
 from librmq.message.message import check_batch_size
 from librmq.message.properties import PropertyName, decode_properties, encode_properties
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
@@ -30,11 +31,10 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting._codec import sent_reply
-from librmq.wire.remoting._frames import Frame, to_fields
+from librmq.wire.remoting._codec import pushed_reply, sent_reply
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import (
     REQUESTS,
-    PushedReplyHeader,
     RefusedSendHeader,
     RequestCode,
     SendHeader,
@@ -305,23 +305,9 @@ class Replies:
         if session is None:
             return f"push reply message fail, channel of <{client_id}> not found."
         now_ms = self._broker.runner.now_ms()
-        pushed = PushedReplyHeader(
-            producer_group=header.producer_group,
-            topic=header.topic,
-            default_topic=header.default_topic,
-            default_topic_queue_nums=header.default_topic_queue_nums,
-            queue_id=header.queue_id,
-            sys_flag=header.sys_flag,
-            born_timestamp=header.born_timestamp,
-            flag=header.flag,
-            properties=encode_properties(properties | {PropertyName.PUSH_REPLY_TIME: str(now_ms)}).decode(),
-            reconsume_times=header.reconsume_times,
-            unit_mode=header.unit_mode,
-            born_host=format_host(call.channel.peer),
-            store_host=self._broker.store.config.store_host,
-            store_timestamp=now_ms,
-        )
-        frame = Frame(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, to_fields(pushed), call.frame.body)
+        text = encode_properties(properties | {PropertyName.PUSH_REPLY_TIME: str(now_ms)}).decode()
+        store_host = self._broker.store.config.store_host
+        frame = pushed_reply(replace(header, properties=text), call.frame.body, call.channel.peer, store_host, now_ms)
         try:
             answer = session.channel.request(frame, _PUSH_S)
         except BrokerUnreachableError as error:
