@@ -19,9 +19,8 @@ from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendRespo
 from librmq.runtime.event_log import counted
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
-from librmq.testing._network import Network
 from librmq.testing._process import KitParts, Process, ProcessStateError
-from librmq.testing.histories._history import Call, DeliveryAttempt, History, show
+from librmq.testing.histories._history import Call, DeliveryAttempt, show
 from librmq.testing.histories._verdict import Facts
 
 if TYPE_CHECKING:
@@ -64,17 +63,33 @@ class UnknownGroupError(LookupError):
 
 
 class Evidence:
-    """Answers from the broker and the history; records which topics were subscribed to, sent to and asked about."""
+    """Takes the reports of a kit's processes, and answers the test from the broker and the history. Not thread-safe.
+
+    It records which topics were subscribed to, sent to and asked about.
+    """
 
     def __init__(
-        self, network: Network, runner: KitRunner, table: ProcessTable, start: StoreStart | None, history: History
+        self,
+        kit: KitParts,
+        runner: KitRunner,
+        table: ProcessTable,
+        faults: Faults,
+        start: StoreStart | None,
+        start_consumers: Callable[[], None],
     ) -> None:
-        """``start`` is what the kit's store began with."""
-        self._network = network
+        """``start`` is what the kit's store began with.
+
+        ``start_consumers()`` starts the consumers that the test has declared, before the test sends.
+        """
+        self._kit = kit
+        self._runner = runner
+        self._faults = faults
+        self._network = kit.network
         self._table = table
-        self._history = history
-        history.about = self.about
-        self.facts: Facts = Facts(network, runner, table, start, history)
+        self._history = kit.history()
+        self._history.about = self.about
+        self._start_consumers = start_consumers
+        self.facts: Facts = Facts(kit.network, runner, table, start, self._history)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self.sent_to: set[str] = set()
@@ -84,17 +99,68 @@ class Evidence:
         self._checked_groups: set[str] = set()  # groups whose deliveries the test has asked for
         self.fixture: str = "rmq"
         """The name of the fixture that the test uses, for advice."""
+        self.pulled_by: dict[tuple[str, str, str, int], str] = {}
+        """Which process pulls a queue of a group."""
+        self.declared: set[str] = set()
+        """The names of processes whose consumers the test has made itself."""
 
-    # ---- what the kit notes
+    # ---- reports of processes
 
-    def note_heartbeat(self, request: Heartbeat, is_declared: bool) -> None:
-        """Note the subscriptions of a process; ``is_declared`` if the test made its consumer itself."""
+    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
+        """Note a pull; the history gets a line when a process takes over a queue."""
+        if self.facts.is_broadcasting(request.group):  # each of its instances reads all queues
+            return
+        place = request.group, request.topic, broker_name, request.queue_id
+        if self.pulled_by.get(place) != process.label:
+            before = self.pulled_by.get(place)
+            self.pulled_by[place] = process.label
+            if before is not None:
+                queue = MessageQueue(request.topic, broker_name, request.queue_id)
+                self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
+                where = self._history.place(request.topic, broker_name, request.queue_id)
+                self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
+
+    def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
+        """Note what a simple consumer received."""
+        for received in messages:
+            self.note_received(request.group, request.topic)
+            message = received.message
+            where = self._history.place(message.topic, broker_name, message.queue_id, message.queue_offset)
+            retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
+            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
+
+    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
+        """Note the subscriptions of a process's consumers."""
         self.facts.note_heartbeat(request)
         for data in request.consumers:
             for topic, subscription in data.subscriptions.items():
-                key = data.group, topic
-                if key not in self._subscribed:
-                    self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
+                if (key := (data.group, topic)) not in self._subscribed:
+                    is_declared, was_read = process.name in self.declared, data.kind == "pull"
+                    self._subscribed[key] = Subscribed(data.group, subscription, is_declared, was_read)
+
+    def before_send(self, process: Process, topic: str, broker_name: str) -> bool:
+        """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
+        if current_work.get() is None:
+            try:
+                self._start_consumers()
+            except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
+                raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
+        if process.is_test:
+            self.sent_to.add(topic)
+        return self._faults._before_send(process, topic, broker_name)
+
+    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
+        """Record a stored message or batch; lose or delay the answer if a fault is due."""
+        if current_work.get() is not None or self._runner.kept_causes:
+            for offset_id in response.offset_ids:
+                self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
+        self._faults._lose(process, topic, broker_name, response)
+        self._kit.clock.advance(seconds=self._faults.take_delay_s(process, topic, broker_name))
+
+    def ended_in_background(self, result: object, error: Exception | None) -> None:
+        """Fail the test with the error of a function that `Process.background` ran."""
+        if error is not None and self._runner.failure is None:
+            self._runner.failure = error
 
     def note_received(self, group: str, topic: str) -> None:
         """Note that a client of the group got a message of the topic by its own request."""
@@ -305,84 +371,3 @@ class Evidence:
             f"no consumer of this test has the group {group!r}"
             + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(groups)) or 'none'}")
         )
-
-
-# ---- the observer, to which runner, processes and replicas report
-
-
-class KitObserver:
-    """Takes the reports of one kit. Not thread-safe."""
-
-    def __init__(
-        self,
-        kit: KitParts,
-        runner: KitRunner,
-        faults: Faults,
-        history: History,
-        evidence: Evidence,
-        start: Callable[[], None],
-    ) -> None:
-        """``start()`` starts the consumers that the test has declared, before the test sends."""
-        self._kit = kit
-        self._runner = runner
-        self._faults = faults
-        self._history = history
-        self.evidence = evidence
-        self._start = start
-        self.pulled_by: dict[tuple[str, str, str, int], str] = {}
-        """Which process pulls a queue of a group."""
-        self.declared: set[str] = set()
-        """The names of processes whose consumers the test has made itself."""
-
-    # ---- processes and replicas
-
-    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
-        """Note a pull; the history gets a line when a process takes over a queue."""
-        if self.evidence.facts.is_broadcasting(request.group):  # each of its instances reads all queues
-            return
-        place = request.group, request.topic, broker_name, request.queue_id
-        if self.pulled_by.get(place) != process.label:
-            before = self.pulled_by.get(place)
-            self.pulled_by[place] = process.label
-            if before is not None:
-                queue = MessageQueue(request.topic, broker_name, request.queue_id)
-                self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
-                where = self._history.place(request.topic, broker_name, request.queue_id)
-                self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
-
-    def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
-        """Note what a simple consumer received."""
-        for received in messages:
-            self.evidence.note_received(request.group, request.topic)
-            message = received.message
-            where = self._history.place(message.topic, broker_name, message.queue_id, message.queue_offset)
-            retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
-            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
-
-    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
-        """Note the subscriptions of a process's consumers."""
-        self.evidence.note_heartbeat(request, process.name in self.declared)
-
-    def before_send(self, process: Process, topic: str, broker_name: str) -> bool:
-        """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
-        if current_work.get() is None:
-            try:
-                self._start()
-            except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
-                raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
-        if process.is_test:
-            self.evidence.sent_to.add(topic)
-        return self._faults._before_send(process, topic, broker_name)
-
-    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
-        """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work.get() is not None or self._runner.kept_causes:
-            for offset_id in response.offset_ids:
-                self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self._faults._lose(process, topic, broker_name, response)
-        self._kit.clock.advance(seconds=self._faults.take_delay_s(process, topic, broker_name))
-
-    def ended_in_background(self, result: object, error: Exception | None) -> None:
-        """Fail the test with the error of a function that `Process.background` ran."""
-        if error is not None and self._runner.failure is None:
-            self._runner.failure = error

@@ -24,7 +24,7 @@ from librmq.errors import ConfigError, MissingExtraError
 from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import check_site, site_of
-from librmq.testing._evidence import Evidence, KitObserver, UndeliveredWarning
+from librmq.testing._evidence import Evidence, UndeliveredWarning
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import FOLDER, SMALL_FILES, Frames, Network, broker_names, machine_ms
@@ -142,10 +142,7 @@ class Kit:
         self.network: Network = Network(
             self.path, self.files, self.runner, broker_config, config, self._note_broker, frames
         )
-        self._evidence = Evidence(self.network, self.runner, self._table, start, self._history)
-        self.observer: KitObserver = KitObserver(
-            self, self.runner, self.faults, self._history, self._evidence, self._start
-        )
+        self.observer: Evidence = Evidence(self, self.runner, self._table, self.faults, start, self._start)
         """What processes report to."""
         self._watch_resets()
         self._test = self._table.make("test", lambda process: None)
@@ -254,7 +251,7 @@ class Kit:
             network.wait_for_replicas(master.name)
         from librmq.testing._replica import KitReplica  # few tests need what it loads
 
-        replica = KitReplica(self, self.runner, self._evidence, master.name, name, config)
+        replica = KitReplica(self, self.runner, self.observer, master.name, name, config)
         network.add_copy(replica)
         return replica
 
@@ -528,7 +525,7 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self._evidence.delivered(group)
+        return self.observer.delivered(group)
 
     def retries(self, group: str) -> list[StoredMessage]:
         """Return each message that was sent back for redelivery to the group, in order, as stored for the retry.
@@ -536,7 +533,7 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self._evidence.retries(group)
+        return self.observer.retries(group)
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters.
@@ -544,7 +541,7 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self._evidence.dead_letters(group)
+        return self.observer.dead_letters(group)
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
         """Return the group's progress at the broker: by queue, the offset of the next message.
@@ -552,11 +549,11 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self._evidence.offsets(group)
+        return self.observer.offsets(group)
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return all messages of a topic, in the order in which they were stored."""
-        return self._evidence.messages(topic)
+        return self.observer.messages(topic)
 
     def history(self) -> History:
         """Return the history; ``print`` shows it."""
@@ -565,7 +562,7 @@ class Kit:
     def events(self) -> list[Event]:
         """Return what clients and brokers have done so far, as events for `check_history`."""
         self.recorder.end_invisible_times()
-        return [*self._history.events, *self._evidence.facts.events(self.clock.now_ms())]
+        return [*self._history.events, *self.observer.facts.events(self.clock.now_ms())]
 
     def expect(self, *anomalies: str) -> None:
         """Declare the anomalies of the history that the test is about, such as ``"repeat"``; others fail the test.
@@ -592,7 +589,7 @@ class Kit:
         test has read with `messages`, groups that it has passed to `delivered`, and topics to which only the
         application sends, unless their name is similar to a subscribed one.
         """
-        return [*self._evidence.undelivered(), *self.faults._missed()]
+        return [*self.observer.undelivered(), *self.faults._missed()]
 
     def _account(self) -> str:
         """Return the history and the sentences of `undelivered`, to show with a failure.
@@ -664,7 +661,7 @@ class Kit:
             warnings.warn("\n".join(left), UndeliveredWarning, stacklevel=2)
 
     def _check_history(self) -> None:
-        problem = history_problem(self.events(), self._expected, self._history.begin_ms, self._evidence.fixture)
+        problem = history_problem(self.events(), self._expected, self._history.begin_ms, self.observer.fixture)
         if problem:
             error = HistoryAnomalyError(problem)
             if self.runner.settles_history:  # otherwise the explorer reads the history, and then ends the run

@@ -88,7 +88,7 @@ class ProcessStateError(RuntimeError):
 
 
 class _Observer(Protocol):
-    """Takes the reports of a process: `KitObserver`."""
+    """Takes the reports of a process: `Evidence`."""
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
 

@@ -152,7 +152,7 @@ class WireClient(Endpoint):
         with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults._before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
-            kit.observer.evidence.sent_to.add(topic)
+            kit.observer.sent_to.add(topic)
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
             kit.faults._lose(process, topic, kit.broker.name, response)
@@ -175,7 +175,7 @@ class WireClient(Endpoint):
         kit = self._kit
         calls = kit.history().calls
         for received, call in zip(messages, calls[len(calls) - len(messages) :], strict=True):
-            kit.observer.evidence.note_received(request.group, request.topic)
+            kit.observer.note_received(request.group, request.topic)
             self._calls[received.receipt] = call
             retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
             self.note(f"gets {call.where} {show(received.message)}{retry}", request.group)
@@ -288,7 +288,7 @@ class ServedKit(Closing):
         options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
         options["lost_groups"] = frozenset(self._lost_groups)
         self._arguments = kit, self._endpoint, grpc, listening, changed, options
-        kit._evidence.fixture = "rmq_remoting" if grpc is None else "rmq_grpc"  # whose calls warnings advise
+        kit.observer.fixture = "rmq_remoting" if grpc is None else "rmq_grpc"  # whose calls warnings advise
         self._is_down = False
         self.server: Ports = Ports(*self._arguments, None)
 
@@ -574,7 +574,7 @@ class _PullingClient(Endpoint):
             return
         self._pulls.delivered[queue] = response.next_offset, self
         kit, label = self._kit, self._client.process.label
-        kit.observer.evidence.note_received(request.group, request.topic)
+        kit.observer.note_received(request.group, request.topic)
         place = MessageQueue(request.topic, kit.broker.name, request.queue_id)
         for stored in response.messages:
             kit.recorder.delivered(label, request.group, place, [stored])
