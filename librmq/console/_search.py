@@ -233,8 +233,8 @@ def _queues_table(view: View[Any], queues: Mapping[Any, range]) -> Table:
     rows = [
         [
             Cell(_name(view, queue), is_number=True),
-            Cell(number(ids.start), is_number=True),
-            Cell(number(ids.stop), is_number=True),
+            count(ids.start),
+            count(ids.stop),
             count(len(ids)),
             Cell(moment(view.stored_at(queue, ids.start)) if ids else ""),
             Cell(moment(view.stored_at(queue, ids.stop - 1)) if ids else ""),
@@ -309,13 +309,7 @@ def _found(place: Place, view: View[Any], topic: str, query: Query) -> _Found:
         return _Found(
             _newest_first(message for message in of_key if begin_ms <= message.store_timestamp_ms < end_ms), note
         )
-    matches: Callable[[StoredMessage], bool] = lambda message: True  # noqa: E731
-    if tag:
-        tags = TagFilter(tag).tags
-        matches = lambda message: not tags or message.tags in tags  # noqa: E731
-    if sql:
-        by_sql = SqlFilter(sql, strict=True)
-        matches = lambda message: by_sql.matches(message.properties)  # noqa: E731
+    by_tag, by_sql = TagFilter(tag), SqlFilter(sql, strict=True) if sql else None
     ends = _positions(query.text("behind"))
     runs = {queue: ids for queue, ids in view.queues(topic).items() if ids}
     if (begin_ms, end_ms) != _EVER:
@@ -333,7 +327,8 @@ def _found(place: Place, view: View[Any], topic: str, query: Query) -> _Found:
             is_cut = len(messages) < MESSAGES
             break
         looked_at, last, places[queue] = looked_at + 1, message, message.queue_offset
-        if matches(message) and begin_ms <= message.store_timestamp_ms < end_ms:
+        is_selected = by_tag.matches(message.tags) and (by_sql is None or by_sql.matches(message.properties))
+        if is_selected and begin_ms <= message.store_timestamp_ms < end_ms:
             messages.append(message)
     else:
         places |= {queue: ids.start for queue, ids in filled.items()}

@@ -361,7 +361,7 @@ def _messages(view: StoreView, scope: ReportScope) -> Iterator[StoredMessage]:
             and message.queue_offset >= state.min_offset
             and scope.has_topic(message.topic)
             and scope.has_time(message.store_timestamp_ms)
-            and (tags.takes_all or tags.matches(message.tags))
+            and tags.matches(message.tags)
         ):
             yield message
 

@@ -609,8 +609,8 @@ def test_the_history_reads_well(rmq: Kit) -> None:
     rmq.producer().send("orders", b"x" * 100, tags="paid")
     rmq.advance(seconds=10)
     assert str(rmq.history()).splitlines() == [
-        f"       0.000 s  test             sends orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
-        f"       0.000 s  billing@billing  gets orders/0:0 {b'x' * 40!r}… (100 bytes) [paid]",
+        f"       0.000 s  test             sends orders/0:0 {b'x' * 48!r}… (100 bytes) [paid]",
+        f"       0.000 s  billing@billing  gets orders/0:0 {b'x' * 48!r}… (100 bytes) [paid]",
         "       0.000 s  billing@billing  returned (orders/0:0)",
         "      10.000 s  billing@billing  saves progress orders/0:1",
     ]

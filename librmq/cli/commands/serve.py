@@ -445,10 +445,6 @@ Fields = Mapping[str, Any]
 """What a request names."""
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True  # one that waits for a client does not hold up the end
-
-
 class Control:
     """Answers requests about a served kit, one at a time: tests in any language move its clock over HTTP.
 
@@ -492,7 +488,7 @@ class Control:
                 _log.debug("control: %(what)s", what=format % arguments)
 
         try:
-            self._server = _Listener(("127.0.0.1", port), Handler)
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--control {port}: can't listen on 127.0.0.1: {error}; 0 takes a free port") from error
         self._thread = threading.Thread(

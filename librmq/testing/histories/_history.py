@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
-from librmq.formatting import printable
+from librmq.formatting import printable, shown_body
 from librmq.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.override import override
@@ -31,7 +31,6 @@ from librmq.testing.histories.events import (
     place_of,
 )
 
-_SHOWN_BYTES = 40
 _FIRST_LINES, _LAST_LINES = 50, 150
 _OUTCOMES: Final[dict[str | None, str]] = {None: "running", "ok": "returned", "retry": "failed", "died": "died"}
 """Ends of deliveries without a listener, as `DeliveryAttempt` names them."""
@@ -261,9 +260,7 @@ def _withdraw(events: Iterable[Event]) -> None:
 
 def show(message: Message | StoredMessage) -> str:
     """Return body and tag of a message, shortened."""
-    body = message.body
-    text = repr(body) if len(body) <= _SHOWN_BYTES else f"{body[:_SHOWN_BYTES]!r}… ({len(body):,} bytes)"
-    tags = message.properties.get("TAGS")
+    text, tags = shown_body(message.body), message.properties.get("TAGS")
     return f"{text} [{tags}]" if tags else text
 
 
