@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
@@ -30,8 +30,9 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
 from librmq.formatting import NAMED, duration, id_ranges, moment
 from librmq.java import json as java_json
+from librmq.message import retry_topic
 from librmq.message.delays import level_of_queue_id, queue_id_of_level
-from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group
+from librmq.message.topics import SystemTopic, is_own_group
 from librmq.runtime.event_log import counted
 from librmq.store import BrokerTables
 from librmq.store.engine.store_parts import QueueState
@@ -90,30 +91,21 @@ def progress_history(source: Source, *, beside: tuple[str, ...] = ()) -> list[Ke
                 )
                 for queue in skip.queues
             ]  # fmt: skip
-        rows += _rows("backup", tables.offsets.backup_rows(), None, f"{os.path.basename(tables.offsets.path)}.bak")
-        current = {f"{topic}@{group}": offsets for (group, topic), offsets in view.progress.items()}
-        rows += _rows("file", current, tables.offsets.saved_ms or None, os.path.basename(tables.offsets.path))
+        name, backup = os.path.basename(tables.offsets.path), progress_of(tables.offsets.backup_rows())
+        rows += _rows("backup", backup, None, f"{name}.bak")
+        rows += _rows("file", view.progress, tables.offsets.saved_ms or None, name)
         for folder in beside:
-            other = BrokerTables.open(os.path.join(folder, directory.CONFIG), files=view.store.files)
-            rows += _rows("beside", other.offsets.rows, other.offsets.saved_ms or None, folder)
+            other = BrokerTables.open(os.path.join(folder, directory.CONFIG), files=view.store.files).offsets
+            rows += _rows("beside", progress_of(other.rows), other.saved_ms or None, folder)
     return sorted(rows, key=lambda row: (row.group, row.topic, row.queue_id, row.at_ms or 0, order[row.source]))
 
 
 def _rows(
-    source: ProgressSource, table: dict[str, dict[int, int]], at_ms: int | None, note: str
+    source: ProgressSource, progress: Mapping[tuple[str, str], dict[int, int]], at_ms: int | None, note: str
 ) -> Iterator[KeptProgress]:
-    for (group, topic), offsets in progress_of(table).items():
+    for (group, topic), offsets in progress.items():
         for queue_id, queue_offset in offsets.items():
-            yield KeptProgress(
-                source=source,
-                at_ms=at_ms,
-                group=group,
-                topic=topic,
-                queue_id=queue_id,
-                queue_offset=queue_offset,
-                before=None,
-                note=note,
-            )
+            yield KeptProgress(source, at_ms, group, topic, queue_id, queue_offset, None, note)
 
 
 def _moves(view: StoreView) -> Iterator[KeptProgress]:
@@ -192,7 +184,7 @@ def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Fi
     for group in view.groups:
         if group in table.rows or (is_own_group(group) and not limits.own):
             continue
-        retries = view.message_count(TopicPrefix.RETRY + group) if TopicPrefix.RETRY + group in view.topics else 0
+        retries = view.message_count(retry_topic(group))
         missing = sorted(topic for topic in topics[group] if topic not in view.topics
                          and topic not in view.tables.topics.rows)  # fmt: skip
         yield Finding(

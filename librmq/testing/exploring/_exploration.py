@@ -370,7 +370,7 @@ class _Search:
             for strategy in islice(self._strategies(usual_attempt), max(0, self._runs - 1)):
                 attempt = self._counted(strategy)
                 if attempt.error is not None:
-                    shortest = _shorten(attempt, usual_attempt, self._attempt, self.result)
+                    shortest = self._shorten(attempt, usual_attempt)
                     self.result.found = self._failure(shortest, len(attempt.trace.decisions))
                     break
         return self.result
@@ -427,6 +427,47 @@ class _Search:
                 return True
         return False
 
+    def _shorten(self, failed: Attempt, usual_attempt: Attempt) -> Attempt:
+        """Return the same failure with the fewest decisions found."""
+        result, shortest = self.result, failed
+        tried: set[tuple[Decision, ...]] = set()
+
+        def still_fails(decisions: Sequence[Decision]) -> bool:
+            nonlocal shortest
+            key = tuple(decisions)
+            if key in tried or result.shrinking_runs >= MOST_SHRINKING_RUNS:
+                return False
+            tried.add(key)
+            result.shrinking_runs += 1
+            candidate = self._attempt(as_decided(decisions))
+            if candidate.signature == failed.signature and len(candidate.trace.decisions) < len(
+                shortest.trace.decisions
+            ):
+                shortest = candidate
+                return True
+            return False
+
+        size = max(1, len(shortest.trace.decisions) // 2)
+        while len(shortest.trace.decisions) > 1:
+            decisions = shortest.trace.decisions
+            parts = [decisions[:at] + decisions[at + size :] for at in range(0, len(decisions), size)]
+            if not any(still_fails(part) for part in parts):
+                if size == 1:
+                    break
+                size = max(1, size // 2)
+            else:
+                size = max(1, min(size, len(shortest.trace.decisions) // 2))
+        labels = {decision.chosen for decision in failed.trace.decisions}
+        met = dict.fromkeys((*usual_attempt.trace.reached, *shortest.trace.reached))
+        others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
+        # Places are counted, so one decision can just shift another: the same labels elsewhere may fail with fewer.
+        if len(shortest.trace.decisions) > 1:
+            any(still_fails([decision]) for decision in others)
+        for first in [decision for decision in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
+            if any(still_fails([first, decision]) for decision in others if decision.place != first.place):
+                break
+        return shortest
+
     def _failure(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
         trace, error = failed.trace, failed.error
         assert error is not None
@@ -481,49 +522,6 @@ def _states_of(kit: Kit | None) -> Set[int]:
         state = hash((state, None if name is None else numbers[name], *facts))
         states.add(state)
     return states
-
-
-def _shorten(
-    failed: Attempt, usual_attempt: Attempt, attempt: Callable[[Strategy], Attempt], result: Exploration
-) -> Attempt:
-    """Return the same failure with the fewest decisions found."""
-    signature = failed.signature
-    shortest = failed
-    tried: set[tuple[Decision, ...]] = set()
-
-    def still_fails(decisions: Sequence[Decision]) -> bool:
-        nonlocal shortest
-        key = tuple(decisions)
-        if key in tried or result.shrinking_runs >= MOST_SHRINKING_RUNS:
-            return False
-        tried.add(key)
-        result.shrinking_runs += 1
-        candidate = attempt(as_decided(decisions))
-        if candidate.signature == signature and len(candidate.trace.decisions) < len(shortest.trace.decisions):
-            shortest = candidate
-            return True
-        return False
-
-    size = max(1, len(shortest.trace.decisions) // 2)
-    while len(shortest.trace.decisions) > 1:
-        decisions = shortest.trace.decisions
-        parts = [decisions[:at] + decisions[at + size :] for at in range(0, len(decisions), size)]
-        if not any(still_fails(part) for part in parts):
-            if size == 1:
-                break
-            size = max(1, size // 2)
-        else:
-            size = max(1, min(size, len(shortest.trace.decisions) // 2))
-    labels = {decision.chosen for decision in failed.trace.decisions}
-    met = dict.fromkeys((*usual_attempt.trace.reached, *shortest.trace.reached))
-    others = [Decision(place, label) for place, offered in met for label in offered[1:] if label in labels]
-    # Places are counted, so one decision can just shift another: the same labels elsewhere may fail with fewer.
-    if len(shortest.trace.decisions) > 1:
-        any(still_fails([decision]) for decision in others)
-    for first in [decision for decision in shortest.trace.decisions if len(shortest.trace.decisions) > 2]:
-        if any(still_fails([first, decision]) for decision in others if decision.place != first.place):
-            break
-    return shortest
 
 
 @contextmanager
