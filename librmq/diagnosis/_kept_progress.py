@@ -105,7 +105,10 @@ def _rows(
 ) -> Iterator[KeptProgress]:
     for (group, topic), offsets in progress.items():
         for queue_id, queue_offset in offsets.items():
-            yield KeptProgress(source, at_ms, group, topic, queue_id, queue_offset, None, note)
+            yield KeptProgress(
+                source=source, at_ms=at_ms, group=group, topic=topic, queue_id=queue_id, queue_offset=queue_offset,
+                before=None, note=note,
+            )  # fmt: skip
 
 
 def _moves(view: StoreView) -> Iterator[KeptProgress]:

@@ -34,6 +34,8 @@ from librmq.store.format import directory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    Ints = NDArray[Any]
+
 _NEVER_MS: Final = (1 << 63) - 1
 
 
@@ -318,7 +320,7 @@ class _Rows(Sequence[TopicProgress]):
         names: tuple[Sequence[str], Sequence[str]],
         bounds: Any,  # noqa: ANN401 (a column)
         columns: Sequence[Any],
-        places: Sequence[NDArray[Any]] | None = None,
+        places: Sequence[Ints] | None = None,
     ) -> None:
         """Take ids, begins, ends, offsets, whether these are unknown and so equal to the begins, and oldest times.
 
@@ -458,7 +460,7 @@ def _times(times_ms: Iterable[int]) -> list[int | None]:
     return [None if time_ms == _NEVER_MS else time_ms for time_ms in times_ms]
 
 
-def _sorted(names: list[str], places: NDArray[Any]) -> tuple[list[str], NDArray[Any]]:
+def _sorted(names: list[str], places: Ints) -> tuple[list[str], Ints]:
     """Return names in order, and the places there of those that had ``places``."""
     order = sorted(range(len(names)), key=names.__getitem__)
     ranks = np.empty(len(names), np.int64)
@@ -508,17 +510,8 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     oldest_ms = np.full(len(offsets), _NEVER_MS)
     unread, lags, *_ = _terms(offsets, begin, end) if times else (offsets, begin)
     if times and lags.any():
-        waiting = np.flatnonzero(lags)
-        _read_times(
-            view=view,
-            names=[name for name, _ in queues],
-            begins=begins,
-            ends=ends,
-            queue_of_cell=queue_of_cell,
-            unread=unread,
-            oldest_ms=oldest_ms,
-            waiting=waiting,
-        )
+        waiting, names = np.flatnonzero(lags), [name for name, _ in queues]
+        oldest_ms[waiting] = _times_at(view, names, begins, ends, queue_of_cell[waiting], unread[waiting])
     columns = [pair_of_cell, ids[queue_of_cell], begin, end, offsets, is_unknown, oldest_ms]
 
     of_deleted = (column[~exists].tolist() for column in (pair_of_entry, progress.keys, progress.values))
@@ -533,28 +526,19 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     return _Rows((groups, topics), np.append(starts, len(columns[0])), columns[1:], places)
 
 
-def _read_times(
-    view: StoreView,
-    names: Sequence[QueueName],
-    begins: NDArray[Any],
-    ends: NDArray[Any],
-    queue_of_cell: NDArray[Any],
-    unread: NDArray[Any],
-    oldest_ms: NDArray[Any],
-    waiting: NDArray[Any],
-) -> None:
-    """Set the store time of the oldest unconsumed message of each cell in ``waiting``; each message is read once."""
+def _times_at(
+    view: StoreView, names: Sequence[QueueName], begins: Ints, ends: Ints, queues: Ints, offsets: Ints
+) -> Ints:
+    """Return the store time of the first message at or behind each of some places; each message is read once."""
     sizes = np.maximum(ends - begins, 0)
     bases = np.cumsum(sizes) - sizes - begins  # behind each other, the messages of all queues have a number each
-    numbers = unread[waiting] + bases[queue_of_cell[waiting]]
-    messages, place_of_cell = np.unique(numbers, return_inverse=True)
+    messages, place_of = np.unique(offsets + bases[queues], return_inverse=True)
     queues = np.searchsorted(bases + begins, messages, side="right") - 1
     bounds = np.flatnonzero(np.diff(queues, prepend=-1, append=-1))
     times: list[int | None] = []
     for queue, begin, end in zip(queues[bounds[:-1]].tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         times += _times_of(view, names[queue], (messages[begin:end] - bases[queue]).tolist())
-    found = np.array([_NEVER_MS if time_ms is None else time_ms for time_ms in times])
-    oldest_ms[waiting] = found[place_of_cell]
+    return np.array([_NEVER_MS if time_ms is None else time_ms for time_ms in times])[place_of]
 
 
 def _times_of(view: StoreView, name: QueueName, offsets: list[int]) -> list[int | None]:
