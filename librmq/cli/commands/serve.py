@@ -71,36 +71,24 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     pair = None if arguments.tls is None and arguments.grpc_tls is None else _pair(arguments)
     tls = pair if arguments.grpc_tls is None else None
 
-    def changed(client_id: str, group: str, is_connected: bool) -> None:
-        state = "connected" if is_connected else "left"
-        lines.enqueue({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
-
     stop = _Stop()
     with end_signals() as ended:  # to the last line: a second signal changes nothing
-        with ExitStack() as serving:
+        with ExitStack() as opened:
+            serving = _Serving(arguments, lines, opened, stop)
             listening, config = None, None
             if remoting is not None:
                 from librmq.wire.remoting import listen
 
-                listening = serving.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
+                listening = opened.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
                 remoting = listening.getsockname()[1]
                 config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
             ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
             if arguments.clock == "manual":
-                ready |= _by_hand(
-                    arguments=arguments,
-                    grpc=grpc,
-                    listening=listening,
-                    config=config,
-                    put_row=lines.enqueue,
-                    changed=changed,
-                    serving=serving,
-                    stop=stop,
-                )
+                ready |= serving.by_hand(grpc, listening, config)
                 grpc = listening = None
             else:
                 files = DiskFiles(follow_links=arguments.follow_links)
-                broker = serving.enter_context(
+                broker = opened.enter_context(
                     Broker.open(
                         arguments.store,
                         BrokerConfig(timers=TimerConfig.of_store(arguments.store, files)),
@@ -109,13 +97,12 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                     )
                 )
             if listening is not None:
-                ready["remoting"] = _served(_remoting(broker, listening, arguments, tls, changed), serving, stop)
+                ready["remoting"] = serving.remoting(broker, listening, tls)
                 _warn_of_address(broker)
             if grpc is not None:
-                ready["grpc"] = _served(_grpc(broker, grpc, arguments, tls, changed), serving, stop)
+                ready["grpc"] = serving.grpc(broker, grpc, tls)
             if arguments.grpc_tls is not None:
-                second = _grpc(broker, arguments.grpc_tls, arguments, pair, changed)
-                ready["grpc_tls"] = _served(second, serving, stop)
+                ready["grpc_tls"] = serving.grpc(broker, arguments.grpc_tls, pair)
             if pair is not None and not arguments.tls:
                 ready["certificate"] = _keep_certificate(arguments.store, pair[0])
             lines.print_first(ready)
@@ -168,12 +155,6 @@ class _Stop:
         self.is_complete &= server.close(left)
 
 
-def _served(server: GrpcServer | RemotingServer, serving: ExitStack, stop: _Stop) -> str:
-    """Return the address of a server that is closed with the others."""
-    serving.callback(stop.close, server)
-    return server.address
-
-
 def _check_clock(arguments: argparse.Namespace) -> None:
     """Refuse options that a clock which is moved by hand does not go with.
 
@@ -194,39 +175,89 @@ def _check_clock(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--host {arguments.host}: --clock manual serves 127.0.0.1 only")
 
 
-def _by_hand(
-    arguments: argparse.Namespace,
-    grpc: int | None,
-    listening: socket.socket | None,
-    config: StoreConfig | None,
-    put_row: Callable[[dict[str, Any]], None],
-    changed: Callable[[str, str, bool], None],
-    serving: ExitStack,
-    stop: _Stop,
-) -> dict[str, Any]:
-    """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
-    from librmq.config import StoreConfig
-    from librmq.testing import Kit, ServedKit
+class _Serving:
+    """The servers over a store, which are closed with it; lines report their clients."""
 
-    was_killed = has_abort(DiskFiles(), arguments.store)
-    kit = Kit(
-        arguments.store,
-        store_config=config or StoreConfig(),
-        now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
-    )
-    serving.callback(_close_kit, kit)
-    # An earlier run can have moved its clock, and stored messages after the last note of it.
-    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker), _noted_time(arguments.store)))
-    served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed, min_polling=arguments.min_polling)
-    serving.callback(lambda: stop.close(served.server))
-    control = Control(served, arguments.store, arguments.control or 0, put_row)
-    serving.callback(stop.close, control)
-    ports = served.server
-    return {
-        "grpc": None if ports.grpc is None else ports.grpc.address,
-        "remoting": None if ports.remoting is None else ports.remoting.address,
-        "control": control.address,
-    }
+    def __init__(self, arguments: argparse.Namespace, lines: _Lines, opened: ExitStack, stop: _Stop) -> None:
+        self._arguments = arguments
+        self._lines = lines
+        self._opened = opened
+        self._stop = stop
+
+    def _changed(self, client_id: str, group: str, is_connected: bool) -> None:
+        state = "connected" if is_connected else "left"
+        self._lines.enqueue({"client": client_id[:_MAX_NAME], "group": group or None, "state": state})
+
+    def _served(self, server: GrpcServer | RemotingServer) -> str:
+        """Return the address of a server that is closed with the others."""
+        self._opened.callback(self._stop.close, server)
+        return server.address
+
+    def by_hand(self, grpc: int | None, listening: socket.socket | None, config: StoreConfig | None) -> dict[str, Any]:
+        """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
+        from librmq.config import StoreConfig
+        from librmq.testing import Kit, ServedKit
+
+        arguments = self._arguments
+        was_killed = has_abort(DiskFiles(), arguments.store)
+        kit = Kit(
+            arguments.store,
+            store_config=config or StoreConfig(),
+            now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
+        )
+        self._opened.callback(_close_kit, kit)
+        # An earlier run can have moved its clock, and stored messages after the last note of it.
+        kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker), _noted_time(arguments.store)))
+        served = ServedKit(
+            kit, grpc, listening, changed=self._changed, was_killed=was_killed, min_polling=arguments.min_polling
+        )
+        self._opened.callback(lambda: self._stop.close(served.server))
+        control = Control(served, arguments.store, arguments.control or 0, self._lines.enqueue)
+        self._opened.callback(self._stop.close, control)
+        ports = served.server
+        return {
+            "grpc": None if ports.grpc is None else ports.grpc.address,
+            "remoting": None if ports.remoting is None else ports.remoting.address,
+            "control": control.address,
+        }
+
+    def grpc(self, broker: Broker, port: int, tls: tuple[bytes, bytes] | None) -> str:
+        """Serve clients of 5.x; return the address."""
+        from librmq.wire.grpc import GrpcServer
+
+        arguments = self._arguments
+        options = {
+            "calls_of_address": arguments.grpc_calls,
+            "min_invisible": arguments.min_invisible,
+            "min_polling": arguments.min_polling,
+        }
+        limits: dict[str, Any] = {name: limit for name, limit in options.items() if limit is not None}
+        server = GrpcServer(
+            broker,
+            host=arguments.host,
+            port=port,
+            advertise=_advertised(arguments, port),
+            tls=tls,
+            auto_create=not arguments.no_auto_create,
+            changed=self._changed,
+            **limits,
+        )
+        return self._served(server)
+
+    def remoting(self, broker: Broker, listening: socket.socket, tls: tuple[bytes, bytes] | None) -> str:
+        """Serve clients of 4.x; return the address."""
+        from librmq.wire.remoting import RemotingServer
+
+        arguments = self._arguments
+        server = RemotingServer(
+            broker,
+            listening=listening,
+            advertise=_advertised(arguments, listening.getsockname()[1], always=True),
+            tls=tls,
+            allows_admin=arguments.admin,
+            changed=self._changed,
+        )
+        return self._served(server)
 
 
 def _clock_path(store: str) -> str:
@@ -266,52 +297,6 @@ def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
     if arguments.grpc is not None or arguments.remoting is not None:
         return arguments.grpc, arguments.remoting
     return (_GRPC_PORT if find_spec("grpc") else None), _REMOTING_PORT
-
-
-def _grpc(
-    broker: Broker,
-    port: int,
-    arguments: argparse.Namespace,
-    tls: tuple[bytes, bytes] | None,
-    changed: Callable[[str, str, bool], None],
-) -> GrpcServer:
-    from librmq.wire.grpc import GrpcServer
-
-    options = {
-        "calls_of_address": arguments.grpc_calls,
-        "min_invisible": arguments.min_invisible,
-        "min_polling": arguments.min_polling,
-    }
-    limits: dict[str, Any] = {name: limit for name, limit in options.items() if limit is not None}
-    return GrpcServer(
-        broker,
-        host=arguments.host,
-        port=port,
-        advertise=_advertised(arguments, port),
-        tls=tls,
-        auto_create=not arguments.no_auto_create,
-        changed=changed,
-        **limits,
-    )
-
-
-def _remoting(
-    broker: Broker,
-    listening: socket.socket,
-    arguments: argparse.Namespace,
-    tls: tuple[bytes, bytes] | None,
-    changed: Callable[[str, str, bool], None],
-) -> RemotingServer:
-    from librmq.wire.remoting import RemotingServer
-
-    return RemotingServer(
-        broker,
-        listening=listening,
-        advertise=_advertised(arguments, listening.getsockname()[1], always=True),
-        tls=tls,
-        allows_admin=arguments.admin,
-        changed=changed,
-    )
 
 
 def _advertised(arguments: argparse.Namespace, port: int, *, always: bool = False) -> str | None:
