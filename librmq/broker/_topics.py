@@ -222,7 +222,7 @@ class Topics:
     def copy_rows(self, rows: Mapping[str, Any], write: Callable[[ConfigTable, int], None]) -> None:
         """Replace all topics by a master's, which ``write(table, now_ms)`` makes durable. Thread-safe.
 
-        `copied` must be called later.
+        `notify_copied` must be called later.
         """
         with self._lock:
             if self._table.replace(rows):

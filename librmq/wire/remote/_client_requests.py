@@ -25,6 +25,7 @@ from librmq.protocol import (
     Heartbeat,
     ReplyArrived,
     Request,
+    ResetGroup,
     ResetOffsets,
     ResponseCode,
     SaveProgress,
@@ -52,7 +53,6 @@ from librmq.wire.remoting._headers import (
     HoldHeader,
     PushedReplyHeader,
     RequestCode,
-    ResetOffsetHeader,
 )
 from librmq.wire.remoting._running_info import running_info_body
 
@@ -152,10 +152,10 @@ class ClientRequests:
         beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))
         send(answer_to(frame))
 
-    def _reset(self, beat: Heartbeat, header: ResetOffsetHeader, frame: Frame, send: _Send) -> None:
+    def _reset(self, beat: Heartbeat, reset: ResetGroup, frame: Frame, send: _Send) -> None:
         table = read_body(frame.body, "a reset").get("offsetTable") or {}
-        offsets = {queue: offset for queue, offset in offsets_of(table).items() if queue.topic == header.topic}
-        beat.client.call(ResetOffsets(header.group, header.topic, offsets))
+        offsets = {queue: offset for queue, offset in offsets_of(table).items() if queue.topic == reset.topic}
+        beat.client.call(ResetOffsets(reset.group, reset.topic, offsets))
         send(answer_to(frame))
 
     def _report_progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:

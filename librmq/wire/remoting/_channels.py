@@ -39,6 +39,7 @@ from librmq.protocol import (
     InstanceState,
     ReplyArrived,
     Request,
+    ResetGroup,
     ResetOffsets,
     ResponseCode,
     SendMessage,
@@ -70,7 +71,6 @@ from librmq.wire.remoting._headers import (
     CheckTransactionHeader,
     RequestCode,
     RequestForm,
-    ResetOffsetHeader,
 )
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
@@ -352,8 +352,8 @@ class ClientChannel:
                 self._check_transaction(request)
             case ResetOffsets(group, topic, offsets):
                 table = {queue_key(queue): offset for queue, offset in offsets.items()}
-                header = ResetOffsetHeader(topic, group, -1, True)
-                self._send_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, header, write_body({"offsetTable": table}))
+                reset = ResetGroup(group, topic, -1)
+                self._send_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, reset, write_body({"offsetTable": table}))
             case ReplyArrived(send):
                 self._push(send)
             case ConsumerOffsets():

@@ -417,18 +417,6 @@ class RouteOfTopicHeader:
 
 
 @value
-class ResetOffsetHeader:
-    """A group whose progress on a topic moves to a time in ms; -1 is the end."""
-
-    topic: str
-    group: str
-    timestamp: int
-    is_force: bool = True
-    queue_id: int | None = None
-    offset: int | None = None
-
-
-@value
 class ClientOfGroupHeader:
     consumer_group: str
     client_id: str
@@ -748,10 +736,10 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(DeleteExpiredFiles),
     RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
     RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvNamespaceHeader),
-    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: RequestForm(ResetOffsetHeader),
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
-    RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(
-        ResetGroup, names="timestamp=timestamp_ms isForce=force offset=queue_offset"
+    **dict.fromkeys(
+        (RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET),
+        RequestForm(ResetGroup, names="timestamp=timestamp_ms isForce=force offset=queue_offset"),
     ),
     RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
     RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
