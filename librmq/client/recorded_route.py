@@ -38,7 +38,6 @@ class RecordedRoute(RouteWrapper):
         super().__init__(route)
         self.recorder = recorder
         self._process = process
-        self._endpoints: dict[str, _RecordedEndpoint] = {}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (what else the route offers)
         if name == "_route":  # a copy of this object that was not initialized has no route to ask
@@ -46,15 +45,9 @@ class RecordedRoute(RouteWrapper):
         return getattr(self._route, name)
 
     @override
-    def endpoint(self, broker_name: str) -> Endpoint:
+    def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
         """Return a broker, whose requests are recorded."""
-        behind = self._route.endpoint(broker_name)
-        endpoint = self._endpoints.get(broker_name)
-        if endpoint is None or endpoint.behind is not behind:  # a new endpoint shows clients that it was reopened
-            endpoint = self._endpoints[broker_name] = _RecordedEndpoint(
-                self.recorder, self._process, broker_name, behind
-            )
-        return endpoint
+        return _RecordedEndpoint(self.recorder, self._process, broker_name, broker)
 
     @override
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)

@@ -76,10 +76,9 @@ class _Entry:
 
 
 class _SiteLink(Endpoint):
-    __slots__ = ("_broker_name", "_call", "_cut", "_site", "behind")
+    __slots__ = ("_broker_name", "_call", "_cut", "_site")
 
     def __init__(self, behind: Endpoint, broker_name: str, site: str, cut: set[str]) -> None:
-        self.behind = behind
         self._call = behind.call
         self._broker_name = broker_name
         self._site = site
@@ -100,7 +99,6 @@ class SiteRoute(RouteWrapper):
         self._site = site
         self.cut: set[str] = set()
         """Names of the brokers that this site cannot reach."""
-        self._links: dict[str, _SiteLink] = {}
 
     @property
     @override
@@ -114,13 +112,9 @@ class SiteRoute(RouteWrapper):
         return tuple(name for name in self._route.broker_names() if name not in self.cut)
 
     @override
-    def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker with that name. Its calls raise `BrokerUnreachableError` while its link is cut."""
-        behind = self._route.endpoint(broker_name)
-        link = self._links.get(broker_name)
-        if link is None or link.behind is not behind:  # a new endpoint shows clients that the broker was reopened
-            link = self._links[broker_name] = _SiteLink(behind, broker_name, self.site, self.cut)
-        return link
+    def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
+        """Return a broker whose calls raise `BrokerUnreachableError` while its link is cut."""
+        return _SiteLink(broker, broker_name, self.site, self.cut)
 
     @override
     def __repr__(self) -> str:

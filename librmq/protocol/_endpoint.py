@@ -204,6 +204,7 @@ class RouteWrapper(Route):
         self._route = route
         self.runner: Runner = route.runner
         """The runner of all users of the route."""
+        self._wrapped: dict[str, tuple[Endpoint, Endpoint]] = {}  # each broker, and what stands before it
 
     @override
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
@@ -227,8 +228,16 @@ class RouteWrapper(Route):
 
     @override
     def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker of that name; `NoRouteError` if there is none."""
-        return self._route.endpoint(broker_name)
+        """Return the broker of that name as `wrap` returns it; `NoRouteError` if there is none."""
+        broker = self._route.endpoint(broker_name)
+        wrapped = self._wrapped.get(broker_name)
+        if wrapped is None or wrapped[0] is not broker:  # a new endpoint shows clients that the broker was reopened
+            wrapped = self._wrapped[broker_name] = broker, self.wrap(broker_name, broker)
+        return wrapped[1]
+
+    def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
+        """Return what stands before a broker; called once for each, and again after it was reopened."""
+        return broker
 
     @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
