@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, TypeVar
 
 from librmq.consumer._listeners import DeliveredMessage
@@ -18,8 +19,7 @@ from librmq.runtime import Step
 M = TypeVar("M", bound=StoredMessage)
 _V6_HOSTS: Final = 0x30
 _unpack_body = record.header_struct("sys_flag", "body_length").unpack_from
-_unpack_begun = record.header_struct("queue_offset", "sys_flag", "body_length").unpack_from
-_unpack_queue_offset = record.header_struct("queue_offset").unpack_from
+_unpack_held = record.header_struct("queue_offset", "sys_flag", "body_length").unpack_from
 
 
 def _body_size(message: StoredMessage) -> int:
@@ -30,59 +30,51 @@ def _body_size(message: StoredMessage) -> int:
 class ProcessQueue:
     """Messages of a queue between pull and consumption. Call it only under the runner's lock.
 
-        pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
+        pulled -> held (in order of offsets), and waiting (in the same order) -> begun: held only -> removed
 
     Pulls come in order and messages begin in order, so both parts stay sorted, and returned messages go back to their
-    place. All operations are O(1) for each message. A waiting message costs its record and one place in the deque.
+    place. All operations are O(1) for each message. A message costs its record and less than 300 bytes.
     Mirrors ``ProcessQueue``.
     """
 
-    __slots__ = ("_begun", "_bounds", "_largest", "_lined_up", "_waiting", "queue", "size")
+    __slots__ = ("_held", "_largest", "_waiting", "queue", "size")
 
     def __init__(self, queue: MessageQueue) -> None:
         self.queue: MessageQueue = queue
         self.size: int = 0
         """Total size of the stored bodies."""
-        self._lined_up: int = 0
-        """The number of messages that were taken and wait for a listener, so they count as waiting."""
-        self._waiting: deque[StoredMessage] = deque()
-        self._begun: dict[int, DeliveredMessage] = {}
-        # A row for each pull: last offset, (min, max) of its queue.
-        self._bounds: deque[tuple[int, tuple[int, int]]] = deque()
+        # The first key is read after each call of a listener. A plain dict would look for it among all that is removed.
+        self._held: OrderedDict[int, DeliveredMessage] = OrderedDict()
+        self._waiting: deque[DeliveredMessage] = deque()
         self._largest = -1
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._begun)
+        return len(self._held)
 
     @property
     def waiting(self) -> int:
         """The number of messages that have not begun."""
-        return len(self._waiting) + self._lined_up
+        return len(self._waiting)
 
     @property
     def begun(self) -> int:
         """The number of messages that have begun."""
-        return len(self._begun) - self._lined_up
+        return len(self._held) - len(self._waiting)
 
     def exceeds(self, messages: int, size: int, span: int) -> bool:
         """Return whether it holds more messages than this, more bytes of bodies, or a longer span of offsets."""
-        count = len(self._waiting) + len(self._begun)
+        count = len(self._held)
         return count > messages or self.size > size or (count > 1 and self.span > span)
 
     @property
     def span(self) -> int:
         """The number of queue offsets between the first and the last message."""
-        first = self.first
-        if first is None:
-            return 0
-        return (self._waiting[-1].queue_offset if self._waiting else next(reversed(self._begun))) - first
+        return next(reversed(self._held)) - next(iter(self._held)) if self._held else 0
 
     @property
     def first(self) -> int | None:
         """The smallest queue offset held."""
-        for queue_offset in self._begun:
-            return queue_offset
-        return self._waiting[0].queue_offset if self._waiting else None
+        return next(iter(self._held), None)
 
     def pass_to(self, queue_offset: int) -> None:
         """Count the messages before a queue offset that were not put as consumed: the group's filter left them out."""
@@ -91,112 +83,91 @@ class ProcessQueue:
     @property
     def progress(self) -> int:
         """The smallest queue offset not yet consumed; when empty, the largest ever put or passed plus one."""
-        first = self.first
-        return self._largest + 1 if first is None else first
+        return next(iter(self._held), self._largest + 1)
 
-    def put(self, messages: Sequence[StoredMessage], min_offset: int, max_offset: int) -> int:
+    def put(self, messages: Iterable[StoredMessage], min_offset: int, max_offset: int) -> int:
         """Add pulled messages, in order of queue offset; return how many are new."""
-        if not messages:
-            return 0
-        largest = self._largest
-        if messages[0].queue_offset <= largest:
-            messages = [message for message in messages if message.queue_offset > largest]
-            if not messages:
-                return 0
-        self._largest = messages[-1].queue_offset
-        self._waiting.extend(messages)
-        self._bounds.append((self._largest, (min_offset, max_offset)))
-        self.size += sum(map(_body_size, messages))
-        return len(messages)
+        new = self.put_and_take([message.raw for message in messages], (min_offset, max_offset))
+        self._waiting.extend(new)
+        return len(new)
 
-    def put_and_take(self, raw: bytes, bounds: tuple[int, int]) -> DeliveredMessage | None:
-        """Add and begin a pulled record, like `put` and `take`; return None and do nothing unless it is the next one.
+    def put_and_take(self, records: Iterable[bytes], bounds: tuple[int, int]) -> list[DeliveredMessage]:
+        """Add and begin pulled records, like `put` and `take`, while none waits; return those that are new.
 
         ``bounds`` are the minimum and maximum offset of the queue.
         """
-        queue_offset, flags, size = _unpack_begun(raw)
-        if self._waiting or queue_offset <= self._largest:
-            return None
-        self._largest = queue_offset
-        begun = self._begun[queue_offset] = DeliveredMessage(raw, self.queue, queue_offset, bounds)
-        self.size += len(begun.stored_body) if flags & _V6_HOSTS else size
+        begun: list[DeliveredMessage] = []
+        for raw in records:
+            queue_offset, flags, size = _unpack_held(raw)
+            if queue_offset > self._largest:
+                self._largest = queue_offset
+                message = self._held[queue_offset] = DeliveredMessage(raw, self.queue, queue_offset, bounds)
+                self.size += len(message.stored_body) if flags & _V6_HOSTS else size
+                begun.append(message)
         return begun
 
     def take(self, limit: int) -> list[DeliveredMessage]:
         """Begin the first ``limit`` waiting messages."""
-        waiting, bounds, begun = self._waiting, self._bounds, self._begun
-        messages: list[DeliveredMessage] = []
+        waiting, messages = self._waiting, list[DeliveredMessage]()
         while waiting and len(messages) < limit:
-            message = waiting.popleft()
-            if message.__class__ is not DeliveredMessage:
-                (queue_offset,) = _unpack_queue_offset(message.raw)
-                while bounds[0][0] < queue_offset:
-                    bounds.popleft()
-                message = DeliveredMessage(message.raw, self.queue, queue_offset, bounds[0][1])
-            begun[message.queue_offset] = message
-            messages.append(message)
+            messages.append(waiting.popleft())
         return messages
 
     def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
         """Remove messages that have begun; return the progress, None if none of them was held."""
-        begun = self._begun
-        if not begun and not self._waiting:
+        held = self._held
+        if not held:
             return None
         for message in messages:
-            if begun.pop(message.queue_offset, None) is not None:
+            if held.get(message.queue_offset) is message:
+                del held[message.queue_offset]
                 # This is `_body_size`, inlined, because it runs for each message.
                 flags, size = _unpack_body(message.raw)
                 self.size -= len(message.stored_body) if flags & _V6_HOSTS else size
-        for queue_offset in begun:  # This is `progress`, inlined, because it runs for each call of a listener.
+        for queue_offset in held:  # This is `progress`, inlined, because it runs for each call of a listener.
             return queue_offset
-        return self._waiting[0].queue_offset if self._waiting else self._largest + 1
+        return self._largest + 1
 
     def put_back(self, messages: Sequence[DeliveredMessage]) -> None:
         """Make the last messages that have begun wait again."""
-        for message in reversed(messages):
-            del self._begun[message.queue_offset]
-            self._waiting.appendleft(message)
+        self._waiting.extendleft(reversed(messages))
 
     def commit(self) -> int | None:
         """Remove all messages that have begun; return their largest queue offset plus one, None if there were none."""
-        begun = self._begun
-        if not begun:
-            return None
-        progress = next(reversed(begun)) + 1
-        self.size -= sum(map(_body_size, begun.values()))
-        begun.clear()
-        return progress
+        queue_offset = -1
+        for _ in range(len(self._held) - len(self._waiting)):
+            queue_offset, message = self._held.popitem(last=False)
+            self.size -= _body_size(message)
+        return queue_offset + 1 or None
 
     def roll_back(self) -> None:
         """Make all messages that have begun wait again."""
-        self.put_back(list(self._begun.values()))
+        self._waiting = deque(self._held.values())
 
-    def first_begun(self) -> DeliveredMessage | None:
-        """Return the message that holds back the progress, if it has begun."""
-        for message in self._begun.values():
-            return message
-        return None
+    def _taken(self) -> list[DeliveredMessage]:
+        """Return the messages that have begun."""
+        return list(islice(self._held.values(), self.begun))
 
-    def _first_started(self) -> DeliveredMessage | None:
-        """Return the first message that a concurrent listener has."""
-        for message in self._begun.values():
-            if message.consume_start_timestamp_ms is not None:
-                return message
-        return None
+    def _first_message(self) -> DeliveredMessage | None:
+        """Return the message that holds back the progress."""
+        return next(iter(self._held.values()), None)
+
+    def _started(self) -> Iterator[DeliveredMessage]:
+        """Return the messages that concurrent listeners have."""
+        return (message for message in self._held.values() if message.consume_start_timestamp_ms is not None)
 
     def holds(self, message: DeliveredMessage) -> bool:
         """Return whether a message that has begun is still here; it is not after the consume timeout."""
-        return self._begun.get(message.queue_offset) is message
+        return self._held.get(message.queue_offset) is message
 
-    def peek(self) -> StoredMessage | None:
+    def peek(self) -> DeliveredMessage | None:
         """Return the next message to begin."""
         return self._waiting[0] if self._waiting else None
 
     def drop_all(self) -> None:
         self._waiting.clear()
-        self._begun.clear()
-        self._bounds.clear()
-        self.size = self._lined_up = 0
+        self._held.clear()
+        self.size = 0
         self._largest = -1
 
 
@@ -334,7 +305,7 @@ class AssignedQueue:
         with suppress(ValueError):  # the broker has ended
             if place is not None:
                 # A pull consumer has handed out what is before the next offset, and holds nothing.
-                for queue_offset in self.messages._begun or range(max(place.position, 0), self.next_offset)[-SLOTS:]:
+                for queue_offset in self.messages._held or range(max(place.position, 0), self.next_offset)[-SLOTS:]:
                     place.end(queue_offset)
                 for suspect in place.suspects().values():
                     suspect.runs_alone(False)

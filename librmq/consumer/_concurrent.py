@@ -52,20 +52,21 @@ def check_weight(topic: str, weight: object, orderly: bool) -> None:
         )
 
 
+_COST: Final = 1 << 40
+"""What a message of weight 1 costs, in units of virtual time."""
+
+
 @dataclass(slots=True, eq=False)
 class Pulled:
     """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
     assigned: AssignedQueue
-    count: int
-    messages: list[DeliveredMessage] | None = None
-    """A batch that was taken from its queue and is lined up, in place of messages that wait in the queue."""
+    messages: list[DeliveredMessage]
+    """In order."""
     weight: int = 1
     """Its lane in the backlog."""
-
-
-_COST: Final = 1 << 40
-"""What a message of weight 1 costs, in units of virtual time."""
+    size: int = 1
+    """The largest batch."""
 
 
 class Backlog:
@@ -86,14 +87,15 @@ class Backlog:
         self._starts: dict[int, int] = {}
         self._now = 0
 
-    def append(self, pulled: Pulled, weight: int, *, is_first: bool = False) -> None:
+    def append(self, pulled: Pulled, *, is_first: bool = False) -> None:
         """Add messages to the end of their lane, or to its beginning."""
-        pulled.weight = weight
+        weight = pulled.weight
         lane = self.lanes.get(weight)
         if lane is None:
-            lane = self.lanes[weight] = deque()
-            self._starts[weight] = max(self._starts.get(weight, 0), self._now)
-        if is_first:
+            self.lanes[weight] = deque((pulled,))
+            if self._starts.get(weight, -1) < self._now:
+                self._starts[weight] = self._now
+        elif is_first:
             lane.appendleft(pulled)
         else:
             lane.append(pulled)
@@ -105,29 +107,30 @@ class Backlog:
             return next(iter(lanes.values()))[0]
         return lanes[min(lanes, key=lambda weight: (self._starts[weight], -weight))][0]
 
-    def remove(self, pulled: Pulled) -> None:
+    def remove(self, first: Pulled) -> None:
         """Remove what begins next."""
-        lane = self.lanes[pulled.weight]
+        lane = self.lanes[first.weight]
         lane.popleft()
         if not lane:
-            del self.lanes[pulled.weight]
+            del self.lanes[first.weight]
 
-    def charge(self, weight: int, count: int) -> None:
-        """Count messages that begin."""
-        self._now = self._starts[weight]
-        self._starts[weight] += count * _COST // weight
+    def take(self, first: Pulled, size: int) -> list[DeliveredMessage]:
+        """Begin up to ``size`` messages of what begins next."""
+        messages = first.messages
+        if len(messages) > size:
+            messages = messages[:size]
+            del first.messages[:size]
+        else:
+            self.remove(first)
+        self._now = self._starts[first.weight]
+        self._starts[first.weight] += len(messages) * _COST // first.weight
+        return messages
 
     def take_all(self) -> list[Pulled]:
         """Remove and return everything."""
         contents = [pulled for weight in sorted(self.lanes, reverse=True) for pulled in self.lanes[weight]]
         self.lanes.clear()
         return contents
-
-
-def batches_of(assigned: AssignedQueue, messages: list[DeliveredMessage], size: int) -> list[Pulled]:
-    """Return batches of at most ``size`` messages, which are taken from their queue."""
-    parts = (messages[start : start + size] for start in range(0, len(messages), size))
-    return [Pulled(assigned, len(part), part) for part in parts]
 
 
 RUN: Final = 32
@@ -226,11 +229,9 @@ class ConcurrentDelivery:
         self._instance = instance
         self._runner = instance.runner
         self._resume = resume
-        self._rests = Rests(instance, self._resumed)
+        self._rests: Rests[Pulled] = Rests(instance, self._resumed)
         self._retries = Retries(instance, calls.counts)
         self._backlog = Backlog()
-        self._postponed: deque[tuple[int, Pulled]] = deque()
-        self._resting: list[Pulled] = []
         # The run is under way in one thread. If it is slow, the other threads get what it has not begun.
         self._run: Run | None = None
         self._pulls_after_run: list[Step] = []
@@ -241,7 +242,6 @@ class ConcurrentDelivery:
         self._count_began = 0.0
         self._watching = Step(f"{instance._label} slow listener", self._divide_slow_run, instance.client)
         self._expiring = Step(f"{instance._label} consume timeout", self._expire, instance.client)
-        self._redelivery = Step(f"{instance._label} deliver again", self._deliver_postponed, instance.client)
 
     @property
     def _timeout_ms(self) -> int:
@@ -251,7 +251,7 @@ class ConcurrentDelivery:
         """Continue with the consumer's new settings."""
         self.config = self._instance.config
         self.line_up()
-        self._begin_waiting(now_ms)
+        self.go_on(now_ms)
         # The timeout can be shorter now than when the step was planned, so plan it again from the new one.
         if self._expiring.at is not None:
             self._watch_timeouts(now_ms)
@@ -273,56 +273,36 @@ class ConcurrentDelivery:
         """
         if len(messages) == 1 and assigned.left is None and self.try_begin(assigned, messages[0].raw, bounds, now_ms):
             return
-        count = assigned.messages.put(messages, *bounds)
-        if count:
-            self._enqueue(Pulled(assigned, count))
-            self._begin_waiting(now_ms)
+        new = assigned.messages.put_and_take([message.raw for message in messages], bounds)
+        if new:
+            self._enqueue(assigned, new)
+            self.go_on(now_ms)
 
-    def _enqueue(self, pulled: Pulled, *, is_first: bool = False) -> None:
+    def _enqueue(self, assigned: AssignedQueue, messages: list[DeliveredMessage], *, is_first: bool = False) -> None:
         """Add messages to the backlog: by listener if these have weights."""
-        is_weighted = self.calls.listeners.are_weighted
-        if pulled.messages is None and not is_weighted:
-            self._backlog.append(pulled, 1, is_first=is_first)
+        calls = self.calls
+        if not calls.listeners.are_weighted:
+            pulled = Pulled(assigned, messages, size=calls.batch_size(assigned))
+            self._backlog.append(pulled, is_first=is_first)
             return
-        self._take(pulled)
-        by_listener: dict[int, tuple[Listener, list[DeliveredMessage]]] = {}
-        for message in pulled.messages or ():
-            if pulled.assigned.left is not None and (suspect := pulled.assigned.take_suspect(message.queue_offset)):
-                self._judge(pulled.assigned, message, suspect)
-                continue
-            listener = self.calls.listener_for(pulled.assigned, message)
-            by_listener.setdefault(id(listener), (listener, []))[1].append(message)
-        batches = [
-            (batch, (listener.weight or 1) if is_weighted else 1)
-            for listener, messages in by_listener.values()
-            for batch in batches_of(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
-        ]
-        # Each batch that goes first stands before the one added last, so add them from the end to keep their order.
-        for batch, weight in reversed(batches) if is_first else batches:
-            self._backlog.append(batch, weight, is_first=is_first)
+        by_listener: dict[int, Pulled] = {}
+        for message in messages:
+            listener = calls.listener_for(assigned, message)
+            size = self.config.batch_size if listener.as_list else 1
+            pulled = by_listener.setdefault(id(listener), Pulled(assigned, [], listener.weight or 1, size))
+            pulled.messages.append(message)
+        for pulled in by_listener.values():
+            self._backlog.append(pulled, is_first=is_first)
 
-    def _take(self, pulled: Pulled) -> None:
-        """Take the messages from their queue, so that they can overtake others."""
-        if pulled.messages is None:
-            pulled.messages = pulled.assigned.messages.take(pulled.count)
-            pulled.assigned.messages._lined_up += len(pulled.messages)
+    def _resumed(self, now_ms: int, due: list[Pulled]) -> None:
+        for pulled in reversed(due):  # Each goes to the front, so the last one goes there first.
+            self._enqueue(pulled.assigned, pulled.messages, is_first=True)
+        self.go_on(now_ms)
 
     def line_up(self) -> None:
         """Arrange the messages that wait by the present listeners and settings."""
-        backlog = self._backlog.take_all()
-        if self.calls.listeners.are_weighted:
-            for pulled in self._resting:
-                self._take(pulled)
-        former: Pulled | None = None
-        for pulled in backlog:
-            if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
-                former.messages += pulled.messages  # The size of batches can have changed, so they are divided again.
-                continue
-            if former is not None:
-                self._enqueue(former)
-            former = None if pulled.assigned.released else pulled
-        if former is not None:
-            self._enqueue(former)
+        for pulled in self._backlog.take_all():
+            self._enqueue(pulled.assigned, pulled.messages)
 
     def try_begin(self, assigned: AssignedQueue, raw: bytes, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up.
@@ -334,69 +314,50 @@ class ConcurrentDelivery:
             return False
         if self._rests.is_probing or assigned.queue in self._rests:
             return False
-        begun = assigned.messages.put_and_take(raw, bounds)
-        if begun is None:
+        messages = assigned.messages.put_and_take((raw,), bounds)
+        if not messages:
             return False
-        begun.consume_start_timestamp_ms = now_ms
-        calls.submit(DeliveryCall(calls, self._apply_result, calls.listener_for(assigned, begun), assigned, [begun]))
+        messages[0].consume_start_timestamp_ms = now_ms
+        listener = calls.listener_for(assigned, messages[0])
+        calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
         if self._expiring.at is None:
             self._watch_timeouts(now_ms)
         return True
 
-    def _begin_waiting(self, now_ms: int) -> None:
-        calls, backlog, limit = self.calls, self._backlog, 1 if self._rests.is_probing else self.config.threads
-        if self._instance._stopping:
-            backlog.lanes.clear()
-            return
-        lanes = backlog.lanes
-        while lanes and calls.running < limit and calls.may_begin and self._run is None and not self._rests.is_whole:
-            # Without weights the first message in order is next, and asking the lanes for their turns is left out.
-            first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
-            assigned = first.assigned
-            # A released queue's messages stay in the backlog until their turn: searching them at the release would take
-            # as long as the backlog.
-            if assigned.released:
+    def go_on(self, now_ms: int) -> None:
+        """Begin what waits, as far as threads are free."""
+        calls, backlog, resting = self.calls, self._backlog, self._rests.times
+        lanes, limit = backlog.lanes, 1 if self._rests.is_probing else self.config.threads
+        while lanes and calls.running < limit and calls.may_begin and self._run is None and None not in resting:
+            first = backlog.first()
+            if first.assigned.released:
+                # They have stayed until their turn: searching them at the release would take as long as the backlog.
                 backlog.remove(first)
-                continue
-            if assigned.queue in self._rests:
+            elif resting and first.assigned.queue in resting:
                 backlog.remove(first)
-                self._resting.append(first)
-                continue
-            messages, run_listener = self._next_batch(first)
-            if not messages:
-                continue
-            for message in messages:
-                message.consume_start_timestamp_ms = now_ms
-            if run_listener is None or len(messages) == 1:
-                listener = calls.listener_for(assigned, messages[0])
-                calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
+                self._rests.keep(first, *resting[first.assigned.queue])
             else:
-                if self._watching.at is None:
-                    self._runner.wake(self._watching, now_ms + LOOK_MS)
-                self._run = Run(calls, self._apply_result, run_listener, assigned, messages)
-                calls.submit(self._run)
-            if self._expiring.at is None:
-                self._watch_timeouts(now_ms)
+                self._begin(first, now_ms)
 
-    def _next_batch(self, first: Pulled) -> tuple[list[DeliveredMessage], Listener | None]:
-        """Take what begins next, and the listener of a run of it; nothing if that was passed over."""
-        assigned, backlog = first.assigned, self._backlog
-        if first.messages is not None:
-            assigned.messages._lined_up -= len(first.messages)
-            backlog.remove(first)
-            backlog.charge(first.weight, len(first.messages))
-            return first.messages, None
-        run_listener = self._run_listener(assigned) if self.is_fast and assigned.left is None else None
-        batch = 1 if assigned.left is not None else RUN if run_listener is not None else self.calls.batch_size(assigned)
-        messages = assigned.messages.take(min(first.count, batch))
-        first.count -= len(messages)
-        if first.count <= 0 or not messages:
-            backlog.remove(first)
-        if messages and assigned.left is not None and (suspect := assigned.take_suspect(messages[0].queue_offset)):
-            assigned.messages._lined_up += 1
+    def _begin(self, first: Pulled, now_ms: int) -> None:
+        calls, assigned = self.calls, first.assigned
+        listener = self._run_listener(assigned) if self.is_fast and assigned.left is None else None
+        size = RUN if listener is not None else first.size if assigned.left is None else 1
+        messages = self._backlog.take(first, size)
+        if assigned.left is not None and (suspect := assigned.take_suspect(messages[0].queue_offset)):
             self._judge(assigned, messages[0], suspect)
-            return [], None
-        return messages, run_listener
+            return
+        for message in messages:
+            message.consume_start_timestamp_ms = now_ms
+        if listener is None or len(messages) == 1:
+            calls.begin(self._apply_result, assigned, messages)
+        else:
+            if self._watching.at is None:
+                self._runner.wake(self._watching, now_ms + LOOK_MS)
+            self._run = Run(calls, self._apply_result, listener, assigned, messages)
+            calls.submit(self._run)
+        if self._expiring.at is None:
+            self._watch_timeouts(now_ms)
 
     def _watch_timeouts(self, now_ms: int) -> None:
         self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
@@ -418,7 +379,7 @@ class ConcurrentDelivery:
         # retry from here would count as that reader's.
         if messages and not assigned.released:
             if isinstance(error, DownstreamDown):
-                self._rest(assigned, messages[consumed:], error)
+                self._keep(assigned, messages[consumed:], error)
                 messages = messages[:consumed]
             elif self._rests.is_probing or self._instance._states.causes:
                 self._rests.succeeded()
@@ -429,7 +390,7 @@ class ConcurrentDelivery:
         if self._backlog.lanes:
             if not self.is_fast:
                 self._count_ended()
-            self._begin_waiting(self._runner.now_ms())
+            self.go_on(self._runner.now_ms())
 
     # ---- runs of fast listeners
 
@@ -445,7 +406,10 @@ class ConcurrentDelivery:
 
     def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
         """Return the listener of all messages of a queue, None if it can't have a run of them."""
-        listener = None if self._rests.is_probing else self.calls.listeners.sole_listener(assigned.queue.topic)
+        listeners = self.calls.listeners
+        if self._rests.is_probing or listeners.are_weighted:  # It would keep the messages of other weights waiting.
+            return None
+        listener = listeners.sole_listener(assigned.queue.topic)
         return None if listener is None or listener.as_list or listener.is_async else listener
 
     def _end_run(self, run: Run) -> None:
@@ -482,7 +446,7 @@ class ConcurrentDelivery:
         self._clear_run()
         self.calls.count_running()  # Ctrl-C can have come between the count of the run and its submission
         self._divide(run)
-        self._begin_waiting(now_ms)
+        self.go_on(now_ms)
         return None
 
     def _divide(self, run: Run) -> None:
@@ -505,23 +469,25 @@ class ConcurrentDelivery:
             self._apply(run.assigned, ended, len(ended), None)
             run.settle(ended)
 
-    def _begin_later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
-        """Let messages that were taken from their queue wait again, before all others."""
+    def _begin_later(self, assigned: AssignedQueue, messages: list[DeliveredMessage], wait_ms: int = 0) -> None:
+        """Let messages that had begun wait for a time, and then for a thread before all others."""
         for message in messages:
-            message.consume_start_timestamp_ms = None
+            message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
         assigned.end(messages)
-        assigned.messages._lined_up += len(messages)
-        self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+        if wait_ms:
+            now_ms = self._runner.now_ms()
+            self._rests.keep(Pulled(assigned, messages), now_ms, now_ms + wait_ms)
+        else:
+            self._enqueue(assigned, messages, is_first=True)
 
     # ---- suspects
 
     def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> None:
-        """Let a suspect, which counts as waiting, have its turn; or make it a dead letter."""
+        """Let a suspect have its turn, or make it a dead letter."""
         error = conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is None:
             self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message, suspect)))
             return
-        assigned.messages._lined_up -= 1
         self._apply(assigned, [message], 0, error)
         if assigned.messages.holds(message):  # no broker has accepted it
             assigned.keep_suspect(suspect)
@@ -533,22 +499,17 @@ class ConcurrentDelivery:
             return False
         if assigned.queue in self._rests:
             assigned.keep_suspect(suspect)
-            self._resting.append(Pulled(assigned, 1, [message]))
+            self._enqueue(assigned, [message], is_first=True)
             return False
-        assigned.messages._lined_up -= 1
         message.consume_start_timestamp_ms = now_ms
         self.calls.begin(self._apply_result, assigned, [message], turn)
         if self._expiring.at is None:
             self._watch_timeouts(now_ms)
         return True
 
-    def go_on(self, now_ms: int) -> None:
-        """Begin what has waited for a suspect."""
-        self._begin_waiting(now_ms)
-
     # ---- rests
 
-    def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
+    def _keep(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
         """Keep messages to begin again after a rest, without counting a failure."""
         # Those that exceeded consume_timeout were sent back, and would be delivered twice.
         messages = [message for message in messages if assigned.messages.holds(message)]
@@ -556,12 +517,6 @@ class ConcurrentDelivery:
         if messages:
             self._begin_later(assigned, messages)
         self._rests.begin_rest(error, assigned.queue)
-
-    def _resumed(self, now_ms: int) -> None:
-        for pulled in reversed(self._resting):
-            self._enqueue(pulled, is_first=True)
-        self._resting.clear()
-        self._begin_waiting(now_ms)
 
     def _apply(
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
@@ -582,7 +537,9 @@ class ConcurrentDelivery:
             )
             if unaccepted:
                 ended = [message for message in messages if message not in unaccepted]
-                self._postpone(assigned, unaccepted)
+                for message in unaccepted:
+                    message._count_failure()
+                self._begin_later(assigned, unaccepted, REDELIVERY_MS)
         progress = assigned.messages.remove(ended)
         if progress is not None and ended and ended[-1].queue_offset >= progress and assigned.place is not None:
             for message in ended:
@@ -591,26 +548,6 @@ class ConcurrentDelivery:
             self._instance._progressed(assigned, progress)
         if assigned.throttled:
             self._resume(assigned)
-
-    # ---- messages that could not be sent back
-
-    def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
-        for message in messages:
-            message._count_failure()
-            message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
-        assigned.end(messages)
-        # All of them wait for the same time, so the deque is in order of the due times.
-        due_ms = self._runner.now_ms() + REDELIVERY_MS
-        assigned.messages._lined_up += len(messages)
-        for batch in batches_of(assigned, messages, self.calls.batch_size(assigned)):
-            self._postponed.append((due_ms, batch))
-        self._runner.wake(self._redelivery, self._postponed[0][0])
-
-    def _deliver_postponed(self, now_ms: int) -> int | None:
-        while self._postponed and self._postponed[0][0] <= now_ms:
-            self._enqueue(self._postponed.popleft()[1])
-        self._begin_waiting(now_ms)
-        return self._postponed[0][0] if self._postponed else None
 
     # ---- consume timeout
 
@@ -621,7 +558,7 @@ class ConcurrentDelivery:
         self.settle()
         for assigned in list(self._instance.assigned.values()):
             for _ in range(MAX_EXPIRED):
-                first = assigned.messages._first_started()
+                first = next(assigned.messages._started(), None)
                 started_ms = None if first is None else first.consume_start_timestamp_ms
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
@@ -646,6 +583,6 @@ class ConcurrentDelivery:
                     self._resume(assigned)
                 elif not len(assigned.messages):
                     self._runner.wake(assigned.pull)
-        if any(assigned.messages.begun for assigned in self._instance.assigned.values()):
+        if any(next(assigned.messages._started(), None) for assigned in self._instance.assigned.values()):
             return next_from_first(now_ms, self._instance.started_ms, self._timeout_ms)
         return None

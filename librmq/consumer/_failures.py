@@ -23,7 +23,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeVar
+from heapq import heappop, heappush
+from typing import Any, Final, Generic, Literal, TypeVar
 
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import ConsumerCounts, Instance
@@ -41,8 +42,10 @@ from librmq.protocol import (
     SentBack,
 )
 from librmq.runtime import Step
+from librmq.runtime.runner import NEVER
 
 R = TypeVar("R")
+T = TypeVar("T")
 REDELIVERY_MS: Final = 5_000
 """Pause before a message that no broker accepted back is delivered again."""
 MIN_SUSPENSION_MS: Final = 10
@@ -295,50 +298,79 @@ def _fields(assigned: AssignedQueue, message: DeliveredMessage, attempt: int) ->
     }
 
 
-# ---- rests after a failure downstream
+# ---- what waits for a time
 
 
-class Rests:
-    """The rests of one consumer. Its methods are called under the runner's lock."""
+class Rests(Generic[T]):
+    """What waits for a time in one consumer, and what is kept meanwhile. Called under the runner's lock.
 
-    def __init__(self, consumer: Instance, resumed: Callable[[int], None]) -> None:
-        """``resumed(now_ms)`` is called when a rest ends."""
+    The whole consumer or a queue rests while a service that listeners call is down, or the queue is suspended. Failed
+    messages that no broker has accepted back are kept for a time of their own.
+    """
+
+    def __init__(self, consumer: Instance, resumed: Callable[[int, list[T]], None]) -> None:
+        """``resumed(now_ms, due)`` is called when rests end, with what was kept for them."""
         self._consumer = consumer
         self._resumed = resumed
-        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # start and end; None is the whole consumer
+        self.times: dict[MessageQueue | None, tuple[int, int]] = {}
+        """Start and end of the rest of each queue; None is the whole consumer."""
+        # A heap of the end of the wait, a number that keeps the order of equal ends, and the start.
+        self._kept: list[tuple[int, int, int, T]] = []
+        self._number = 0
         self.is_probing: bool = False
         """Whether the next call decides if the whole consumer continues."""
         self._step = Step(f"{consumer._label} resume", self._end_rests, consumer.client)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the whole consumer rests."""
-        return None in self._times
-
     def __contains__(self, queue: MessageQueue) -> bool:
-        return bool(self._times) and (None in self._times or queue in self._times)
+        return bool(self.times) and (None in self.times or queue in self.times)
 
     def begin_rest(self, error: DownstreamDown, queue: MessageQueue) -> int:
         """Begin a rest and return its length in milliseconds; only the first in a row is logged as a warning."""
-        consumer, key = self._consumer, queue if error.only_queue else None
-        now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
-        self._times[key] = now_ms, now_ms + rest_ms
-        self.is_probing |= key is None
+        consumer, rest_ms = self._consumer, max(1, round(1000 * error.seconds))
+        self.is_probing |= not error.only_queue
         if not consumer._stopping:
             consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
         consumer._note("rest", queue.topic)
-        consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
+        self.rest(queue if error.only_queue else None, rest_ms)
         return rest_ms
+
+    def rest(self, queue: MessageQueue | None, milliseconds: int) -> None:
+        """Let a queue, or the whole consumer, rest for a time."""
+        now_ms = self._consumer.runner.now_ms()
+        self.times[queue] = now_ms, max(now_ms + milliseconds, self.times.get(queue, (0, 0))[1])
+        self._wake()
+
+    def keep(self, item: T, begin_ms: int, end_ms: int) -> None:
+        """Keep something until a time."""
+        self._number += 1
+        heappush(self._kept, (end_ms, self._number, begin_ms, item))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._consumer.runner.wake(self._step, self._next_ms)
+
+    def end(self, queue: MessageQueue) -> None:
+        """End the rest of a queue, without what is kept for it."""
+        self.times.pop(queue, None)
 
     def succeeded(self) -> None:
         """Note a successful call, which ends the probing."""
-        if not self._times:
+        if not self.times:
             self.is_probing = False
             self._consumer._states.works(("downstream",), "what listeners call")
 
+    @property
+    def _next_ms(self) -> int:
+        ends = [end for _, end in self.times.values()]
+        return min([*ends, *(kept[0] for kept in self._kept[:1])], default=NEVER)
+
     def _end_rests(self, now_ms: int) -> int | None:
-        for key, (begin, end) in list(self._times.items()):
-            if not begin <= now_ms < end:  # It is earlier than its beginning after the clock was set back.
-                del self._times[key]
-        self._resumed(now_ms)
-        return min((end for _, end in self._times.values()), default=None)
+        # A time that has not come ends too if it is before the start: the clock was set back.
+        for queue, (begin, end) in list(self.times.items()):
+            if not begin <= now_ms < end:
+                del self.times[queue]
+        due: list[T] = []
+        while self._kept and not self._kept[0][2] <= now_ms < self._kept[0][0]:
+            due.append(heappop(self._kept)[3])
+        self._resumed(now_ms, due)
+        return self._next_ms if self.times or self._kept else None

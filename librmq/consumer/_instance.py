@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from librmq.client import Client
 from librmq.client.operations import Watched
 from librmq.consumer._assignment import AssignedQueue, LeftWork
-from librmq.consumer._listeners import DeliveredMessage
 from librmq.consumer._offsets import Offsets
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
@@ -221,25 +220,26 @@ def instance_state(
         threads=config.threads if kind == "push" else 0,
         running=running,
         strategy=getattr(config.strategy, "__name__", repr(config.strategy)),
-        queues=tuple(_held_queue(assigned) for assigned in held),
+        queues=tuple(_held_queue(assigned, config.orderly) for assigned in held),
         listeners=listeners,
         started_ms=started_ms,
         max_reconsume_times=member.max_reconsume_times,
     )
 
 
-def _held_queue(assigned: AssignedQueue) -> HeldQueue:
+def _held_queue(assigned: AssignedQueue, is_orderly: bool) -> HeldQueue:
     messages = assigned.messages
-    first = messages.first_begun() or messages.peek()
-    since_ms = first.consume_start_timestamp_ms if isinstance(first, DeliveredMessage) else None
+    running = messages.begun if is_orderly else sum(1 for _ in messages._started())
+    first = messages._first_message()
+    since_ms = None if first is None else first.consume_start_timestamp_ms
     if since_ms is None and assigned.delivering and assigned.since_ms:
         since_ms = assigned.since_ms  # An orderly one counts from the first of its calls without a rest.
     return HeldQueue(
         queue=assigned.queue,
         progress=assigned.progress,
         stored=assigned.stored_progress,
-        waiting=messages.waiting,
-        running=messages.begun,
+        waiting=len(messages) - running,
+        running=running,
         first=None if first is None else first.queue_offset,
         first_message_id=None if first is None else first.message_id,
         first_since_ms=since_ms,

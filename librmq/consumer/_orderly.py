@@ -69,10 +69,9 @@ class OrderlyDelivery:
         self._runner = instance.runner
         self._rebalancing = rebalancing
         self._resume = resume
-        self._rests = Rests(instance, self._begin_waiting)
+        self._rests: Rests[AssignedQueue] = Rests(instance, self._resumed)
         self._retries = Retries(instance, calls.counts)
         self._waiting: deque[AssignedQueue] = deque()  # those that wait for a listener, in their order
-        self._resting: dict[MessageQueue, Step] = {}
 
     @property
     def _suspend_ms(self) -> int:
@@ -81,7 +80,7 @@ class OrderlyDelivery:
     def apply_settings(self, now_ms: int) -> None:
         """Continue with the consumer's new settings."""
         self.config = self._instance.config
-        self._begin_waiting(now_ms)
+        self.go_on(now_ms)
 
     def stop(self) -> threading.Event | None:
         """Begin nothing more; return an event as `ListenerCalls.wait_for_end` does."""
@@ -93,8 +92,7 @@ class OrderlyDelivery:
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
             return False
-        if self._resting.pop(assigned.queue, None) is not None:
-            assigned.delivering = False
+        self._rests.end(assigned.queue)
         if self.locks is not None:
             self.locks.release(assigned, now_ms)
         return True
@@ -117,11 +115,12 @@ class OrderlyDelivery:
             assigned.delivering = True
             assigned.since_ms = now_ms
             self._waiting.append(assigned)
-            self._begin_waiting(now_ms)
+            self.go_on(now_ms)
 
-    def _begin_waiting(self, now_ms: int) -> None:
+    def go_on(self, now_ms: int) -> None:
+        """Begin with the queues that wait, as far as threads are free."""
         calls, waiting, limit = self.calls, self._waiting, 1 if self._rests.is_probing else self.config.threads
-        while waiting and calls.running < limit and calls.may_begin and not self._rests.is_whole:
+        while waiting and calls.running < limit and calls.may_begin and None not in self._rests.times:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
@@ -134,6 +133,12 @@ class OrderlyDelivery:
                     calls.begin(self._apply_result, assigned, messages)
                 else:
                     assigned.delivering = False
+
+    def _resumed(self, now_ms: int, due: list[AssignedQueue]) -> None:
+        for assigned in due:
+            assigned.since_ms = now_ms
+        self._waiting.extend(due)
+        self.go_on(now_ms)
 
     # ---- suspects
 
@@ -168,7 +173,7 @@ class OrderlyDelivery:
         if assigned.released or self._instance._stopping:
             assigned.delivering = False
             return False
-        if self._rests.is_whole or (self.locks is not None and not self.locks.holds(assigned, now_ms)):
+        if assigned.queue in self._rests or (self.locks is not None and not self.locks.holds(assigned, now_ms)):
             assigned.keep_suspect(suspect)
             self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
             return False
@@ -180,26 +185,13 @@ class OrderlyDelivery:
         self.calls.begin(self._apply_result, assigned, messages, turn)
         return True
 
-    def go_on(self, now_ms: int) -> None:
-        """Begin what has waited for a suspect."""
-        self._begin_waiting(now_ms)
-
     def _rest(self, assigned: AssignedQueue, milliseconds: int | None) -> None:
         """Pause the queue for a time; None means until it is locked."""
         if milliseconds is None:
             assigned.delivering = False
-            return
-
-        def resume(now_ms: int) -> int | None:
-            if self._resting.get(assigned.queue) is step:
-                del self._resting[assigned.queue]
-                assigned.delivering = False
-                self._begin_queue(assigned, now_ms)
-            return None
-
-        step = Step(f"{self._instance._label} resume {assigned.label}", resume, self._instance.client)
-        self._resting[assigned.queue] = step
-        self._runner.wake(step, self._runner.now_ms() + milliseconds)
+        else:
+            self._rests.rest(assigned.queue, milliseconds)
+            self._rests.keep(assigned, *self._rests.times[assigned.queue])
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
@@ -221,7 +213,7 @@ class OrderlyDelivery:
                 self._rest(assigned, rest_ms)
             else:
                 self._continue(assigned)
-        self._begin_waiting(now_ms)
+        self.go_on(now_ms)
 
     def _continue(self, assigned: AssignedQueue) -> None:
         """Deliver the queue's next messages before the others', unless it is empty."""
@@ -278,8 +270,9 @@ class OrderlyDelivery:
         return rest_ms
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
-        self.calls.counts.consumed += assigned.messages.begun
-        self._instance._note("outcome", assigned.queue.topic, result, assigned.messages.begun)
+        count = assigned.messages.begun
+        self.calls.counts.consumed += count
+        self._instance._note("outcome", assigned.queue.topic, result, count)
         progress = assigned.messages.commit()
         if progress is not None:
             self._instance._progressed(assigned, progress)
@@ -291,7 +284,7 @@ class OrderlyDelivery:
             settled = "open" if result is OrderlyResult.HOLD else "retry" if result is OrderlyResult.ROLLBACK else "ok"
             if settled != "open":
                 # A released queue has dropped its messages, so fall back to those of the call.
-                messages = list(call.assigned.messages._begun.values()) or messages
+                messages = call.assigned.messages._taken() or messages
         self._instance._note("settle", result=settled, messages=messages)
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
@@ -311,7 +304,7 @@ class OrderlyDelivery:
         queues = []
         for assigned in self._instance.assigned.values():
             first = assigned.messages.peek()
-            if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
+            if first is not None and first.reconsume_times and assigned.queue in self._rests:
                 queues.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))
         return queues
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Final, Unpack
+from typing import Final, Never, Unpack
 
 from librmq.client import Client
 from librmq.client.client import State
@@ -119,7 +119,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._polling = Lock()
         self._looks_once = False
         """Whether the present poll waits for nothing."""
-        self._rests = Rests(self, self._end_rest)
+        self._rests: Rests[Never] = Rests(self, self._end_rest)
         self._retries = Retries(self, ConsumerCounts())
         self._in_work = 0
         self._is_held_back = False
@@ -683,7 +683,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if last is not None:
                 self._rests.begin_rest(error, last)
 
-    def _end_rest(self, now_ms: int) -> None:
+    def _end_rest(self, now_ms: int, due: list[Never]) -> None:
         self._rests.succeeded()
         self._arrived.set()
 

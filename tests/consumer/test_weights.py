@@ -31,6 +31,10 @@ QUEUE = AssignedQueue(MessageQueue("t", "broker-a", 0), 0, None, Step("pull", la
 # --------------------------------------------------------------------------------------------------------- the backlog
 
 
+def batch(weight: int, count: int) -> Pulled:
+    return Pulled(QUEUE, [DeliveredMessage(b"", QUEUE.queue, number, (0, 0)) for number in range(count)], weight)
+
+
 @given(
     st.lists(
         st.one_of(st.tuples(st.sampled_from([1, 3, 8, 50]), st.integers(1, 4)), st.none()), min_size=1, max_size=120
@@ -43,16 +47,15 @@ def test_shares_follow_the_weights(events: list[tuple[int, int] | None]) -> None
     for event in [*events, *[None] * len(events)]:
         if event is not None:
             weight, count = event
-            waiting[weight].append(Pulled(QUEUE, count))
-            backlog.append(waiting[weight][-1], weight)
+            waiting[weight].append(batch(weight, count))
+            backlog.append(waiting[weight][-1])
         elif backlog.lanes:
             first = backlog.first()
             assert waiting[first.weight].pop(0) is first  # in order within a weight
-            backlog.remove(first)
-            backlog.charge(first.weight, first.count)
+            count = len(backlog.take(first, 4))
             for pair, service in since.items():
                 if first.weight in pair:
-                    service[first.weight] += Fraction(first.count, first.weight)
+                    service[first.weight] += Fraction(count, first.weight)
         present = [weight for weight, batches in waiting.items() if batches]
         assert set(backlog.lanes) == set(present)
         pairs = {frozenset((one, two)) for one in present for two in present if one != two}
@@ -65,15 +68,12 @@ def test_shares_follow_the_weights(events: list[tuple[int, int] | None]) -> None
 def test_a_weight_that_was_idle_begins_next() -> None:
     backlog = Backlog()
     for number in range(50):
-        backlog.append(Pulled(QUEUE, 1), 1)
+        backlog.append(batch(1, 1))
         if number >= 30:
-            backlog.append(Pulled(QUEUE, 1), 8)
+            backlog.append(batch(8, 1))
             assert backlog.first().weight == 8
-            backlog.remove(backlog.first())
-            backlog.charge(8, 1)
-        first = backlog.first()
-        backlog.remove(first)
-        backlog.charge(first.weight, 1)
+            backlog.take(backlog.first(), 1)
+        backlog.take(backlog.first(), 1)
 
 
 # ------------------------------------------------------------------------------------------------------- the consumer
