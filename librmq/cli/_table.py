@@ -65,20 +65,17 @@ def _queue(row: Row) -> str:
     return f"{row.get('topic')}:{row.get('queue_id')}"
 
 
-def _duration(name: str) -> Callable[[Row], object]:
-    def show(row: Row) -> object:
-        seconds = row.get(name)
-        return "never, or unknown" if seconds is None else duration(seconds)
-
-    return show
+def _known(name: str, text_of: Callable[[Any], str], otherwise: str) -> Callable[[Row], str]:
+    """Return the function that shows a field, or says what it means that there is none."""
+    return lambda row: otherwise if row.get(name) is None else text_of(row[name])
 
 
-def _rounded(name: str) -> Callable[[Row], object]:
-    def show(row: Row) -> object:
-        number = row.get(name)
-        return "unknown" if number is None else f"{number:,.1f}"
+def _duration(name: str) -> Callable[[Row], str]:
+    return _known(name, duration, "never, or unknown")
 
-    return show
+
+def _rounded(name: str) -> Callable[[Row], str]:
+    return _known(name, "{:,.1f}".format, "unknown")
 
 
 def _size(name: str) -> Callable[[Row], object]:

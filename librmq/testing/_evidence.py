@@ -89,7 +89,7 @@ class Evidence:
         self._history = kit.history()
         self._history.about = self.about
         self._start_consumers = start_consumers
-        self.facts: Facts = Facts(kit.network, runner, table, start, self._history)
+        self.facts: Facts = Facts(kit, runner, table, start)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self.sent_to: set[str] = set()

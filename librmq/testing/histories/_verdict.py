@@ -17,8 +17,8 @@ from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing._kit_runner import KitRunner, ProcessTable
-from librmq.testing._network import Network
-from librmq.testing.histories._history import History, HistoryLine
+from librmq.testing._process import KitParts
+from librmq.testing.histories._history import HistoryLine
 from librmq.testing.histories.anomalies import KINDS, check_history
 from librmq.testing.histories.events import place_of, span_of
 
@@ -44,15 +44,13 @@ class _Group:
 class Facts:
     """The events of a test that its clients do not see: groups, dead letters, given-up transactions, and rest."""
 
-    def __init__(
-        self, network: Network, runner: KitRunner, table: ProcessTable, start: StoreStart | None, history: History
-    ) -> None:
+    def __init__(self, kit: KitParts, runner: KitRunner, table: ProcessTable, start: StoreStart | None) -> None:
         """``start`` is what the kit's store began with."""
-        self._network = network
+        self._network = kit.network
         self._runner = runner
         self._table = table
         self._start = start
-        self._history = history
+        self._history = kit.history()
         self._groups: dict[str, _Group] = {}
 
     def note_heartbeat(self, request: Heartbeat) -> None:
