@@ -212,7 +212,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
     bint rmq_is_as_written(const uint8_t *record, size_t size, int folds) noexcept nogil
 
-API = 20
+API = 21
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -1176,12 +1176,12 @@ cdef object _append(
 
 
 cdef object _append_batch(AppendState self, list messages, object queue_id):
-    """The same for a batch; Python code writes the entries and keys of a large one at once, and needs the lock."""
+    """The same for a batch; Python code derives the entries and keys of a large one at once, and needs the lock."""
     cdef int64_t now = clock_ms(self)
     cdef object lock = self.lock, mutex = lock.mutex, results = None
     cdef DispatchState dispatcher
     cdef LaneState lane
-    cdef Block block = None
+    cdef bint is_large = PyList_GET_SIZE(messages) >= BATCH
     cdef int collects
     if now == -2 or not messages or not is_usual(self, messages[0], None):
         return None
@@ -1202,14 +1202,12 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
             return None
         collects = PyGC_Disable()
         try:
-            if PyList_GET_SIZE(messages) >= BATCH and not dispatcher.records and not dispatcher.lanes:
-                block = Block(PyList_GET_SIZE(messages))
-            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now, block)
+            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now, is_large)
         finally:
             if collects:
                 PyGC_Enable()
-        if results is not None and block is not None:
-            self.put_block(lane, bytes(block.entries), block.columns())
+        if results is not None and is_large:
+            self.dispatch_batch()
     finally:
         lock.owner = 0
         mutex.release()
@@ -1443,12 +1441,9 @@ cdef inline void fetch_later(AppendState self, list messages, Py_ssize_t number,
 
 
 cdef object _write_batch(
-    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now, Block block
+    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now, bint is_large
 ):
-    """Write the records side by side, and note their entries and keys, while the lock is free.
-
-    With a ``block`` the caller has the lock, and writes what it holds then.
-    """
+    """Write the records side by side, and note their entries and keys, which the caller derives if they are many."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
     cdef int64_t code, last_size = -1
@@ -1475,20 +1470,13 @@ cdef object _write_batch(
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
         put_place(record, queue_offset + number, physical_offset + total, now)
-        code = tags_code(value_of(&found, found.shape.tags))
         py_offset = physical_offset + total
         if size != last_size:
             py_size, last_size = size, size
-        if block is None:
+        if not is_large:
+            code = tags_code(value_of(&found, found.shape.tags))
             entries.append(new_entry(physical_offset + total, size, code))
             records.append(new_record(lane, &found, py_offset, py_now))
-        else:
-            put_entry(block.entry_at + ENTRY * number, physical_offset + total, size, code)
-            block.place_at[number], block.time_at[number] = physical_offset + total, now
-            if not block.put_keys(
-                number, lane.prefix_hash, value_of(&found, found.shape.unique), value_of(&found, found.shape.keys)
-            ):
-                return None
         results.append(new_result(self, False, py_offset, py_size, queue_offset + number, py_now, self._host))
         body_size = PyBytes_GET_SIZE(part(message, self.body_at))
         record += size - body_size
@@ -1500,7 +1488,7 @@ cdef object _write_batch(
     dispatcher.writing_at = physical_offset
     copy_batch_in(self, messages, physical_offset, total)
     appended += count
-    if block is not None:
+    if is_large:
         return results
     lane.next_queue_offset = queue_offset + count
     if not lane.pending:

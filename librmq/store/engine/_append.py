@@ -18,7 +18,6 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue_entries import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
-from librmq.files import Buffer
 from librmq.files.interface import is_full
 from librmq.message import DelayLevels, Message
 from librmq.message import record as record_format
@@ -29,7 +28,6 @@ from librmq.message.properties import checked_encoding, encode_properties, tags_
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.override import override
 from librmq.runtime import critical
-from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append_fields import (
@@ -42,7 +40,7 @@ from librmq.store.engine._append_fields import (
     prepare_batch,
 )
 from librmq.store.engine._durability import GroupCommit, Housekeeping
-from librmq.store.engine.derivation import KeyBlock, Pending, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import AppendLock, Parts
 
@@ -558,14 +556,12 @@ class Appender(AppendState):
             with critical, suppress(StoreIOError):  # the append that finds no room raises it
                 log.make_room(size)
 
-    def put_block(self, lane: Lane, entries: bytes, columns: Iterable[Buffer]) -> None:
-        """Write the entries and keys of a compiled batch, which ends the log, under the lock; nothing else is due."""
-        dispatcher = self.dispatcher
-        with critical, suppress(StoreIOError):  # as in `write`
-            keys = KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
-            dispatcher.add_block([(lane, entries)], keys)
-            dispatcher.writing_at = -1
-        self.repair()  # after such an error, which left the mark
+    def dispatch_batch(self) -> None:
+        """Dispatch the records of a large compiled batch, which end the log, under the lock."""
+        with critical:
+            for _ in self.open_parts().dispatched(self.dispatcher.writing_at, self.log.end):
+                pass
+            self.dispatcher.writing_at = -1
 
     def write_due(self) -> None:
         """Write the entries and keys of a compiled batch."""
