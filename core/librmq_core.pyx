@@ -203,6 +203,10 @@ cdef extern from *:
     PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) noexcept
     Py_ssize_t rmq_slot(object descriptor)
 
+cdef extern from "sys/file.h":
+    int flock(int descriptor, int operation) nogil
+    int LOCK_EX, LOCK_NB, LOCK_UN
+
 cdef extern from "sys/mman.h":
     int madvise(void *begin, size_t size, int advice) nogil
 
@@ -251,6 +255,14 @@ cdef enum:
     BATCH_SCRATCH = 1 << 20
     BATCH = 256
     KEYS = 4  # number of keys of a record for which there is room at once
+    PAGE_STATE = 1  # the places and two values of `librmq.store.engine._append_page`
+    PAGE_TAIL = 2
+    PAGE_ROOM = 3
+    PAGE_WRITING = 4
+    PAGE_HOLDER = 7
+    PAGE_TAKES = 8
+    PAGE_OPEN = 2
+    PAGE_OWNERS = -1
     LATER = 4  # number of the message after this one of a batch whose body is fetched
 
 rmq_crc32_init()
@@ -772,6 +784,15 @@ cdef class AlarmState:
     cdef public int64_t alarm
 
 
+cdef class TurnState:
+    """What appends need of `SharedAppends`, which inherits from it."""
+
+    cdef public bint is_open, _has_turn, _drops
+    cdef public int64_t _sure
+    cdef public object _page
+    cdef public dict _numbers
+
+
 cdef struct Fields:
     uint32_t sys_flag, reconsume_times
     int64_t born, prepared  # born: -1 for the time of the append
@@ -787,6 +808,7 @@ cdef class AppendState:
     cdef public AlarmState _housekeeping
     cdef public LogState log
     cdef public DispatchState dispatcher
+    cdef public TurnState shared
     cdef public dict lanes, _delays
     cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
     cdef int64_t last_batch  # bytes of the last batch, which the next one is taken to have
@@ -1169,10 +1191,58 @@ cdef object _append(
     try:
         if PyObject_CallNoArgs(self.is_locked) is True:
             return None
+        if self.shared is not None and self.shared.is_open:
+            return _append_in_turn(self, message, queue_id, fields, now, end, advanced)
         return _write(self, message, queue_id, fields, now, end, advanced)
     finally:
         if collects:
             PyGC_Enable()
+
+
+cdef object _append_in_turn(
+    AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
+):
+    """The same to a store to which other processes append, unless one is writing, or has written since."""
+    cdef TurnState turn = self.shared
+    cdef Py_buffer view, offsets
+    cdef int64_t *numbers
+    cdef int descriptor
+    page, result = turn._page, None
+    if turn._has_turn or turn._drops or not self.accepts:
+        return None
+    descriptor = page._descriptor
+    PyObject_GetBuffer(page.numbers, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    PyObject_GetBuffer(page.offsets, &offsets, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    numbers = <int64_t *>view.buf
+    try:
+        if flock(descriptor, LOCK_EX | LOCK_NB):
+            return None
+        if (
+            numbers[PAGE_WRITING] or numbers[PAGE_TAIL] != self.log.end or numbers[PAGE_ROOM] < 0
+            or numbers[PAGE_STATE] != PAGE_OPEN
+        ):
+            flock(descriptor, LOCK_UN)
+            return None
+        numbers[PAGE_HOLDER] = page._process
+        numbers[PAGE_TAKES] += 1
+        numbers[PAGE_WRITING] = PAGE_OWNERS
+        # If the write fails, this is a turn whose end a signal has interrupted.
+        page.holds, turn._has_turn, self.log.sure = True, True, turn._sure
+        result = _write(self, message, queue_id, fields, now, end, advanced)
+        if result is not None:
+            number = turn._numbers.get(self.last_lane)
+            if number is not None:
+                (<int64_t *>offsets.buf)[<Py_ssize_t>number] = self.last_lane.next_queue_offset
+            in_order()
+            numbers[PAGE_TAIL] = self.log.end
+        self.log.sure, turn._has_turn, page.holds = -1, False, False
+        in_order()
+        numbers[PAGE_WRITING] = 0
+        flock(descriptor, LOCK_UN)
+    finally:
+        PyBuffer_Release(&offsets)
+        PyBuffer_Release(&view)
+    return result
 
 
 cdef object _append_batch(AppendState self, list messages, object queue_id):

@@ -132,6 +132,9 @@ if TYPE_CHECKING:
     class AlarmState:
         """The same for `librmq.store.engine._durability.Housekeeping`."""
 
+    class TurnState:
+        """The same for `librmq.store.engine._shared_appends.SharedAppends`."""
+
     class AppendState:
         """The same for `librmq.store.engine._append.Appender`."""
 
@@ -141,7 +144,7 @@ if TYPE_CHECKING:
         __slots__ = ()
 
 else:
-    LogState, DispatchState, LaneState, AlarmState, AppendState, StoredState = (
+    LogState, DispatchState, LaneState, AlarmState, TurnState, AppendState, StoredState = (
         getattr(CORE.module, name, object)
-        for name in ("LogState", "DispatchState", "LaneState", "AlarmState", "AppendState", "StoredState")
+        for name in ("LogState", "DispatchState", "LaneState", "AlarmState", "TurnState", "AppendState", "StoredState")
     )

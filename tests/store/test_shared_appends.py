@@ -18,6 +18,7 @@ import pytest
 from librmq import Message, MessageStore
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, StoreError
 from librmq.message import record
+from librmq.runtime.compiled_core import CORE
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.dispatch import Dispatcher
@@ -331,3 +332,16 @@ def test_a_whole_record_stays_although_its_writer_died(shared: Shared, monkeypat
             shared.direct(b"whole")
     shared.direct(b"after", peer=1)
     assert shared.bodies() == [b"first", b"whole", b"after"]
+
+
+@pytest.mark.skipif(CORE.module is None, reason="the compiled core is absent")
+def test_the_compiled_core_appends_beside_peers(shared: Shared) -> None:
+    shared.direct(b"x")
+    assert shared.appends.is_open
+    shared.send(Message("orders", b"by the owner", keys="k"))  # takes note of the peer's
+    before = CORE.module.counts()["append"]
+    for number in range(50):
+        shared.send(Message("orders", b"%d" % number, keys="k"))
+    assert CORE.module.counts()["append"] - before == 50
+    assert shared.peers[0].append(Message("orders", b"last", keys="k"), 0)
+    assert shared.bodies()[-51:] == [*(b"%d" % number for number in range(50)), b"last"]

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from librmq.errors import BrokerUnreachableError, RmqError, StoreError
 from librmq.runtime import StateLog, critical
+from librmq.runtime.compiled_core import TurnState
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append import Appender
@@ -41,7 +42,7 @@ _SOON_S: Final = 0.1
 _MANY: Final = 1000
 
 
-class SharedAppends:
+class SharedAppends(TurnState):
     """The page of a store that this process owns. Thread-safe.
 
     While no peer appends, the store is written as one that is not shared.
