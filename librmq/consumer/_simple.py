@@ -7,8 +7,8 @@ from all queues.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
@@ -101,14 +101,24 @@ class ReceivedMessage(DeliveredMessage):
 
 
 class _Wait:
-    """The held receives of one call."""
+    """The held receives of one call, which end with it."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, waits: set[_Wait], wake: Callable[[], None]) -> None:
+        """Take those of the consumer, which have this one while it is entered."""
+        self._waits = waits
         self.wake = wake
         """What the brokers call, by the ``notify`` of each receive."""
         self.acknowledged: tuple[str, ...] = ()
         """Receipts of messages that each receive acknowledges."""
         self.held: list[tuple[Endpoint, Callable[[], None]]] = []
+
+    def __enter__(self) -> Self:
+        self._waits.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.discard(self)
+        self.cancel()
 
     def cancel(self) -> None:
         while self.held:
@@ -359,7 +369,7 @@ class SimpleConsumer(Member):
         invisible_ms, seconds = self._check_receive("receive", invisible, wait)
         clock, arrived = self.runner.clock, Event()
         deadline = clock.monotonic() + seconds
-        with self._waiting(arrived.set) as waits:
+        with _Wait(self._waits, arrived.set) as waits:
             while True:
                 arrived.clear()
                 received = self._receive_once(waits, max_messages, invisible_ms)
@@ -392,7 +402,7 @@ class SimpleConsumer(Member):
             with suppress(RuntimeError):  # The loop was closed, with its waiting coroutines.
                 loop.call_soon_threadsafe(arrived.set)
 
-        with self._waiting(wake) as waits:
+        with _Wait(self._waits, wake) as waits:
             while True:
                 arrived.clear()
                 received = self._receive_once(waits, max_messages, invisible_ms)
@@ -460,7 +470,7 @@ class SimpleConsumer(Member):
                 self._waits.discard(waits)
                 call_outside(notify)
 
-        waits = self._notices[topic] = _Wait(arrived)
+        waits = self._notices[topic] = _Wait(self._waits, arrived)
         waits.acknowledged = tuple([message.receipt for message in done])
         self._end_work(*waits.acknowledged)
         self._waits.add(waits)
@@ -490,17 +500,6 @@ class SimpleConsumer(Member):
             raise ClientStateError(f"{self._life.what} has no subscription: call subscribe(topic) first")
         invisible_s = to_seconds("invisible", invisible, 0.001, MAX_INVISIBLE_MS / 1000)
         return round(1000 * invisible_s), to_seconds("wait", wait)
-
-    @contextmanager
-    def _waiting(self, wake: Callable[[], None]) -> Iterator[_Wait]:
-        """Collect the held receives of one call, which end with it."""
-        waits = _Wait(wake)
-        self._waits.add(waits)
-        try:
-            yield waits
-        finally:
-            self._waits.discard(waits)
-            waits.cancel()
 
     def _receive_once(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
         """Ask the brokers of each topic until one has messages, starting with another broker each time."""
