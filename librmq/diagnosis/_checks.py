@@ -243,7 +243,7 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
         is_missing_queue = damage.kind == "missing" and damage.file.startswith(queues)
         if damage.kind not in ("entry", "record") and not (missing and is_missing_queue):  # those are found above
             file = os.path.relpath(damage.file, view.store.path)
-            remedy = directory.derived_remedy(damage.file, view.store.files)
+            remedy = directory.derived_remedy(damage.file, view.store.files, damage.kind)
             yield Finding(
                 "damage", "error", f"store {view.store.path}", f"{file} is damaged: {damage.what}.",
                 {"places": 1, "kinds": [damage.kind], "file": file, "offset": damage.offset},

@@ -13,6 +13,7 @@ import pytest
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import ENTRY
 from librmq.message.record import BODY_AT, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
+from librmq.message.topics import SystemTopic
 from librmq.store.format.timerfiles import TimerLog, unit_dtype
 from tests.budget import step
 from tests.conftest import SlowBudget
@@ -152,6 +153,16 @@ def restarted(found: Contents) -> Iterator[Damage]:
             yield changed_at(found, path, "zeros", (at + QUEUE_OFFSET_AT, bytes(8)))
 
 
+def moved(found: Contents) -> Iterator[Damage]:
+    """Let a record be a sound one of a queue that is not there: its own lacks it, and has an entry of it."""
+    for topic, queue_id in (SystemTopic.SCHEDULE, 2), ("T", 1):
+        queue = entries(found, queue_file(topic, queue_id))
+        for entry, queue_offset in (queue[0], 5), (queue[2], 0), (queue[-1], 0), (queue[-1], 5):
+            path, at, _ = record_of(found, entry, topic.encode())
+            changes = (at + QUEUE_ID_AT, (7).to_bytes(4)), (at + QUEUE_OFFSET_AT, queue_offset.to_bytes(8))
+            yield changed_at(found, path, "swap", *changes)
+
+
 def displaced(found: Contents) -> Iterator[Damage]:
     """Let a document have another value, and its checksum another name."""
     for name, before in ("cancelled", b'"later",'), ("resent", b"[["):
@@ -175,7 +186,8 @@ def ended(found: Contents) -> Iterator[Damage]:
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize(
-    "damages", [swapped, elsewhere, renamed, misnamed, forgotten, passed, unchained, restarted, displaced, far, ended]
+    "damages",
+    [swapped, elsewhere, renamed, misnamed, forgotten, passed, unchained, restarted, moved, displaced, far, ended],
 )
 def test_known_damages_are_not_passed_in_silence(
     closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path

@@ -518,6 +518,20 @@ def test_entries_without_a_record_are_cut(parts: Parts) -> None:
     parts.settled()
 
 
+@pytest.mark.parametrize("has_own", [True, False], ids=["a stale entry", "a lost message"])
+def test_an_entry_of_another_queues_record_is_a_loss_if_that_queue_has_none(parts: Parts, has_own: bool) -> None:
+    """4.9 leaves entries behind the end of a queue that it has cut, and after a second kill it goes on behind them."""
+    places = [parts.record(n) for n in range(3)]
+    other = [parts.record(n, "U", 0) for n in range(2)]
+    parts.reconcile()
+    parts.queues["T", 0].append(3, other[1], parts.log.end - other[1], 0)
+    if not has_own:
+        parts.queues["U", 0].truncate_to(1)
+    assert [damage.kind for damage in parts.reconcile() if damage.kind != "missing"] == ["ahead", "lost"][: 2 - has_own]
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
 def test_zeros_in_a_queue_are_not_an_entry(parts: Parts) -> None:
     """The first file of a queue that begins above 0 never reached the device; the log's first record belongs in it."""
     places = [parts.record(n) for n in range(3, 10)]

@@ -55,6 +55,8 @@ from librmq.store.format.indexfile import (
 COMMITLOG: Final = "commitlog"
 MISSING_LOG: Final = "deleted"
 """Kind of the damage that the first files of the log are missing."""
+LOST: Final = "lost"
+"""Kind of the damage that a message is lost: what leads to it is there, and the log does not have it."""
 CONSUMEQUEUE: Final = "consumequeue"
 CONSUMEQUEUE_EXT: Final = "consumequeue_ext"
 CONSUMEQUEUE_ROCKSDB: Final = "consumequeue_rocksdb"
@@ -312,8 +314,10 @@ def tables_database(folder: str, files: Files) -> str | None:
     return None
 
 
-def derived_remedy(file: str, files: Files) -> str:
+def derived_remedy(file: str, files: Files, kind: str = "") -> str:
     """Return what to do about a damaged file of queues or index: the log has its messages, unless it has no file."""
+    if kind == LOST:
+        return "librmq recover goes on without the message"
     for name in (CONSUMEQUEUE, INDEX):
         root, separator, _ = file.rpartition(os.path.join(os.sep, name, ""))
         if separator and not numbered_files(files, os.path.join(root, COMMITLOG)):
@@ -328,7 +332,8 @@ def told(damage: Damage) -> str:
         "(storePathCommitLog) with --log-path; without it these messages are lost"
     )
     if damage.kind != MISSING_LOG and os.path.basename(os.path.dirname(damage.file)) != COMMITLOG:
-        return f"{damage.file}: at {damage.offset}: {damage.what}; {derived_remedy(damage.file, DiskFiles())}"
+        remedy = derived_remedy(damage.file, DiskFiles(), damage.kind)
+        return f"{damage.file}: at {damage.offset}: {damage.what}; {remedy}"
     if damage.kind in ("name", "size"):
         return f"{damage.file}: {damage.what}"
     if damage.kind == MISSING_LOG:

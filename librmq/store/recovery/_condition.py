@@ -33,7 +33,7 @@ from librmq.formatting import moment
 from librmq.runtime.event_log import counted
 from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
 from librmq.store.engine.store_parts import Parts, QueueName
-from librmq.store.format.directory import MISSING_LOG, has_abort
+from librmq.store.format.directory import LOST, MISSING_LOG, has_abort
 from librmq.store.recovery.log_end import beyond_checkpoint
 
 _QUEUES_SHOWN: Final = 5
@@ -67,14 +67,15 @@ class Condition(NamedTuple):
     gaps: Sequence[Damage] = ()
     """What the log lacks between other bytes, and files that are none of it."""
     derived: Sequence[Damage] = ()
-    """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
-    the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
+    """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, the entries
+    of messages that are lost, and the ``record`` at which it could not read on. It grows when the view opens another
+    damaged queue."""
 
     @property
     def lost(self) -> tuple[Damage, ...]:
         """Where the log lacks messages."""
         gaps = [gap for gap in self.gaps if gap.kind == MISSING_LOG]
-        lost = [damage for damage in self.derived if damage.kind == "record"]
+        lost = [damage for damage in self.derived if damage.kind in ("record", LOST)]
         return tuple(damage for damage in (self.cut, self.begin, *gaps, *lost) if damage is not None)
 
     @property

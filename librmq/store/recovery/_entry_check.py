@@ -18,6 +18,7 @@ from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
 _LONG: Final = struct.Struct(">q")
+_EVER: Final = 1 << 63
 
 
 class ExpectedEntry(NamedTuple):
@@ -36,7 +37,7 @@ class ExpectedEntry(NamedTuple):
 class EntryCheck:
     """Compares the entries of one queue; differences are added to ``damages``, and corrected with ``repair``."""
 
-    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_repair", "_topic", "_units", "damages")
+    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_repair", "_topic", "_units", "damages", "same_until")
 
     _queue: ConsumeQueue
     _units: Mapping[int, ExpectedEntry]
@@ -50,6 +51,8 @@ class EntryCheck:
         self._bitmap_of = bitmap_of
         self._repair = repair
         self._delayed = topic == SystemTopic.SCHEDULE
+        self.same_until: int = _EVER
+        """The first queue offset whose entry was another one, or lacked."""
 
     def compare(
         self, queue: ConsumeQueue, at: int, entries: Sequence[bytes], units: Mapping[int, ExpectedEntry]
@@ -61,6 +64,7 @@ class EntryCheck:
         self._queue, self._units = queue, units
         same = self._count_same(at, entries) if at >= queue.min_offset else 0
         if same < len(entries):
+            self.same_until = min(self.same_until, at + same)
             self._report_difference(at + same, entries[same], len(entries) - same)
             if self._repair:
                 self._rewrite(at + same, entries[same:])

@@ -28,7 +28,7 @@ from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
-from librmq.store.recovery._queue_check import QueueCheck
+from librmq.store.recovery._queue_check import GapError, QueueCheck
 from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 
 _pack_entry: Final = ENTRY.pack
@@ -199,6 +199,18 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             self._unclean.keep_unopened(check.name, state, check.first, check.entries)
         return state is not None
 
+    def lost_messages(self) -> Iterator[Damage]:
+        """Yield the entries whose record names another queue, which has no entry of it: their messages are lost.
+
+        A record with two entries is no loss: a broker leaves entries behind the end of a queue that it has cut, and
+        after a second kill it goes on behind them.
+        """
+        for check in self._by_name.values():
+            for message, damage in check.lost:
+                own = self._by_name.get((message.topic, message.queue_id))
+                if own is None or not own.had_entry_of(message):
+                    yield damage
+
     def _finish_check(self, check: QueueCheck) -> None:
         check.finish_queue()
         if self._unclean is not None:
@@ -312,23 +324,27 @@ class Reconciliation:
         fields = FieldCheck(log, checks, self.levels, repair=self.repair)
         in_blocks = not self.has_ext and not checks.has_light
         bodies_from = log.end if self.bodies_from is None else max(begin, self.bodies_from)
-        for stretch in chain(
-            walk(log, begin, bodies_from, in_blocks=in_blocks),
-            walk(log, bodies_from, log.end, check_body=True, in_blocks=in_blocks),
-        ):
-            if stretch.block is not None and checks.take_block(stretch.block, keys):
-                continue
-            for item in stretch.records():
-                record = fields.derive(*item)
-                if fields.damages:
-                    # An error can end the walk, and what was corrected before it stays corrected.
-                    yield from fields.damages
-                    fields.damages.clear()
-                checks.take(record)
-                if keys is not None:
-                    keys.take(record)
-        yield from fields.batches.values()
-        yield from self._finish(checks, keys)
+        try:
+            for stretch in chain(
+                walk(log, begin, bodies_from, in_blocks=in_blocks),
+                walk(log, bodies_from, log.end, check_body=True, in_blocks=in_blocks),
+            ):
+                if stretch.block is not None and checks.take_block(stretch.block, keys):
+                    continue
+                for item in stretch.records():
+                    record = fields.derive(*item)
+                    if fields.damages:
+                        # An error can end the walk, and what was corrected before it stays corrected.
+                        yield from fields.damages
+                        fields.damages.clear()
+                    checks.take(record)
+                    if keys is not None:
+                        keys.take(record)
+            yield from fields.batches.values()
+            yield from self._finish(checks, keys)
+        except GapError:
+            yield from checks.lost_messages()  # whose entries can be cut by now, so that the next run can't tell
+            raise
 
     def _undispatched(self, stray: Stray) -> Damage:
         """Return the damaged flag of a record without an entry, whose flag says that it has one; correct it to repair.
@@ -346,10 +362,14 @@ class Reconciliation:
         return Damage(self.log.sequence.path_at(place), place, "record", what, 4)
 
     def _finish(self, checks: QueueChecks, keys: IndexCheck | None) -> Iterator[Damage]:
+        has_lost = False
         for check in checks.finish_queues():
             if check.left_out:
                 self.left_out[check.name] = check.left_out
             yield from check.damages
+            has_lost |= bool(check.lost)
+        if has_lost:
+            yield from checks.lost_messages()
         for stray in checks.strays.passed_first() if self.is_thorough else ():
             yield self._undispatched(stray)
         checks.remove_empty()

@@ -21,6 +21,7 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import COMPARED, BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.format.directory import LOST
 from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
@@ -93,6 +94,8 @@ class QueueCheck:
         self.released_all = False
         """Whether the only record that names the queue belongs to another one."""
         self.damages: list[Damage] = []
+        self.lost: list[tuple[StoredMessage, Damage]] = []
+        """Entries without a record of this queue, and the whole ones to which they lead."""
         self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, repair=repair)
         self.prefix_hash = topic_hash(topic)
         self.entries: list[bytes] = []
@@ -450,6 +453,7 @@ class QueueCheck:
             for lacking in range(self._due, queue_offset):
                 entry = self._find_missing(lacking, after, following.physical_offset)
                 if entry is None:
+                    self._note_lost(lacking, following.physical_offset)
                     self.entries.append(hole(self._log, following))
                     continue
                 after = entry.physical_offset
@@ -459,6 +463,7 @@ class QueueCheck:
             return
         # The topic was made again, or too many records are missing, so the queue consists of the later records.
         self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
+        self.lost.clear()
         if gap < 0:
             replaced = min(-gap, len(self.entries))
             for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._due - replaced):
@@ -470,6 +475,24 @@ class QueueCheck:
         else:
             self.entries = []
             self.first = queue_offset
+
+    def _note_lost(self, queue_offset: int, before: int) -> None:
+        """Note an entry without a record in its queue, if it leads to a whole one: that can be its record, damaged."""
+        raw = self.queue.read(queue_offset, 1)
+        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        if not self._begin <= place < before or size == HOLE_SIZE:
+            return
+        message = record_at(self._log, place, size)
+        if message is None:
+            return
+        path, position = self.queue.place_of(queue_offset)
+        what = f"queue offset {queue_offset} of {self._topic}/{self._queue_id} leads to {place}, and the log has no "
+        self.lost.append((message, Damage(path, position, LOST, f"{what}record of it", size)))
+
+    def had_entry_of(self, message: StoredMessage) -> bool:
+        """Return whether the queue's files had the entry of a message before the comparison."""
+        at, entry = message.queue_offset, ExpectedEntry(ENTRY.pack(message.physical_offset, message.size, 0), 0, b"")
+        return at < self._entry_check.same_until and self.points_at(at, entry)
 
     def _place_before(self, queue_offset: int) -> int:
         raw = self.queue.read(queue_offset - 1, 1)
@@ -542,6 +565,8 @@ class QueueCheck:
             self._due += 1
         self._compare()
         if queue.max_offset > self._due:
+            for queue_offset in range(self._due, min(queue.max_offset, self._due + _LARGEST_GAP)):
+                self._note_lost(queue_offset, self._log.end)
             self._report_ahead(self._due)
             if self._repair:
                 queue.truncate_to(self._due)
@@ -570,6 +595,8 @@ class QueueCheck:
         wrong = first_not_older(queue, self.first, self._begin, self._log.file_size)
         if wrong is None:
             return
+        for queue_offset in range(wrong, self.first):
+            self._note_lost(queue_offset, self._log.end)
         path, position = queue.place_of(wrong)
         what = f"queue offset {wrong}: points to no record of this queue"
         self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))

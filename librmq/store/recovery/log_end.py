@@ -428,7 +428,8 @@ class Recovery:
         elif not self._clean and not self._mode.is_of_copy and (what := beyond_checkpoint(parts)):
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
-            parts.cuts.append(Damage(parts.log.sequence.path_at(end), end, "lost", f"{what}, beyond the log's end"))
+            path = parts.log.sequence.path_at(end)
+            parts.cuts.append(Damage(path, end, directory.LOST, f"{what}, beyond the log's end"))
         if not self._clean or parts.cuts:
             self._set_checkpoint(stored)
 
@@ -630,6 +631,7 @@ class Recovery:
             try:
                 damages.extend(comparison.run(begin, scope))
             except GapError as gap:
+                parts.cuts += [damage for damage in damages if damage.kind == directory.LOST]
                 if self._mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
                 begin, scope = self._widened(scope, frozenset([gap.name]))

@@ -525,7 +525,8 @@ class _Opening:
             self.repairs += [
                 cut
                 for cut in parts.cuts
-                if not folders.isdisjoint((cut.file, os.path.dirname(cut.file))) and (cut.file, cut.what) not in noted
+                if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
+                and (cut.file, cut.what) not in noted
             ]
         else:
             self._repairs = None  # A queue that is opened later and is damaged by then is refused, and keeps its files.
@@ -546,9 +547,10 @@ def describe_recovery(
     if cuts:
         size, place = sum(damage.bytes for damage in cuts), os.path.join(OWN_FOLDER, "salvage")
         what = f"{size} bytes were cut from {cuts[0].offset} on ({cuts[0].what}); the nonzero bytes are kept in {place}"
-    lost = [damage.what for damage in damages if damage.kind == "lost"]
+    lost = [damage.what for damage in damages if damage.kind == directory.LOST]
     others = len(damages) - len(cuts) - len(lost)
-    missing = f"; messages that were flushed are missing: {lost[0]}" if lost else ""
+    more = f", and {len(lost) - 1} more" if lost[1:] else ""
+    missing = f"; messages that were flushed are missing: {lost[0]}{more}" if lost else ""
     again = f", {counted(others, 'part')} of queues and index rebuilt" if others else ""
     seconds = took_ms / 1000
     no_mark = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
