@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, cast
 
@@ -550,7 +550,7 @@ class MessageStore(Closing):
                 f"message_id: expected an offset id or a unique id as a str, found {message_id!r:.80}: "
                 f"use message_at for a physical offset, messages for a queue offset"
             )
-        topics = directory.known_topics(self.path, self.files)
+        topics = partial(directory.known_topics, self.path, self.files)
         parts, unindexed = self._handle.with_index()
         return find_by_id(self._checks, parts, unindexed, message_id, topics)
 

@@ -677,9 +677,13 @@ def _with_records_before_jump(
 
 
 def find_by_id(
-    checks: EntryChecks, parts: Parts, unindexed: Sequence[Pending], message_id: str, known_topics: AbstractSet[str]
+    checks: EntryChecks,
+    parts: Parts,
+    unindexed: Sequence[Pending],
+    message_id: str,
+    known_topics: Callable[[], AbstractSet[str]],
 ) -> list[StoredMessage]:
-    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
+    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics()`` are searched besides those with queues."""
     damage: CorruptionError | None = None
     try:
         _, physical_offset = parse_offset_message_id(message_id)
@@ -696,7 +700,7 @@ def find_by_id(
             return unwrapped(parts.log, message)
     messages = {
         (message.physical_offset, message.queue_offset): message
-        for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
+        for topic in sorted({topic for topic, _ in parts.queues} | known_topics())
         for message in find_by_key(checks, parts, unindexed, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
