@@ -34,7 +34,7 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.delays import parse_level
 from librmq.message.message import is_batch
-from librmq.message.properties import PropertyName, find_keys_and_tags, find_property, split_keys, tags_code
+from librmq.message.properties import PropertyName, decode_properties, find_keys_and_tags, split_keys, tags_code
 from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -171,7 +171,6 @@ _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong len
 
 MULTI_DISPATCH: Final = PropertyName.INNER_MULTI_DISPATCH.encode()
 """The property that names light queues; few records have it."""
-_MULTI_OFFSETS: Final = PropertyName.INNER_MULTI_QUEUE_OFFSET.encode()
 _WITHOUT_LIGHT: Final = (TopicPrefix.RETRY.encode(), TopicPrefix.SYSTEM.encode())
 
 
@@ -179,10 +178,11 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
     """Yield the light queues to which 5.x dispatched a record too, as topic, queue id and queue offset."""
     if topic.startswith(_WITHOUT_LIGHT) or topic == _SCHEDULE_TOPIC:
         return
-    names, offsets = (find_property(properties, name) for name in (MULTI_DISPATCH, _MULTI_OFFSETS))
+    pairs = decode_properties(properties)
+    names, offsets = pairs.get(PropertyName.INNER_MULTI_DISPATCH), pairs.get(PropertyName.INNER_MULTI_QUEUE_OFFSET)
     if not names or not offsets:
         return
-    queue_names, queue_offsets = java_decode(names).split(","), java_decode(offsets).split(",")
+    queue_names, queue_offsets = names.split(","), offsets.split(",")
     # RocketMQ logs such a record and dispatches it to no queue, so a store that it wrote has no entry either.
     if len(queue_names) != len(queue_offsets):
         return
