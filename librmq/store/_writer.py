@@ -46,7 +46,7 @@ from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retent
 if TYPE_CHECKING:
     from librmq.store.engine._comparison import Comparison
     from librmq.store.engine._shared_appends import SharedAppends
-    from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, LogCopier
+    from librmq.store.engine.copies import AdoptedRecords, CopiedRecords
     from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
@@ -78,7 +78,6 @@ class Writer(StoreHandle):
         self.thread: HousekeepingThread = HousekeepingThread(path, self.do_due_work, clock)
         self.appender: Appender = Appender(clock, self._refusal, self.thread.wake)
         self.lock: AppendLock = self.appender.lock
-        self._copier: LogCopier | None = None
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
         self._bitmap_of = bitmap_of
@@ -214,7 +213,6 @@ class Writer(StoreHandle):
         if parts.compared_from > parts.log.begin:
             self._comparison().add_older()
         self.checks.noticed = self._compare_soon
-        self._copier = None
 
     def share_appends(
         self,
@@ -421,11 +419,9 @@ class Writer(StoreHandle):
             log.begin_at(physical_offset)
         if physical_offset != log.end:
             raise ValueError(f"physical_offset: expected the log's end {log.end}, found {physical_offset}")
-        if self._copier is None:
-            from librmq.store.engine.copies import LogCopier  # few stores are copies
+        from librmq.store.engine.copies import append_log  # few stores are copies
 
-            self._copier = LogCopier(self.appender.open_parts())
-        return self._copier.append(data, is_checked=is_checked)
+        return append_log(self.appender.open_parts(), data, is_checked=is_checked)
 
     def cut_copy(self, physical_offset: int) -> None:
         """Cut this replica's log at the start of a record, where the next `copy_log` continues."""

@@ -29,7 +29,7 @@ from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine.copies import LogCopier
+from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.read import GetStatus
 from librmq.store.retention import Retention
@@ -880,7 +880,7 @@ def test_a_look_makes_nothing_that_writes(tmp_path: Path, monkeypatch: pytest.Mo
     with MessageStore.open(tmp_path, SMALL) as store:
         for number in range(20):
             store.append(Message("T", b"%d" % number, keys=f"k{number}"))
-    for writing in (Appender, Durability, Housekeeping, HousekeepingThread, Retention, LogCopier):
+    for writing in (Appender, Durability, Housekeeping, HousekeepingThread, Retention, CopyWriter):
         monkeypatch.setattr(writing, "__init__", None)
     with MessageStore.open(tmp_path, read_only=True) as view:
         assert len(list(view)) == len(list(view.messages("T"))) == view.queue_range("T", 0)[1] == 20

@@ -559,9 +559,7 @@ class Appender(AppendState):
     def dispatch_batch(self) -> None:
         """Dispatch the records of a large compiled batch, which end the log, under the lock."""
         with critical:
-            for _ in self.open_parts().dispatched(self.dispatcher.writing_at, self.log.end):
-                pass
-            self.dispatcher.writing_at = -1
+            self.open_parts().dispatch_written()
 
     def write_due(self) -> None:
         """Write the entries and keys of a compiled batch."""

@@ -24,7 +24,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_page import IS_ORDERED, AppendPage
-from librmq.store.engine.copies import AdoptedRecords, LogCopier
+from librmq.store.engine.copies import AdoptedRecords, adopt
 from librmq.store.engine.dispatch import Lane
 
 _log = EventLog("librmq.store")
@@ -87,7 +87,6 @@ class SharedAppends(TurnState):
         self._adopted: AdoptedRecords = {}
         self._sure = self._adopted_end = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
-        self._copier: LogCopier | None = None
         self.is_open: bool = False
         """Whether peers may append."""
         self._bells = select.poll()  # it takes descriptors of any number, as `select.select` does not
@@ -182,9 +181,7 @@ class SharedAppends(TurnState):
 
     def _adopt(self) -> None:
         """Derive what peers have written, in a critical block."""
-        if self._copier is None:
-            self._copier = LogCopier(self._appender.open_parts())
-        self._copier.adopt(self._page.numbers[page_format.TAIL], self._adopted)
+        adopt(self._appender.open_parts(), self._page.numbers[page_format.TAIL], self._adopted)
         self._adopted_end = self._appender.log.end
         if self._page.numbers[page_format.ASLEEP]:  # a peer that was killed has not rung
             self._wake()
@@ -392,7 +389,6 @@ class SharedAppends(TurnState):
             self.is_open = True
             log.check_turn = self.take_turn
             self._sure = log.close_to_writes()
-            self._copier = None
             self._offer_all()
             page.numbers[page_format.FLUSHED] = self._appender.flushed
             page.numbers[page_format.STATE] = page_format.OPEN

@@ -1,6 +1,6 @@
 """Copies of stored messages, also prepared without the writer's lock, and bytes of another store's log.
 
-`LogCopier` dispatches the records of a copied log to queues and index. It mirrors 4.9.4's
+`append_log` dispatches the records of a copied log to queues and index. It mirrors 4.9.4's
 ``DefaultMessageStore.appendToCommitLog``, which appends a master's log to a slave's.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from librmq.config import wrong_kind
 from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
-from librmq.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage, frames
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
 from librmq.runtime import critical
@@ -264,8 +264,6 @@ class CopyWriter:
 
 # ---- copies of a log
 
-_unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
-
 
 class CopiedRecords(NamedTuple):
     """Result of one copy."""
@@ -285,7 +283,7 @@ def whole_size(data: bytes, room: int) -> tuple[int, int]:
     """
     at, size = 0, len(data)
     while at + record_format.BLANK_SIZE <= size:
-        needed, magic = _unpack_size(data, at)
+        needed, magic = frames.SIZE_AND_MAGIC.unpack_from(data, at)
         if magic == record_format.BLANK_MAGIC:
             needed = room - at
         if at + needed > size or needed <= 0:
@@ -298,62 +296,55 @@ AdoptedRecords = dict[tuple[str, int], tuple[int, int]]
 """What other processes have appended: the number of messages of each queue and the bytes of their records."""
 
 
-class LogCopier:
-    """The copying side of an open store. Not thread-safe: the writer calls it under the append lock."""
+def append_log(parts: Parts, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
+    """Append whole records and blanks of one file of another log, and dispatch them; under the append lock.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    If a signal interrupts this, `Appender.repair` does the rest. Where the log lacks room the caller is in a
+    critical block.
 
-    def append(self, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
-        """Append whole records and blanks of one log file, and dispatch them.
+    Raises:
+        CorruptionError: The bytes are not records; nothing is appended.
+        StoreIOError: There is no space. If the log already has the records, a later call dispatches them.
+    """
+    log, dispatcher = parts.log, parts.dispatcher
+    size = len(data)
+    if not size:
+        return CopiedRecords(log.end, (), parts.is_regular)
+    begin = dispatcher.writing_at = log.end
+    if is_checked and begin + size <= log.sure and frames.SIZE_AND_MAGIC.unpack_from(data)[0] == size:
+        log.copy_in(data, size)  # one record, for which a send waits
+        name = parts.dispatch(begin, size, data)
+        queues: Collection[tuple[str, int]] = () if name is None else (name,)
+    else:
+        try:
+            log.append_copy(data, is_checked=is_checked)
+        except RmqError:
+            dispatcher.writing_at = -1  # nothing was appended
+            raise
+        queues = {name for _, _, came in parts.dispatched(begin, log.end) for name, _, _ in came}
+    dispatcher.writing_at = -1
+    if len(dispatcher.records) >= Dispatcher.BATCH:
+        dispatcher.drain()
+    return CopiedRecords(log.end, queues, parts.is_regular)
 
-        If a signal interrupts this, `Appender.repair` does the rest. Where the log lacks room the caller is in a
-        critical block.
 
-        Raises:
-            CorruptionError: The bytes are not records; nothing is appended.
-            StoreIOError: There is no space. If the log already has the records, a later call dispatches them.
-        """
-        parts = self._parts
-        log, dispatcher = parts.log, parts.dispatcher
-        size = len(data)
-        if not size:
-            return CopiedRecords(log.end, (), parts.is_regular)
-        begin = dispatcher.writing_at = log.end
-        if is_checked and begin + size <= log.sure and _unpack_size(data)[0] == size:  # a send waits for this record
-            log.copy_in(data, size)
-            name = parts.dispatch(begin, size, data)
-            queues: Collection[tuple[str, int]] = () if name is None else (name,)
-        else:
-            try:
-                log.append_copy(data, is_checked=is_checked)
-            except RmqError:
-                dispatcher.writing_at = -1  # nothing was appended
-                raise
-            queues = {name for _, _, came in parts.dispatched(begin, log.end) for name, _, _ in came}
-        dispatcher.writing_at = -1
-        if len(dispatcher.records) >= Dispatcher.BATCH:
+def adopt(parts: Parts, end: int, adopted: AdoptedRecords) -> None:
+    """Dispatch what other processes have written to this log up to ``end``, and add it to ``adopted``.
+
+    The caller has the append lock, and is in a critical block.
+
+    Raises:
+        CorruptionError: The bytes are not records that continue their queues.
+    """
+    log, dispatcher = parts.log, parts.dispatcher
+    for last, following, came in parts.dispatched(log.end, end):
+        if not parts.is_regular:
+            what = "expected the next one of its queue"
+            raise CorruptionError(log.sequence.folder, last, "queue offset", what)
+        for name, count, size in came:
+            before, total = adopted.get(name, (0, 0))
+            adopted[name] = before + count, total + size
+        log.last_write, log.end = last, following  # not before: readers of queues look at the end first
+    if len(dispatcher.records) >= Dispatcher.BATCH:
+        with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
             dispatcher.drain()
-        return CopiedRecords(log.end, queues, parts.is_regular)
-
-    def adopt(self, end: int, adopted: AdoptedRecords) -> None:
-        """Dispatch what other processes have written to this log up to ``end``, and add it to ``adopted``.
-
-        The caller is in a critical block.
-
-        Raises:
-            CorruptionError: The bytes are not records that continue their queues.
-        """
-        parts = self._parts
-        log, dispatcher = parts.log, parts.dispatcher
-        for last, following, came in parts.dispatched(log.end, end):
-            if not parts.is_regular:
-                what = "expected the next one of its queue"
-                raise CorruptionError(log.sequence.folder, last, "queue offset", what)
-            for name, count, size in came:
-                before, total = adopted.get(name, (0, 0))
-                adopted[name] = before + count, total + size
-            log.last_write, log.end = last, following  # not before: readers of queues look at the end first
-        if len(dispatcher.records) >= Dispatcher.BATCH:
-            with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
-                dispatcher.drain()

@@ -19,7 +19,7 @@ from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import JAVA_ERRORS, java_decode
-from librmq.message import DelayLevels
+from librmq.message import DelayLevels, frames
 from librmq.message import record as record_format
 from librmq.override import override
 from librmq.runtime import critical
@@ -379,7 +379,6 @@ _FEW: Final = 16 if CORE.module else 96
 
 _BLOCK: Final = 1024
 """Most of them: a block costs as much by itself as some 200 of its records."""
-_unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 
 
 Dispatched = tuple[int, int, Sequence[tuple[QueueName, int, int]]]
@@ -447,9 +446,13 @@ class Parts:
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
-        for _ in self.dispatched(begin, log.end):
+        self.dispatch_written()
+
+    def dispatch_written(self) -> None:
+        """Dispatch what the log has from the mark of the running append on, and remove the mark."""
+        for _ in self.dispatched(self.dispatcher.writing_at, self.log.end):
             pass
-        dispatcher.writing_at = -1
+        self.dispatcher.writing_at = -1
 
     def dispatched(self, begin: int, end: int) -> Iterator[Dispatched]:
         """Dispatch the records of the log between two places; yield after each part of them.
@@ -461,7 +464,7 @@ class Parts:
         left, apart = 0, _FEW  # where blocks are of no use, looking for others takes longer than it saves
         while at < end:
             raw = log.data_at(at, read)
-            size, magic = _unpack_size(raw)
+            size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw)
             if magic == record_format.BLANK_MAGIC:
                 at += log.file_size - at % log.file_size
                 continue
