@@ -174,8 +174,8 @@ def _judged(
             return damage, [], ""
         log.end, log.last_write = parts.log.end, parts.log.last_write
         checkpoint = _checkpoint_of(path, files)
-        entries = [cut for cut in parts.cuts if os.path.dirname(cut.file) != log.sequence.folder]
-        lost = [cut for cut in entries if cut.kind == directory.LOST]
+        folder = log.sequence.folder
+        lost = [cut for cut in parts.cuts if cut.kind == directory.LOST and os.path.dirname(cut.file) != folder]
         before = replace(parts, log=log, checkpoint=checkpoint or parts.checkpoint, repairs=lost)
         condition = condition_of(path, before, config, files, is_written=False)
         parts.close()
