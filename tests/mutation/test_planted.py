@@ -51,7 +51,7 @@ def test_a_history_finds_a_planted_bug(bug: Bug) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finished-not-kept", "older-position"])  # the third needs many more runs
+@pytest.mark.parametrize("name", ["finished-not-kept", "older-position", "acknowledged-in-flight"])
 def test_the_simulation_finds_a_bug_of_kept_progress(name: str) -> None:
     """Bounded in runs, because the seed of each is its number, however long a machine needs for it."""
     command = [sys.executable, "-m", "tests.mutation.planted", name, "inf", "24"]

@@ -320,7 +320,7 @@ class World:
         self.kit.advance(seconds=1)
 
     def kill_at_work(self) -> None:
-        """Kill a client or the broker while a listener runs, and others have ended behind it."""
+        """Kill a client or the broker while messages are in work, and others have ended behind them in their queues."""
         self.kit.faults.slow_listener("billing", 40)
         for _ in range(2):
             self.send()
@@ -328,6 +328,9 @@ class World:
         if self.rng.random() < 0.5:
             self.kit.crash(self.rng.choice(self._living(self.apps[:2])))
         else:
+            self._producer().send_batch([librmq.Message("reminders", self._body()) for _ in range(3)])
+            for process in self._living(self.apps[-1:]):
+                process.state.ack(*process.state.receive(16, invisible=30)[1:])
             self.kill_broker()
 
     def disturb(self) -> None:
