@@ -38,9 +38,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from librmq.runtime.compiled_core import CORE_STATE
+from librmq.runtime.compiled_core import CORE
 
-IS_COMPILED: Final = CORE_STATE == "compiled core"
+IS_COMPILED: Final = CORE.state == "compiled core"
 """Whether this process measures the compiled core."""
 CHECKOUT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = CHECKOUT / "benchmarks" / "results.json"
@@ -576,7 +576,7 @@ def main(subject: str, description: str | None, cases: Sequence[Case], *, both: 
     with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
         bench = Bench(options.rounds, Path(scratch), 0.05 if options.quick else 1.0)
         used = versions(["librmq", "numpy", *(module for case in cases for module in case.needs)])
-        code = CORE_STATE.partition(",")[0]
+        code = CORE.state.partition(",")[0]
         if both and IS_COMPILED:
             code = "compiled core, and Python code beside it"
         at_commit = [f"commit {name}"] if (name := commit()) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from librmq.errors import (
     CorruptionError,
     DiskFullError,
     FlushFailedError,
+    MessageIllegalError,
     RmqError,
     StoreClosedError,
     StoreError,
@@ -30,14 +31,16 @@ from librmq.errors import (
     StoreIOError,
 )
 from librmq.files.interface import is_full
+from librmq.message.delays import level_of_queue_id
 from librmq.message.lag import queue_lag
-from librmq.message.topics import has_no_row, is_own_group, is_valid_queue
+from librmq.message.properties import PropertyName
+from librmq.message.topics import WAITING_TOPICS, SystemTopic, has_no_row, is_own_group, validate_queue
 from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, aside_by
-from librmq.scheduling.waiting import Cancellations, awaited_queues
+from librmq.scheduling.waiting import Cancellations, destination_of
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.broker_tables import ConfigTable, unlisted_topics
 
@@ -184,12 +187,27 @@ class BrokerContext:
         unlisted = unlisted_topics(store.queues, store.queue_range, listed)
         if self.topics.is_new:  # otherwise a deleted topic would come back
             try:
-                for topic, queue_id in awaited_queues(store, self.tables.delay_offset):
-                    if topic not in listed and not has_no_row(topic) and is_valid_queue(topic, queue_id):
-                        unlisted[topic] = max(unlisted.get(topic, 0), queue_id + 1)
+                for topic, queue_id in self._awaited_queues():
+                    if topic not in listed and not has_no_row(topic):
+                        with suppress(MessageIllegalError):  # no store can have such a queue
+                            validate_queue(topic, queue_id)
+                            unlisted[topic] = max(unlisted.get(topic, 0), queue_id + 1)
             except CorruptionError as error:
                 _log.warning("the topics of some messages that wait are unknown: %(error)s", error=error)
         self.topics.add_unlisted(unlisted, self.tables.groups.rows)
+
+    def _awaited_queues(self) -> Iterator[tuple[str, int]]:
+        """Yield the queues for which messages wait, or undecided halves; some have been delivered."""
+        for topic, queue_id in sorted(self.store.queues):
+            if topic in (*WAITING_TOPICS, SystemTopic.HALF):
+                level = level_of_queue_id(queue_id)
+                begin = self.tables.delay_offset(level) if topic == SystemTopic.SCHEDULE else 0
+                for message in self.store.messages(topic, queue_id, begin):
+                    if (
+                        PropertyName.TIMER_DELETE_KEY not in message.properties
+                        and (destination := destination_of(message)).topic
+                    ):
+                        yield destination
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's, except the topics. Under the runner's lock."""

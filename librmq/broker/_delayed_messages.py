@@ -19,7 +19,7 @@ from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
 from librmq.runtime.closing import LaterPart
 from librmq.scheduling import TimerConfig
-from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, destination_of
+from librmq.scheduling.waiting import HOP_GROUP, destination_of
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
 
@@ -253,11 +253,12 @@ class Deliveries(BrokerPart):
                 "open the broker with BrokerConfig(hops=True)"
             )
         properties = message.properties
-        topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))
-        if topic in (None, SystemTopic.HOP) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
+        topic, target_ms = properties.get(PropertyName.HOP_TOPIC), java_long(properties.get(PropertyName.HOP_MS, ""))
+        queue_id = java_int(properties.get(PropertyName.HOP_QUEUE_ID, "0"))
+        if topic in (None, SystemTopic.HOP) or queue_id is None or target_ms is None:
+            names = f"{PropertyName.HOP_MS}, {PropertyName.HOP_TOPIC} and {PropertyName.HOP_QUEUE_ID}"
             raise MessageIllegalError(
-                f"topic {SystemTopic.HOP!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
-                "make it by librmq.scheduling.relay.send_at"
+                f"topic {SystemTopic.HOP!r}: a message needs {names}: make it by librmq.scheduling.relay.send_at"
             )
         return topic or "", queue_id
 

@@ -8,8 +8,8 @@ again. A received message that was not acknowledged goes to a retry topic of its
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
@@ -58,7 +58,7 @@ _RESENT_MOST: Final = 4096
 """The most dead letters of a request."""
 _QUICK_S: Final = 0.5
 """A broker that answers within this time is asked to send twice as many dead letters at a time."""
-UNKNOWN_RESENDS: Final = (
+_UNKNOWN_RESENDS: Final = (
     "group %(group)s: %(letters)d dead letters count as unsent, but may have been sent: its retry topic has copies "
     "that name no letter and have no id"
 )
@@ -413,12 +413,10 @@ def resend_letters(
         checked = [(retry_of(letter, group), letter) for letter in letters]
         requests = {letter_identity(letter): request for request, letter in checked}
     if requests is None or only_unsent:
-        unsent, unknown = find_unsent(route, group, messages)
-        if unknown:
-            _log.warning(UNKNOWN_RESENDS, group=group, letters=unknown)
-        if requests is not None:
-            unsent = {name: [letter for letter in part if letter in requests] for name, part in unsent.items()}
-        return resend_unsent(route, group, unsent)
+        unsent = UnsentLetters(route, group, messages)
+        if unsent.unknown:
+            _log.warning(_UNKNOWN_RESENDS, group=group, letters=unsent.unknown)
+        return unsent.send(requests)
     left, names = dict(requests), route.broker_names()
     for name in names:  # the broker that has a letter notes it
         for letter in resend_by(route, name, group, tuple(left), only_unsent=False):
@@ -429,27 +427,43 @@ def resend_letters(
     return len(requests)
 
 
-def find_unsent(
-    route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]
-) -> tuple[dict[str, list[LetterIdentity]], int]:
-    """Return the dead letters of a group that were not sent again, by broker, and how many of them may have been.
+class UnsentLetters:
+    """The dead letters of a group that were not sent again."""
 
-    Each broker notes what its log shows as sent; here the copies that another broker sent are left out as well.
-    ``messages(topic)`` returns those of a topic at all brokers.
-    """
-    answers = {name: route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()}
-    sent = set[LetterIdentity]()
-    if len(answers) > 1 and any(answer.letters for answer in answers.values()):
-        logs = map(messages, (dead_letter_topic(group), retry_topic(group)))
-        letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
-        sent.update(map(letter_identity, letters))
-    unsent = {name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()}
-    return unsent, sum(answer.unknown for answer in answers.values())
+    def __init__(self, route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]) -> None:
+        """Ask each broker for those of which its log has no copy; copies that another broker sent count as well.
 
+        ``messages(topic)`` returns those of a topic at all brokers.
+        """
+        self._route, self._group = route, group
+        answers = {name: route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()}
+        sent = set[LetterIdentity]()
+        if len(answers) > 1 and any(answer.letters for answer in answers.values()):
+            logs = map(messages, (dead_letter_topic(group), retry_topic(group)))
+            letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
+            sent.update(map(letter_identity, letters))
+        self._by_broker = {
+            name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()
+        }
+        self.letters = frozenset(chain.from_iterable(self._by_broker.values()))
+        self.unknown = sum(answer.unknown for answer in answers.values())
+        """How many of them may have been sent."""
 
-def resend_unsent(route: Route, group: str, unsent: Mapping[str, Sequence[LetterIdentity]]) -> int:
-    """Send those of the letters that were still not sent again, each by the broker that has it; return their number."""
-    return sum(len(resend_by(route, name, group, letters, only_unsent=True)) for name, letters in unsent.items())
+    @property
+    def doubt(self) -> str:
+        """A sentence about those that may have been sent; empty without one."""
+        return _UNKNOWN_RESENDS % {"group": self._group, "letters": self.unknown} if self.unknown else ""
+
+    def send(self, wanted: Container[LetterIdentity] | None = None) -> int:
+        """Send these letters, or the wanted ones, unless they were sent meanwhile; return their number.
+
+        Each is sent by the broker that has it.
+        """
+        count = 0
+        for name, letters in self._by_broker.items():
+            chosen = letters if wanted is None else [letter for letter in letters if letter in wanted]
+            count += len(resend_by(self._route, name, self._group, chosen, only_unsent=True))
+        return count
 
 
 def resend_by(

@@ -25,7 +25,7 @@ from librmq.config import check_arguments
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import delayed_transaction, transaction_with_priority
+from librmq.message.message import delayed_transaction
 from librmq.message.properties import PropertyName
 from librmq.override import override
 from librmq.protocol import (
@@ -264,7 +264,9 @@ class TransactionProducer(Producer):
         if message.delay_level > 0 or message._delays is not None:
             raise delayed_transaction(message.topic)
         if message.priority is not None:
-            raise transaction_with_priority(message.topic)
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: a message of a transaction can't have a priority: send it without"
+            )
         half = self._prepare(message, None, {})
         half.properties[PropertyName.TRANSACTION_PREPARED] = "true"
         half.properties[PropertyName.PRODUCER_GROUP] = self.group

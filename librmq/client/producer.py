@@ -118,9 +118,9 @@ class Producer(Member):
         self.route = route
         self.traces: TraceWriter | None = None
         if trace is not False:
-            from librmq.client.traces import TraceWriter, trace_topic
+            from librmq.client.traces import TraceWriter
 
-            self.traces = TraceWriter(self.client, group, trace_topic(trace), metrics, "PRODUCE")
+            self.traces = TraceWriter(self.client, group, trace, metrics, "PRODUCE")
         traces = None if self.traces is None else self.traces.watchers
         self._watch_by(traces, kind="try", hooks=(hooks := tuple(hooks)), metrics=metrics)
         self._may_wait = bool(traces or hooks)

@@ -57,7 +57,7 @@ _NO_TOPIC: Final = (
 _log = EventLog("librmq.traces")
 
 
-def trace_topic(trace: bool | str) -> str:
+def _trace_topic(trace: bool | str) -> str:
     """Return the topic that a setting ``trace`` names, if it is on.
 
     Raises:
@@ -81,18 +81,23 @@ class TraceWriter:
         self,
         client: Client,
         group: str,
-        topic: str,
+        trace: bool | str,
         metrics: Metrics | None,
         purpose: str,
         timeout_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """``purpose`` is ``PRODUCE`` or ``CONSUME``, and part of the name by which RocketMQ's clients send traces.
 
-        A listener that takes ``timeout_s()`` or more counts as timed out.
+        ``trace`` is the setting of that name, which is on. A listener that takes ``timeout_s()`` or more counts as
+        timed out.
+
+        Raises:
+            ConfigError: ``trace`` names no topic for traces.
+            MessageIllegalError: A topic can't have this name.
         """
         self.client = client
         self.group = group
-        self.topic = topic
+        self.topic = _trace_topic(trace)
         self.dropped: int = 0
         """Number of records that were not stored."""
         self._metrics = None if metrics is None else outside(metrics)

@@ -44,7 +44,7 @@ from librmq.diagnosis import (
 )
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import sum_up_causes
-from librmq.diagnosis.disk_use import disk_use
+from librmq.diagnosis.disk_use import DiskUse
 from librmq.diagnosis.view import count_dead_letters, topic_summaries
 from librmq.errors import ConfigError
 from librmq.formatting import UNKNOWN, duration, moment, number, rate, sent_again, size
@@ -256,7 +256,7 @@ class Pages:
         folder = self.place.folder if self.place.broker is None else self.place.broker.store.path
         if folder is None or not os.path.isdir(folder):  # the files of a kit are in memory
             return []
-        use = disk_use(folder, log.store.config)
+        use = DiskUse.of(folder, log.store.config)
         nearest = next((limit for limit in use.thresholds if limit.ratio > use.used_ratio), None)
         note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
         return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]

@@ -17,7 +17,6 @@ from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.diagnosis import ClusterView, StoreView, View
-from librmq.diagnosis.view import why_without_groups
 from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.java.json import NumberColumns
 from librmq.store import BrokerTables, MessageStore
@@ -245,7 +244,7 @@ class Place:
     def _note_extent(self, view: StoreView) -> None:
         self.is_at_rest = view.owner is None
         if self.route is None:  # else its broker says them
-            reasons = (view.unknown_progress, view.unknown_delays, why_without_groups(view))
+            reasons = (view.unknown_progress, view.unknown_delays, view.unknown_groups)
             self.unknown = [reason for reason in reasons if reason is not None]
         store, log = view.store, view.store.log
         marks = log.end, *map(_changed_at, (os.path.join(store.path, name) for name in _PARTS))

@@ -411,10 +411,10 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self._gauged = outside(metrics)
         self.traces: TraceWriter | None = None
         if trace is not False:
-            from librmq.client.traces import TraceWriter, trace_topic
+            from librmq.client.traces import TraceWriter
 
             timeout_s = lambda: self.config.consume_timeout  # noqa: E731
-            self.traces = TraceWriter(self.client, group, trace_topic(trace), metrics, "CONSUME", timeout_s)
+            self.traces = TraceWriter(self.client, group, trace, metrics, "CONSUME", timeout_s)
         self._watch_by(
             None if before_last_attempt is None else {"process": partial(_note_last_attempts, before_last_attempt)},
             None if self.traces is None else self.traces.watchers,

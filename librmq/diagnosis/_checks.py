@@ -348,17 +348,13 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the registered filters that match none of their topic's newest messages."""
     for group, topic, expression in registered_filters(view):
         from librmq.filter.filters import compiled  # loads a grammar
-        from librmq.filter.parser import Property, postorder
 
         selector = compiled(expression)
         messages = list(newest(view, topic, limits.sampled))
         if len(messages) < _FEWEST or any(selector.matches(message.properties) for message in messages):
             continue
         names = {name for message in messages for name in message.properties}
-        property_names = dict.fromkeys(
-            node.name for node in postorder(selector.selector.root) if isinstance(node, Property)
-        )
-        near = {name: nearest(name, names) for name in property_names if name not in names}
+        near = {name: nearest(name, names) for name in selector.selector.properties() if name not in names}
         missing = [f"{name}" + f" (did you mean {other}?)" * (other is not None) for name, other in near.items()]
         yield Finding(
             "filter-matches-nothing", limits._severity_of(topic), f"group {group}, topic {topic}",

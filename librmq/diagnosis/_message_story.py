@@ -32,7 +32,7 @@ from typing import Final, Literal, NamedTuple
 from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
-from librmq.diagnosis.view import Source, StoreView, trace_topics, viewed
+from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
@@ -290,7 +290,7 @@ def _traced(view: StoreView, records: Sequence[StoredMessage], name: str, topic:
     The store of the traces need not be that of the messages: without a record, ``name`` and ``topic`` name them.
     """
     names = {name for message in records for name in (message.unique_key, message.offset_id) if name is not None}
-    if not (topics := trace_topics(view)):
+    if not (topics := view.trace_topics):
         return
     if not records:
         traces = TraceReader().traces(_by_keys(view, topics, [name]).values())

@@ -20,9 +20,13 @@ from librmq.store.format.documents import LetterIdentity, letter_identity
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ASKED: Final = 500
 """Dead letters in a queue, the newest, for which findings ask a broker of a cluster."""
-ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 OF_A_LETTER: Final = frozenset(
-    (ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PropertyName.DEAD_LETTER_CAUSE, PropertyName.RESENT_LETTER)
+    (
+        PropertyName.DLQ_ORIGIN_TOPIC,
+        PropertyName.DLQ_ORIGIN_MESSAGE_ID,
+        PropertyName.DEAD_LETTER_CAUSE,
+        PropertyName.RESENT_LETTER,
+    )
 )
 """Properties of a dead letter that its message did not have, besides reserved ones."""
 VARIABLE_PARTS: Final = "0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|[0-9]+"
@@ -159,7 +163,7 @@ def given_up(
 
 def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
-    origin = properties.get(PropertyName.RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
+    origin = properties.get(PropertyName.RETRY_TOPIC) or properties.get(PropertyName.DLQ_ORIGIN_TOPIC) or topic
     # A message that a client of 5.x received again has the retry topic's name.
     return origin.removeprefix(f"{retry_topic(group)}_")
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue_entries import HOLE_SIZE
@@ -81,6 +81,110 @@ class DiskUse(NamedTuple):
     thresholds: list[DiskThreshold]
     """What a broker does when the disk is fuller, the lowest share first."""
 
+    @classmethod
+    def of(cls, path: str, config: StoreConfig) -> Self:
+        """Return the bytes of the store in ``path`` and of its disk.
+
+        Raises:
+            OSError: The disk can't be asked.
+        """
+        sums: defaultdict[str, int] = defaultdict(int)
+        for place, length, allocated in _files(path):
+            first = place.split(os.sep, 1)[0]
+            is_wheel = first.startswith(directory.TIMERWHEEL)  # and its snapshots of later versions
+            sums["timer_bytes" if is_wheel else _KINDS.get(first, "other_bytes")] += length
+            sums["allocated_bytes"] += allocated
+        folders = (path, *(os.path.join(path, name) for name in (directory.COMMITLOG, directory.CONSUMEQUEUE)))
+        disks = [shutil.disk_usage(folder) for folder in folders if os.path.isdir(folder)]
+        # Space that is reserved for the superuser is neither used nor free.
+        used, within_reach = max(
+            ((disk.used, disk.used + disk.free) for disk in disks), key=lambda pair: pair[0] / (pair[1] or 1)
+        )
+        unless_kept = ", unless keep_unconsumed keeps them for a group" if config.keep_unconsumed else ""
+        effects = (
+            (config.disk_max_used_ratio, "log files beyond the age limit are deleted at any hour"),
+            (config.disk_force_clean_ratio, f"the oldest log files are deleted at any age{unless_kept}"),
+            (config.disk_refuse_ratio, "messages are refused: CODE 14 of a RocketMQ broker, DiskFullError of librmq"),
+        )
+        return cls(
+            log_bytes=sums["log_bytes"],
+            queue_bytes=sums["queue_bytes"],
+            index_bytes=sums["index_bytes"],
+            timer_bytes=sums["timer_bytes"],
+            other_bytes=sums["other_bytes"],
+            allocated_bytes=sums["allocated_bytes"],
+            used_ratio=used / within_reach if within_reach else 0.0,
+            thresholds=[
+                DiskThreshold(ratio / 100, max(0, ratio * within_reach // 100 - used), effect)
+                for ratio, effect in effects
+            ],
+        )
+
+    def notes(self, view: StoreView) -> Iterator[str]:
+        """Yield sentences: when the disk is full at the log's growth, and why its old files stay.
+
+        Raises:
+            CorruptionError: A file is damaged.
+        """
+        yield from StagedRun.notes(view.store.path, view.store.files)
+        if SystemTopic.SCHEDULE in view.topics and (why := view.unknown_delays) is not None:
+            yield why
+        log = view.store.log
+        first, now_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None, view.now_ms
+        if first is None or now_ms is None:
+            return
+        if now_ms > first:
+            a_day = (log.end - log.begin) * _DAY_MS / (now_ms - first)
+            times = ", ".join(
+                f"{percent(threshold.ratio)} in {duration(threshold.free_bytes / a_day * _DAY_MS / 1000)}"
+                if threshold.free_bytes
+                else f"{percent(threshold.ratio)} is exceeded"
+                for threshold in self.thresholds
+            )
+            yield (
+                f"the log took {size(a_day)} a day since {moment(first)} UTC; at this rate, and if nothing is deleted, "
+                f"the disk, {percent(self.used_ratio)} full now, reaches {times}"
+            )
+        yield from self._file_notes(view)
+
+    def old_files(self, view: StoreView) -> Iterator[OldFile]:
+        """Yield the files of the log that retention can delete, oldest first: all but that with the last record.
+
+        Raises:
+            CorruptionError: A file is damaged.
+        """
+        log, config, now_ms = view.store.log, view.store.config, view.now_ms
+        old = [start for start in log.sequence.starts if start + log.file_size < log.end]
+        if not old or now_ms is None:
+            return
+        is_own = directory.is_made_by_librmq(view.store.path, view.store.files)
+        hours = config.file_reserved_hours if is_own else config.file_reserved_hours or _BROKER_HOURS
+        readers = list(_readers(view))
+        for start in old:
+            last_ms, end = first_behind(log, start), start + log.file_size
+            delete_ms, when = _next_time(self, config, hours, last_ms, now_ms, is_own=is_own)
+            unread = list(unread_between(readers, view.store.queues.get, start, end))
+            yield OldFile(
+                file=os.path.basename(log.sequence.path(start)),
+                end_timestamp_ms=last_ms,
+                age_s=None if last_ms is None else max(0, now_ms - last_ms) / 1000,
+                delete_at_ms=delete_ms,
+                unread_by=sorted({part.reader.group for part in unread}),
+                why="; ".join((when, *_holders(unread, config))),
+            )
+
+    def _file_notes(self, view: StoreView) -> Iterator[str]:
+        """Yield why each of the oldest files stays: its age, its hour, its readers."""
+        log = view.store.log
+        count = sum(start + log.file_size < log.end for start in log.sequence.starts)
+        if not count:
+            yield "the log has one file; the file with the last record is never deleted"
+        for file in islice(self.old_files(view), _NAMED):
+            age = "an unknown time" if file.age_s is None else duration(file.age_s)
+            yield f"{file.file}: ended {age} before; {file.why}"
+        if count > _NAMED:
+            yield f"{number(count - _NAMED)} further log files are newer, and follow these"
+
 
 class TopicUse(NamedTuple):
     """The bytes of a topic in the log."""
@@ -112,44 +216,6 @@ class OldFile(NamedTuple):
     """The groups that have not consumed all messages in it; empty text for the schedule of delay levels."""
     why: str
     """The same for people, with the hour of deletion and how much is unread."""
-
-
-def disk_use(path: str, config: StoreConfig) -> DiskUse:
-    """Return the bytes of the store in ``path`` and of its disk.
-
-    Raises:
-        OSError: The disk can't be asked.
-    """
-    sums: defaultdict[str, int] = defaultdict(int)
-    for place, length, allocated in _files(path):
-        first = place.split(os.sep, 1)[0]
-        is_wheel = first.startswith(directory.TIMERWHEEL)  # and its snapshots of later versions
-        sums["timer_bytes" if is_wheel else _KINDS.get(first, "other_bytes")] += length
-        sums["allocated_bytes"] += allocated
-    folders = (path, *(os.path.join(path, name) for name in (directory.COMMITLOG, directory.CONSUMEQUEUE)))
-    disks = [shutil.disk_usage(folder) for folder in folders if os.path.isdir(folder)]
-    # Space that is reserved for the superuser is neither used nor free.
-    used, within_reach = max(
-        ((disk.used, disk.used + disk.free) for disk in disks), key=lambda pair: pair[0] / (pair[1] or 1)
-    )
-    unless_kept = ", unless keep_unconsumed keeps them for a group" if config.keep_unconsumed else ""
-    effects = (
-        (config.disk_max_used_ratio, "log files beyond the age limit are deleted at any hour"),
-        (config.disk_force_clean_ratio, f"the oldest log files are deleted at any age{unless_kept}"),
-        (config.disk_refuse_ratio, "messages are refused: CODE 14 of a RocketMQ broker, DiskFullError of librmq"),
-    )
-    return DiskUse(
-        log_bytes=sums["log_bytes"],
-        queue_bytes=sums["queue_bytes"],
-        index_bytes=sums["index_bytes"],
-        timer_bytes=sums["timer_bytes"],
-        other_bytes=sums["other_bytes"],
-        allocated_bytes=sums["allocated_bytes"],
-        used_ratio=used / within_reach if within_reach else 0.0,
-        thresholds=[
-            DiskThreshold(ratio / 100, max(0, ratio * within_reach // 100 - used), effect) for ratio, effect in effects
-        ],
-    )
 
 
 def _files(path: str) -> Iterator[tuple[str, int, int]]:
@@ -222,75 +288,7 @@ def _unread_places(view: StoreView) -> dict[tuple[str, int], int]:
     return places
 
 
-# ---- notes
-
-
-def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[str]:
-    """Yield sentences: when the disk is full at the log's growth, and why its old files stay.
-
-    Raises:
-        CorruptionError: A file is damaged.
-    """
-    yield from StagedRun.notes(view.store.path, view.store.files)
-    if SystemTopic.SCHEDULE in view.topics and (why := view.unknown_delays) is not None:
-        yield why
-    log = view.store.log
-    first, now_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None, view.now_ms
-    if first is None or now_ms is None:
-        return
-    if now_ms > first:
-        a_day = (log.end - log.begin) * _DAY_MS / (now_ms - first)
-        times = ", ".join(
-            f"{percent(threshold.ratio)} in {duration(threshold.free_bytes / a_day * _DAY_MS / 1000)}"
-            if threshold.free_bytes
-            else f"{percent(threshold.ratio)} is exceeded"
-            for threshold in use.thresholds
-        )
-        yield (
-            f"the log took {size(a_day)} a day since {moment(first)} UTC; at this rate, and if nothing is deleted, the "
-            f"disk, {percent(use.used_ratio)} full now, reaches {times}"
-        )
-    yield from _file_notes(view, use, config)
-
-
-def old_files(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[OldFile]:
-    """Yield the files of the log that retention can delete, oldest first: all but that with the last record.
-
-    Raises:
-        CorruptionError: A file is damaged.
-    """
-    log, now_ms = view.store.log, view.now_ms
-    old = [start for start in log.sequence.starts if start + log.file_size < log.end]
-    if not old or now_ms is None:
-        return
-    is_own = directory.is_made_by_librmq(view.store.path, view.store.files)
-    hours = config.file_reserved_hours if is_own else config.file_reserved_hours or _BROKER_HOURS
-    readers = list(_readers(view))
-    for start in old:
-        last_ms, end = first_behind(log, start), start + log.file_size
-        delete_ms, when = _next_time(use, config, hours, last_ms, now_ms, is_own=is_own)
-        unread = list(unread_between(readers, view.store.queues.get, start, end))
-        yield OldFile(
-            file=os.path.basename(log.sequence.path(start)),
-            end_timestamp_ms=last_ms,
-            age_s=None if last_ms is None else max(0, now_ms - last_ms) / 1000,
-            delete_at_ms=delete_ms,
-            unread_by=sorted({part.reader.group for part in unread}),
-            why="; ".join((when, *_holders(unread, config))),
-        )
-
-
-def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[str]:
-    """Yield why each of the oldest files stays: its age, its hour, its readers."""
-    log = view.store.log
-    count = sum(start + log.file_size < log.end for start in log.sequence.starts)
-    if not count:
-        yield "the log has one file; the file with the last record is never deleted"
-    for file in islice(old_files(view, use, config), _NAMED):
-        age = "an unknown time" if file.age_s is None else duration(file.age_s)
-        yield f"{file.file}: ended {age} before; {file.why}"
-    if count > _NAMED:
-        yield f"{number(count - _NAMED)} further log files are newer, and follow these"
+# ---- why old files stay
 
 
 def _next_time(

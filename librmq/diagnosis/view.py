@@ -31,7 +31,7 @@ from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMess
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic, kind_of_topic
-from librmq.message.traces import has_traces, is_trace_topic
+from librmq.message.traces import has_traces
 from librmq.override import override
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
@@ -398,6 +398,18 @@ class StoreView(_LiveView, Closing):
         """Why the progress of delay levels is unknown, and what to do; None if it is known."""
         return None if self.is_live else self.tables.unknown_delays()
 
+    @property
+    def unknown_groups(self) -> str | None:
+        """Why a store without a broker's tables has no groups; None if it has tables, or `unknown_progress` says it.
+
+        A `MessageStore` alone has none, and neither has a copy without its folder config.
+        """
+        tables = self.tables
+        if self.is_live or self.unknown_progress is not None or tables.topics.is_stored or tables.offsets.is_stored:
+            return None
+        path = os.path.join(self.store.path, directory.CONFIG, "consumerOffset.json")
+        return f"there is no {path}, so the progress of no group is known: copy the folder config too"
+
     @cached_property
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
         """Queue offsets by queue id, by group and topic; for a running broker the present ones.
@@ -500,6 +512,21 @@ class StoreView(_LiveView, Closing):
             waiting = (message.properties.get(PropertyName.REAL_TOPIC, "") for _, message in waiting_timers(self.store))
             revive.update(topic for topic in waiting if topic.startswith(TopicPrefix.REVIVE))
         return sorted(revive)
+
+    @cached_property
+    def trace_topics(self) -> list[str]:
+        """The topics of traces: by their names, and of other topics those whose newest message is one."""
+        topics = []
+        for topic, queues in self.topics.items():
+            if topic == SystemTopic.TRACE or topic.startswith(TopicPrefix.TRACE):
+                topics.append(topic)
+            elif is_user_topic(topic):
+                queue_id = max(queues, key=lambda queue_id: self.ranges[topic, queue_id].max_offset)
+                last = self.ranges[topic, queue_id].max_offset - 1
+                newest = self.message(topic, queue_id, last) if last >= 0 else None
+                if newest is not None and has_traces(newest):
+                    topics.append(topic)
+        return topics
 
     @property
     def levels(self) -> DelayLevels:
@@ -839,30 +866,3 @@ class ClusterView(_LiveView):
 
 
 LiveView: TypeAlias = StoreView | ClusterView
-
-
-def why_without_groups(view: StoreView) -> str | None:
-    """Return why a store without tables of a broker has no groups; None if it has tables, or says itself what it lacks.
-
-    A `MessageStore` alone has none, and neither has a copy without its folder config.
-    """
-    tables = view.tables
-    if view.is_live or view.unknown_progress is not None or tables.topics.is_stored or tables.offsets.is_stored:
-        return None
-    path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
-    return f"there is no {path}, so the progress of no group is known: copy the folder config too"
-
-
-def trace_topics(view: StoreView) -> list[str]:
-    """Return the topics of traces: by their names, and of other topics those whose newest message is one."""
-    topics = []
-    for topic, queues in view.topics.items():
-        if is_trace_topic(topic):
-            topics.append(topic)
-        elif is_user_topic(topic):
-            queue_id = max(queues, key=lambda queue_id: view.ranges[topic, queue_id].max_offset)
-            last = view.ranges[topic, queue_id].max_offset - 1
-            newest = next(iter(view.store.messages(topic, queue_id, last)), None) if last >= 0 else None
-            if newest is not None and has_traces(newest):
-                topics.append(topic)
-    return topics

@@ -474,23 +474,6 @@ def copy_file(
     files.flush(file)
 
 
-def copy_time(files: Files, source: str, target: str) -> None:
-    """Give a copy of a disk's file the modification time of its source, unless one of them is empty.
-
-    Files in memory have no times, and a file with other names keeps its time.
-    """
-    status = files.status(target)
-    if not files.is_shared or status is None or not status.size or status.links > 1 or not file_size(files, source):
-        return
-    original = files.open(source, keep_descriptor=True)
-    copy = files.open(target, writable=True, keep_descriptor=True)
-    with SystemCall("set the time of", target):
-        times = os.fstat(original.descriptor)
-        # By its descriptor, because another process can put a link into the path meanwhile.
-        place = copy.descriptor if os.utime in os.supports_fd else target
-        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
 def folders_to_name(files: Files, folder: str) -> list[str]:
     """Return the folders to flush after making ``folder`` and its parents, the innermost first. Call it before.
 

@@ -42,7 +42,7 @@ from librmq.filter.normal_form import (
     names,
     reduce,
 )
-from librmq.filter.parser import Dialect, JavaLong, Order, Selector, parse, refuse_rest
+from librmq.filter.parser import Dialect, JavaLong, Order, Selector, parse
 from librmq.java.lang import java_int, java_long, parse_double
 from librmq.override import override
 
@@ -472,7 +472,7 @@ class SqlFilter:
         self.strict: Final = strict
         self.matches: Final = self._compiled.matches
         if strict:
-            refuse_rest(self._compiled.selector)
+            self._compiled.selector.refuse_rest()
         ignored_from = self._compiled.selector.ignored_from
         if ignored_from is not None:
             ignored = expression[ignored_from : ignored_from + 40]

@@ -228,6 +228,22 @@ class Selector:
             return f"{self.source_of(node.operand)} IS NULL"
         return self.expression[node.start : node.end]
 
+    def properties(self) -> list[str]:
+        """Return the names of the properties that the expression reads, each once, in their order."""
+        nodes = postorder(self.root)
+        return list(dict.fromkeys(node.name for node in nodes if isinstance(node, Property)))
+
+    def refuse_rest(self) -> None:
+        """Refuse text after the whole expression, which the broker ignores.
+
+        Raises:
+            FilterSyntaxError: There is such text.
+        """
+        if self.ignored_from is not None:
+            ignored = self.expression[self.ignored_from : self.ignored_from + 40]
+            reason = f"unexpected {ignored!r}; the expression ended before"
+            raise FilterSyntaxError(self.expression, self.ignored_from, reason)
+
 
 class _RefusedError(Exception):
     """The broker refuses a part of the expression when it builds the tree."""
@@ -274,18 +290,6 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
     except _RefusedError as refused:
         raise FilterSyntaxError(expression, refused.position, refused.reason) from None
     return Selector(expression, root, None if trailing is None else trailing.start_pos)
-
-
-def refuse_rest(selector: Selector) -> None:
-    """Refuse text after the whole expression, which the broker ignores.
-
-    Raises:
-        FilterSyntaxError: There is such text.
-    """
-    if selector.ignored_from is not None:
-        ignored = selector.expression[selector.ignored_from : selector.ignored_from + 40]
-        reason = f"unexpected {ignored!r}; the expression ended before"
-        raise FilterSyntaxError(selector.expression, selector.ignored_from, reason)
 
 
 def _unreadable(expression: str, position: int) -> str:

@@ -45,9 +45,3 @@ def queue_lag(progress: int | None, begin: int, end: int) -> int:
     """Return the number of messages that a group has left to consume in a queue."""
     lag: int = lag_terms(begin if progress is None else progress, begin, end)[1]
     return lag
-
-
-def deleted_unread(progress: int | None, begin: int) -> int:
-    """Return the number of messages that were deleted before a group reached them."""
-    deleted: int = lag_terms(begin if progress is None else progress, begin, begin)[2]
-    return deleted

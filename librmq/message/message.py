@@ -403,11 +403,6 @@ def delayed_batch(topic: str) -> MessageIllegalError:
     return MessageIllegalError(f"topic {topic!r}: a batch can't be delayed: send delayed messages one by one")
 
 
-def transaction_with_priority(topic: str) -> MessageIllegalError:
-    """Return the error of a message of a transaction with a priority."""
-    return MessageIllegalError(f"topic {topic!r}: a message of a transaction can't have a priority: send it without")
-
-
 def priority_with_queue(topic: str) -> MessageIllegalError:
     """Return the error of a message with a priority for which the sender chooses a queue too."""
     return MessageIllegalError(

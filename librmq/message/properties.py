@@ -49,6 +49,8 @@ class PropertyName:
     """Property of librmq's own: the exception for which a consumer gave up a message."""
     PROCESS_DEATHS: Final = "PROCESS_DEATHS"
     """Property of librmq's own: how many receivers' processes have ended at a message, and how many of them alone."""
+    DLQ_ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
+    DLQ_ORIGIN_MESSAGE_ID: Final = "DLQ_ORIGIN_MESSAGE_ID"
     RESENT_LETTER: Final = "RESENT_LETTER"
     """Property of librmq's own: the dead letter that a message of a retry topic is a copy of."""
     CONSUME_START_TIME: Final = "CONSUME_START_TIME"
@@ -80,6 +82,10 @@ class PropertyName:
     TIMER_DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
     TIMER_DELETES_EARLIER: Final = "TIMER_DEL_EARLIER"
     """In deleting messages of librmq, which 5.x ignores."""
+    HOP_MS: Final = "SCHEDULE_TARGET_MS"
+    """In messages of librmq's relay (`librmq.scheduling.relay`), as are the two below."""
+    HOP_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
+    HOP_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
 
 # fmt: off
@@ -307,9 +313,14 @@ def split_keys(keys: str | None) -> list[str]:
     return [key for key in keys.split(" ") if key] if keys else []
 
 
-AT_ONCE: Final = "never retried"
-USED_UP: Final = "retries used up"
-IN_ORDER: Final = "ordered, retries used up"
+class CountedCause:
+    """The causes of dead letters without a recorded one, as their counts show them."""
+
+    AT_ONCE: Final = "never retried"
+    USED_UP: Final = "retries used up"
+    IN_ORDER: Final = "ordered, retries used up"
+
+
 _ROOM: Final = 30_000
 """A failed message with fewer bytes of properties has room for the cause."""
 
@@ -331,5 +342,5 @@ def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
     if recorded:
         return recorded
     if java_int(properties.get(PropertyName.RECONSUME_TIME, "")) is not None:
-        return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
-    return AT_ONCE if reconsume_times <= 1 else USED_UP
+        return CountedCause.IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
+    return CountedCause.AT_ONCE if reconsume_times <= 1 else CountedCause.USED_UP

@@ -111,15 +111,6 @@ def validate_queue(topic: str, queue_id: int) -> None:
         raise MessageIllegalError(f"queue id: expected 0 or more, found {queue_id}")
 
 
-def is_valid_queue(topic: str, queue_id: int) -> bool:
-    """Return whether a store can have the queue."""
-    try:
-        validate_queue(topic, queue_id)
-    except MessageIllegalError:
-        return False
-    return True
-
-
 def validate_client_topic(topic: str) -> None:
     """Check a topic like RocketMQ's clients, which are stricter than `validate_topic`.
 

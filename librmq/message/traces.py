@@ -28,7 +28,6 @@ from librmq.errors import MalformedError, RmqError
 from librmq.message.ids import decode_unique_id
 from librmq.message.message import StoredMessage
 from librmq.message.record import decompress_body
-from librmq.message.topics import SystemTopic, TopicPrefix
 
 TraceKind = Literal["sent", "received", "consumed", "ended", "recalled"]
 
@@ -167,11 +166,6 @@ class Trace(NamedTuple):
     """Joins ``received`` and ``consumed`` of one call."""
     physical_offset: int
     """Place of the recording message in the log."""
-
-
-def is_trace_topic(topic: str) -> bool:
-    """Return whether a topic is for traces by its name; users can name others."""
-    return topic == SystemTopic.TRACE or topic.startswith(TopicPrefix.TRACE)
 
 
 def has_traces(message: StoredMessage) -> bool:

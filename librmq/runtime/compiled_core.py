@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +18,7 @@ from librmq.errors import ConfigError
 
 _API: Final = 21
 _SWITCH: Final = "LIBRMQ_CORE"
+_NO_FUNCTIONS: Final = ("module", "state", "is_missed", "items")
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
 
@@ -27,6 +28,10 @@ class Core:
 
     module: Any = None
     """The module ``librmq.runtime._core``."""
+    state: str = "pure Python"
+    """Which code runs: ``compiled core``, or pure Python and the reason."""
+    is_missed: bool = False
+    """Whether a usual installation runs the compiled core here, and this one does not, which is worth a warning."""
     items: Callable[..., Any] | None = None
     """The items of one file of the log (`librmq.message.frames.items`)."""
     use_stored_messages: Callable[..., None] | None = None
@@ -69,8 +74,8 @@ class Core:
     """The places of records that follow each other in a file (`librmq.columns.arrays`)."""
 
 
-def _load() -> tuple[Core, str, bool]:
-    """Return the core, a sentence that says which code runs, and whether an installation usually runs the core here.
+def _load() -> Core:
+    """Return the core, or the table without functions where it does not run.
 
     Raises:
         ConfigError: ``LIBRMQ_CORE`` is neither on nor off, or on where the core can't run.
@@ -79,14 +84,14 @@ def _load() -> tuple[Core, str, bool]:
     if switch not in ("", "on", "off"):
         raise ConfigError(f"{_SWITCH} is {switch!r}, and must be 'on', 'off' or unset")
     if switch == "off":
-        return PURE, f"pure Python, because {_SWITCH} is off", False
+        return replace(PURE, state=f"pure Python, because {_SWITCH} is off")
     core, reason = _imported()
     if not reason:
-        return core, "compiled core", True
+        return core
     if switch == "on":
         raise ConfigError(f"{_SWITCH} is on, but {reason}; {_ADVICE}, or unset {_SWITCH}")
     # Windows and interpreters without the lock have no build of it.
-    return PURE, f"pure Python, because {reason}", os.name == "posix" and _has_lock()
+    return replace(PURE, state=f"pure Python, because {reason}", is_missed=os.name == "posix" and _has_lock())
 
 
 def _imported() -> tuple[Core, str]:
@@ -101,8 +106,8 @@ def _imported() -> tuple[Core, str]:
         return PURE, f"the compiled core can't be loaded: {error}"
     if (api := getattr(module, "API", None)) != _API:
         return PURE, f"the compiled core has API {api}, and not {_API}"
-    functions = {name: getattr(module, name) for name in Core.__dataclass_fields__ if name not in ("module", "items")}
-    return Core(module, module.Items, **functions), ""
+    functions = {name: getattr(module, name) for name in Core.__dataclass_fields__ if name not in _NO_FUNCTIONS}
+    return Core(module, "compiled core", items=module.Items, **functions), ""
 
 
 def _has_lock() -> bool:
@@ -110,13 +115,8 @@ def _has_lock() -> bool:
 
 
 PURE: Final = Core()
-_loaded = _load()
-CORE: Final = _loaded[0]
+CORE: Final = _load()
 """The table of functions."""
-CORE_STATE: Final = _loaded[1]
-"""Which code runs: ``compiled core``, or pure Python and the reason."""
-IS_CORE_EXPECTED: Final = _loaded[2]
-"""Whether a usual installation runs the compiled core here: pure Python is then worth a warning."""
 
 if TYPE_CHECKING:
 

@@ -128,10 +128,19 @@ class HeldLine(NamedTuple):
     record: logging.LogRecord
     error: TracebackException | None
 
+    def log(self) -> None:
+        """Log it now."""
+        record = self.record
+        log = logging.getLogger(record.name)
+        if log.isEnabledFor(record.levelno):
+            if self.error is not None:
+                record.exc_text = _shown(self.error)
+            log.handle(record)
+
 
 @contextmanager
 def held_back() -> Iterator[list[HeldLine]]:
-    """Keep the lines of this process in the list; `log_again` logs them."""
+    """Keep the lines of this process in the list, without logging them."""
     log = logging.getLogger("librmq")
     lines: list[HeldLine] = []
     before = log.handlers, log.propagate
@@ -140,16 +149,6 @@ def held_back() -> Iterator[list[HeldLine]]:
         yield lines
     finally:
         log.handlers, log.propagate = before
-
-
-def log_again(line: HeldLine) -> None:
-    """Log a line that was held back."""
-    record, error = line
-    log = logging.getLogger(record.name)
-    if log.isEnabledFor(record.levelno):
-        if error is not None:
-            record.exc_text = _shown(error)
-        log.handle(record)
 
 
 class _HoldingBack(logging.Handler):

@@ -24,7 +24,7 @@ from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.half_messages import TransactionOffsets
-from librmq.scheduling.waiting import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, EarlierCopies
+from librmq.scheduling.waiting import HOP_GROUP, EarlierCopies
 from librmq.store import AppendResult, GetStatus, MessageStore
 
 _log = EventLog("librmq.hops")
@@ -32,7 +32,14 @@ _log = EventLog("librmq.hops")
 _SAVE_EVERY_S: Final = 10  # After a crash the log is searched for copies of what was sent on since the last save.
 
 _HOP_PROPERTIES: Final = frozenset(
-    (TARGET_MS, TARGET_TOPIC, TARGET_QUEUE_ID, PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID)
+    (
+        PropertyName.HOP_MS,
+        PropertyName.HOP_TOPIC,
+        PropertyName.HOP_QUEUE_ID,
+        PropertyName.DELAY,
+        PropertyName.REAL_TOPIC,
+        PropertyName.REAL_QUEUE_ID,
+    )
 )
 _QUEUE: Final = 0
 _READ: Final = 32
@@ -66,9 +73,9 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     relayed = Message(SystemTopic.HOP, message.body, flag=message.flag)
     relayed.properties = {
         **message.properties,
-        TARGET_MS: str(target_ms),
-        TARGET_TOPIC: message.topic,
-        TARGET_QUEUE_ID: str(queue_id),
+        PropertyName.HOP_MS: str(target_ms),
+        PropertyName.HOP_TOPIC: message.topic,
+        PropertyName.HOP_QUEUE_ID: str(queue_id),
     }
     return relayed
 
@@ -169,9 +176,9 @@ class HopProxy:
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties
-        target_ms = java_long(properties.get(TARGET_MS, ""))
-        queue_id = java_int(properties.get(TARGET_QUEUE_ID, "0"))
-        topic = properties.get(TARGET_TOPIC, "")
+        target_ms = java_long(properties.get(PropertyName.HOP_MS, ""))
+        queue_id = java_int(properties.get(PropertyName.HOP_QUEUE_ID, "0"))
+        topic = properties.get(PropertyName.HOP_TOPIC, "")
         try:
             if target_ms is None or queue_id is None or topic == SystemTopic.HOP:
                 raise MessageIllegalError("expected properties with a time, a queue and a topic")

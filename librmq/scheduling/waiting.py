@@ -29,16 +29,16 @@ Records that were written again on purpose have the same id, and keep copies of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record
-from librmq.message.delays import deliver_time_ms, level_of_queue_id
+from librmq.message.delays import deliver_time_ms
 from librmq.message.properties import PropertyName
-from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, is_system_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
@@ -50,9 +50,6 @@ _log = EventLog("librmq.delay")
 
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
 """The consumer group that has the relay's progress."""
-TARGET_MS: Final = "SCHEDULE_TARGET_MS"
-TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
-TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
 _OF_GROUPS: Final = (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
 PRECISION_MS: Final = 1000
@@ -71,24 +68,8 @@ def destination_of(message: StoredMessage) -> Destination:
     properties = message.properties
     topic, queue_id = properties.get(PropertyName.REAL_TOPIC, ""), properties.get(PropertyName.REAL_QUEUE_ID)
     if SystemTopic.HOP in (topic, message.topic):
-        topic, queue_id = properties.get(TARGET_TOPIC, ""), properties.get(TARGET_QUEUE_ID)
+        topic, queue_id = properties.get(PropertyName.HOP_TOPIC, ""), properties.get(PropertyName.HOP_QUEUE_ID)
     return Destination(topic, java_int(queue_id or "0") or 0)
-
-
-def awaited_queues(store: MessageStore, next_delayed: Callable[[int], int]) -> Iterator[Destination]:
-    """Yield the queues for which messages wait, or undecided halves; some have been delivered.
-
-    ``next_delayed(level)`` returns the progress of a delay level.
-    """
-    for topic, queue_id in sorted(store.queues):
-        if topic in (*WAITING_TOPICS, SystemTopic.HALF):
-            begin = next_delayed(level_of_queue_id(queue_id)) if topic == SystemTopic.SCHEDULE else 0
-            for message in store.messages(topic, queue_id, begin):
-                if (
-                    PropertyName.TIMER_DELETE_KEY not in message.properties
-                    and (destination := destination_of(message)).topic
-                ):
-                    yield destination
 
 
 def own_time_ms(message: StoredMessage) -> int | None:
@@ -98,7 +79,7 @@ def own_time_ms(message: StoredMessage) -> int | None:
     """
     properties = message.properties
     if SystemTopic.HOP in (properties.get(PropertyName.REAL_TOPIC), message.topic):
-        return java_long(properties.get(TARGET_MS, ""))
+        return java_long(properties.get(PropertyName.HOP_MS, ""))
     if message.topic != SystemTopic.TIMER:
         return None
     out_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0

@@ -22,7 +22,7 @@ from librmq.diagnosis.report_rows import parse_time
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.message.delays import queue_id_of_level
-from librmq.message.lag import deleted_unread, queue_lag, unread_from
+from librmq.message.lag import lag_terms
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.spark._options import parse_read_options, refuse_urls
 from librmq.store import BrokerTables
@@ -155,12 +155,12 @@ def _backlog(store: PlannedStore, progress: Mapping[tuple[str, str], Mapping[int
     for (group, topic), of_queue in progress.items():
         for queue_id in queues.get(topic, ()):
             queue, stored = store.queues[topic, queue_id], of_queue.get(queue_id)
-            following = unread_from(stored, queue.begin)
+            following, lag, deleted = lag_terms(queue.begin if stored is None else stored, queue.begin, queue.end)
             oldest = stored_at((topic, queue_id), following) if following < queue.end else None
             age = 0.0 if oldest is None or newest is None else (newest - oldest) / 1000
             yield (
                 store.path, group, topic, queue_id, queue.begin, queue.end, stored,
-                queue_lag(stored, queue.begin, queue.end), deleted_unread(stored, queue.begin),
+                lag, deleted,
                 None if oldest is None else oldest * 1000, None if newest is None else newest * 1000, age,
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ReadOnlyError, StoreClosedError
 from librmq.files import Damage, Files
 from librmq.message import DelayLevels
-from librmq.runtime.compiled_core import CORE, CORE_STATE, IS_CORE_EXPECTED
+from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
 from librmq.store.engine._entry_checks import EntryChecks, Transfer
@@ -29,10 +29,10 @@ _log = EventLog("librmq.store")
 @functools.cache
 def _report_python() -> None:
     """Log once in a process that it runs without the compiled core: a warning where an installation should have it."""
-    if IS_CORE_EXPECTED and CORE.module is None:
-        _log.warning("hot paths run in %(core)s; docs/performance.md says how to get it", core=CORE_STATE)
+    if CORE.is_missed:
+        _log.warning("hot paths run in %(core)s; docs/performance.md says how to get it", core=CORE.state)
     elif CORE.module is None:
-        _log.info("hot paths run in %(core)s", core=CORE_STATE)
+        _log.info("hot paths run in %(core)s", core=CORE.state)
 
 
 class StoreHandle(ABC):

@@ -34,9 +34,9 @@ from librmq.errors import (
 )
 from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import (
+    SystemCall,
     confine,
     copy_file,
-    copy_time,
     flush_all,
     link_file,
     make_folders,
@@ -435,7 +435,24 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
             _keep_times(path, part, files, name)
             continue
         with _unless_deleted(source, files):
-            copy_time(files, source, os.path.join(part, name))
+            _copy_time(files, source, os.path.join(part, name))
+
+
+def _copy_time(files: Files, source: str, target: str) -> None:
+    """Give a copy of a disk's file the modification time of its source, unless one of them is empty.
+
+    Files in memory have no times, and a file with other names keeps its time.
+    """
+    status = files.status(target)
+    if not files.is_shared or status is None or not status.size or status.links > 1 or not file_size(files, source):
+        return
+    original = files.open(source, keep_descriptor=True)
+    copy = files.open(target, writable=True, keep_descriptor=True)
+    with SystemCall("set the time of", target):
+        times = os.fstat(original.descriptor)
+        # By its descriptor, because another process can put a link into the path meanwhile.
+        place = copy.descriptor if os.utime in os.supports_fd else target
+        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def _copy_progress(path: str, part: str, files: Files, now_ms: int) -> None:

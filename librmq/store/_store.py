@@ -25,7 +25,7 @@ from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.closing import Closing
-from librmq.runtime.compiled_core import CORE_STATE
+from librmq.runtime.compiled_core import CORE
 from librmq.store._handle import StoreHandle
 from librmq.store._writer import Writer
 from librmq.store.engine._append import Appender
@@ -309,7 +309,7 @@ class MessageStore(Closing):
     @property
     def core(self) -> str:
         """Which code runs hot paths: ``compiled core``, or pure Python and the reason."""
-        return CORE_STATE
+        return CORE.state
 
     @property
     def readers(self) -> Readers | None:

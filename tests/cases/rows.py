@@ -23,7 +23,7 @@ from librmq.errors import (
 )
 from librmq.filter import BloomFilter
 from librmq.filter.filters import compiled
-from librmq.filter.parser import Dialect, refuse_rest
+from librmq.filter.parser import Dialect
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
 from tests.cases import fields
@@ -46,7 +46,7 @@ def answer_case(row: object, dialect: Dialect = "4.9", *, strict: bool = False) 
     try:
         sql = compiled(expression, dialect)
         if strict:
-            refuse_rest(sql.selector)
+            sql.selector.refuse_rest()
     except FilterSyntaxError:
         return answer | {"result": "PARSE_ERROR", "match": None}
     try:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from librmq.cli.commands.filters import explain_text
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import (
@@ -23,6 +22,7 @@ from librmq.filter import (
     WatchedPredicate,
     tags_code,
 )
+from librmq.filter.interpreter import explain_text
 
 
 def test_tags_with_one_code_are_distinguished_by_text() -> None:

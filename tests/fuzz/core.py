@@ -34,7 +34,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import texts_before_values
-from librmq.runtime.compiled_core import CORE, CORE_STATE, LogState
+from librmq.runtime.compiled_core import CORE, LogState
 from librmq.store import MessageStore
 from librmq.store.engine._entry_checks import Transfer
 
@@ -87,7 +87,7 @@ class Fuzzer:
 
     def __init__(self, chance: random.Random) -> None:
         if CORE.module is None:
-            raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
+            raise SystemExit(f"the core that was just built does not run: {CORE.state}")
         self.core = CORE.module
         self.chance = chance
         self.store, self.waiting = self.open_store(), self.open_store()

@@ -15,14 +15,14 @@ from random import Random
 import pytest
 
 from librmq.message import record
-from librmq.runtime.compiled_core import CORE, CORE_STATE
+from librmq.runtime.compiled_core import CORE
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.fuzz.formats import CORPUS, TARGETS, mutants, seeds
 from tests.programs import environment
 
 ROUND = 20
-OF_CORE = [pytest.mark.platform, pytest.mark.skipif(CORE.module is None, reason=CORE_STATE)]
+OF_CORE = [pytest.mark.platform, pytest.mark.skipif(CORE.module is None, reason=CORE.state)]
 """Without the core its inputs call nothing."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from librmq.message.lag import deleted_unread, lag_terms, queue_lag, unread_from
+from librmq.message.lag import lag_terms, queue_lag, unread_from
 
 CASES = [
     # progress, begin, end: first unread, lag, deleted unread
@@ -30,7 +30,7 @@ CASES = [
 def test_a_queue(progress: int | None, begin: int, end: int, first: int, lag: int, deleted: int) -> None:
     assert unread_from(progress, begin) == first
     assert queue_lag(progress, begin, end) == lag
-    assert deleted_unread(progress, begin) == deleted
+    assert lag_terms(begin if progress is None else progress, begin, end) == (first, lag, deleted)
 
 
 def test_many_queues() -> None:

@@ -343,9 +343,14 @@ def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
         "DEAD_LETTER_CAUSE",  # librmq's own, like the next two
         "RESENT_LETTER",
         "PROCESS_DEATHS",
+        "DLQ_ORIGIN_TOPIC",
+        "DLQ_ORIGIN_MESSAGE_ID",
+        "SCHEDULE_TARGET_MS",
+        "SCHEDULE_TARGET_TOPIC",
+        "SCHEDULE_TARGET_QID",
     }
     assert names >= RESERVED_PROPERTIES
-    assert len(names) == 42
+    assert len(names) == 47
 
 
 # --- hosts and ids

@@ -49,7 +49,7 @@ CORE = compiled_core.CORE.module
 
 def needs_core(test: Any) -> Any:
     """Skip a test where the core is not installed or switched off."""
-    return pytest.mark.platform(pytest.mark.skipif(CORE is None, reason=compiled_core.CORE_STATE)(test))
+    return pytest.mark.platform(pytest.mark.skipif(CORE is None, reason=compiled_core.CORE.state)(test))
 
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,12 +534,12 @@ def test_arbitrary_bytes_are_no_records(head: bytes, tail: bytes, inside: int) -
 
 def test_a_store_says_which_code_runs() -> None:
     with MessageStore.open("/store", StoreConfig.tiny(), files=MemoryFiles()) as store:
-        assert store.core == ("compiled core" if CORE else compiled_core.CORE_STATE)
+        assert store.core == ("compiled core" if CORE else compiled_core.CORE.state)
 
 
 def said_with(variable: str, first: str = "") -> str:
     """Return which code another process runs with this value of the variable, or the error that it ends with."""
-    program = f"{first}\nfrom librmq.runtime.compiled_core import CORE_STATE\nprint(CORE_STATE)"
+    program = f"{first}\nfrom librmq.runtime.compiled_core import CORE\nprint(CORE.state)"
     variables = {**os.environ, "LIBRMQ_CORE": variable}
     ended = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
     return ended.stdout or ended.stderr.splitlines()[-1]

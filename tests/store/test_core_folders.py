@@ -31,7 +31,7 @@ from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents
 
 pytestmark = [
     pytest.mark.platform,
-    pytest.mark.skipif(compiled_core.CORE.module is None, reason=compiled_core.CORE_STATE),
+    pytest.mark.skipif(compiled_core.CORE.module is None, reason=compiled_core.CORE.state),
 ]
 
 TEXTS = st.sampled_from(["a", "b c", "é", "日本", "\U0001f600x", "x" * 40])

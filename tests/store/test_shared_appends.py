@@ -18,7 +18,7 @@ import pytest
 from librmq import Message, MessageStore
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, StoreError
 from librmq.message import record
-from librmq.runtime.compiled_core import CORE, CORE_STATE
+from librmq.runtime.compiled_core import CORE
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.dispatch import Dispatcher
@@ -335,7 +335,7 @@ def test_a_whole_record_stays_although_its_writer_died(shared: Shared, monkeypat
 
 
 @pytest.mark.platform
-@pytest.mark.skipif(CORE.module is None, reason=CORE_STATE)
+@pytest.mark.skipif(CORE.module is None, reason=CORE.state)
 def test_the_compiled_core_appends_beside_peers(shared: Shared) -> None:
     shared.direct(b"x")
     assert shared.appends.is_open

@@ -14,7 +14,7 @@ from librmq.message.properties import PropertyName, is_half
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import TOOL_PRODUCERS, SendBatch
 from librmq.runtime.locks import RLock
-from librmq.scheduling.waiting import TARGET_TOPIC, sent_to
+from librmq.scheduling.waiting import sent_to
 from librmq.store import AppendResult
 
 Name = tuple[str, str, str]
@@ -38,7 +38,7 @@ def name_of_send(group: str, message: Message) -> Name | None:
     is_own = group not in TOOL_PRODUCERS and not topic.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
     if not unique_key or not is_own or PropertyName.TIMER_DELETE_KEY in properties:
         return None
-    target = properties.get(TARGET_TOPIC, topic) if topic == SystemTopic.HOP else topic
+    target = properties.get(PropertyName.HOP_TOPIC, topic) if topic == SystemTopic.HOP else topic
     return target, unique_key, properties.get(_GROUP, "") if is_half(properties) else ""
 
 

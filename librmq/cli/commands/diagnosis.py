@@ -19,7 +19,7 @@ from librmq.cli._stores import is_url, local_copy, locate, open_source, open_vie
 from librmq.clock import SystemClock
 from librmq.diagnosis import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
-from librmq.runtime.compiled_core import CORE_STATE
+from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
@@ -90,12 +90,11 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
 
 def traces(arguments: argparse.Namespace, output: Output) -> int:
     """Print what clients have recorded in topics of traces, in log order."""
-    from librmq.diagnosis.view import trace_topics
     from librmq.message.traces import TraceReader
 
     reader, is_found = TraceReader(), False
     with open_view(arguments) as view:
-        topics = arguments.trace_topic or trace_topics(view)
+        topics = arguments.trace_topic or view.trace_topics
         for topic in topics:
             note_topic(topic, view.topics, output)
         queues = [
@@ -287,7 +286,7 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
     """Print which core runs, what extras would bring, what Spark lacks, and what its jobs left in a store."""
     rows: list[tuple[str, bool, str]] = [
         ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
-        ("core", True, CORE_STATE),
+        ("core", True, CORE.state),
     ]
     for extra, (brings, *packages) in _EXTRAS.items():
         versions = {package: _version(package) for package in packages}

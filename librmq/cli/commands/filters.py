@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 
 from librmq.cli._output import Output
 from librmq.cli._rows import read_rows, standard_input
 from librmq.errors import FilterError, InputError
-from librmq.filter.interpreter import explain, lint
-from librmq.filter.parser import Dialect, parse, refuse_rest
+from librmq.filter.interpreter import explain_text
 from librmq.formatting import printable
 
 
@@ -51,19 +49,3 @@ def read_case(row: object) -> tuple[str, dict[str, str] | None]:
     if not isinstance(properties, dict) or not all(v is None or isinstance(v, str) for v in properties.values()):
         raise FilterError("props: expected an object of strings, or null")
     return row["expr"], {name: value for name, value in properties.items() if value is not None}
-
-
-def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
-    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
-
-    Raises:
-        FilterSyntaxError: The expression does not compile.
-    """
-    selector = parse(expr, dialect)
-    if strict:
-        refuse_rest(selector)
-    parts = [str(explain(selector, props))]
-    findings = lint(selector, dialect)
-    if findings:
-        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
-    return "\n\n".join(parts)

@@ -33,7 +33,7 @@ from librmq.clock import SystemClock
 from librmq.diagnosis import GivenUpMessage, GroupRate, Lag, StoreView, TopicProgress, View
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
-from librmq.diagnosis.view import LiveView, group_summaries, why_without_groups
+from librmq.diagnosis.view import LiveView, group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
@@ -50,7 +50,7 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_source(arguments) as view:
         output.rows_of(_with_in_flight(view, group_summaries(view, includes_own=arguments.all)))
-        if not output.rows and isinstance(view, StoreView) and (why := why_without_groups(view)) is not None:
+        if not output.rows and isinstance(view, StoreView) and (why := view.unknown_groups) is not None:
             output.explain_nothing(why)
     return 0
 
@@ -65,7 +65,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         _note_unknown(view, arguments, output)
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
             if view.unknown_progress is None:
-                output.explain_nothing(why_without_groups(view) or "no group has progress in these topics")
+                output.explain_nothing(view.unknown_groups or "no group has progress in these topics")
             else:  # The note was printed already.
                 output.says_nothing_found = False
     return 0
@@ -488,7 +488,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
-    from librmq.broker.retries import UNKNOWN_RESENDS, find_unsent, resend_unsent
+    from librmq.broker.retries import UnsentLetters
 
     group = arguments.group
     if group is None:
@@ -497,20 +497,22 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     only_unsent = arguments.id is None or arguments.unsent
     with open_administered(arguments) as (broker, view):
         noted = view.resent_times.keys()
-        by_broker, unknown = find_unsent(broker, group, broker.messages) if only_unsent else ({}, 0)
-        unsent = set(chain.from_iterable(by_broker.values()))
-        if unknown:
-            complain("note: " + UNKNOWN_RESENDS % {"group": group, "letters": unknown})
+        unsent = UnsentLetters(broker, group, broker.messages) if only_unsent else None
         letters = list(letters_by_queue(view, group, view.resent_times))
-        if only_unsent and (count := len({letter_identity(message) for _, message, _ in letters} - noted - unsent)):
-            complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
         selected = [row for row in letters if is_selected(row[-1])]
-        chosen = [row for row in selected if not only_unsent or letter_identity(row[1]) in unsent][: arguments.limit]
-        if only_unsent:
-            names = {letter_identity(message) for _, message, _ in chosen}
-            resend_unsent(broker, group, {at: [one for one in part if one in names] for at, part in by_broker.items()})
-        else:
+        if unsent is None:
+            chosen = selected[: arguments.limit]
             broker.resend_dead_letters(group, [message for _, message, _ in chosen])
+        else:
+            if unsent.doubt:
+                complain(f"note: {unsent.doubt}")
+            sent = {letter_identity(message) for _, message, _ in letters} - noted - unsent.letters
+            if count := len(sent):
+                complain(
+                    f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
+                )
+            chosen = [row for row in selected if letter_identity(row[1]) in unsent.letters][: arguments.limit]
+            unsent.send({letter_identity(message) for _, message, _ in chosen})
         at_ms = broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"

@@ -85,19 +85,18 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
 
 def disk(arguments: argparse.Namespace, output: Output) -> int:
     """Print the bytes of a store and its disk in a row, then a row for each topic, and for each old file of the log."""
-    from librmq.diagnosis.disk_use import disk_notes, disk_use, old_files, topic_uses
+    from librmq.diagnosis.disk_use import DiskUse, topic_uses
 
     with open_view(arguments) as view:
-        config = view.store.config
-        use = disk_use(view.store.path, config)
+        use = DiskUse.of(view.store.path, view.store.config)
         thresholds = [threshold._asdict() for threshold in use.thresholds]
         output.row({"type": "disk", **use._asdict(), "thresholds": thresholds})
         for topic in topic_uses(view):
             output.row({"type": "topic", **topic._asdict()})
-        for file in old_files(view, use, config):
+        for file in use.old_files(view):
             output.row({"type": "file", **file._asdict()})
         output.close()
-        for note in disk_notes(view, use, config):
+        for note in use.notes(view):
             complain(f"note: {note}")
     return 0
 

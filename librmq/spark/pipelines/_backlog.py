@@ -11,11 +11,11 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decoding import LAST_MS
 from librmq.diagnosis import Consumption, estimate
-from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PARTS
+from librmq.diagnosis.deadletters import OF_A_LETTER, VARIABLE_PARTS
 from librmq.errors import AllocationError
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
 from librmq.message.lag import lag_terms
-from librmq.message.properties import AT_ONCE, IN_ORDER, RESERVED_PROPERTIES, USED_UP, PropertyName
+from librmq.message.properties import RESERVED_PROPERTIES, CountedCause, PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.waiting import PRECISION_MS
@@ -340,9 +340,9 @@ def dead_letters(messages: DataFrame) -> DataFrame:
     count = F.col("properties").getItem(PropertyName.RECONSUME_TIME)
     cause = (
         F.when(recorded.isNotNull(), recorded)
-        .when(F.when(count.rlike(r"\A[+-]?[0-9]+\z"), count.try_cast("int")).isNotNull(), IN_ORDER)
-        .when(F.col("reconsumeTimes") <= 1, AT_ONCE)
-        .otherwise(USED_UP)
+        .when(F.when(count.rlike(r"\A[+-]?[0-9]+\z"), count.try_cast("int")).isNotNull(), CountedCause.IN_ORDER)
+        .when(F.col("reconsumeTimes") <= 1, CountedCause.AT_ONCE)
+        .otherwise(CountedCause.USED_UP)
     )
     dead = messages.where(F.col("topic").startswith(TopicPrefix.DEAD_LETTER))
     return (
@@ -381,7 +381,7 @@ def _group() -> Column:
 
 
 def _first_topic() -> Column:
-    origin = F.coalesce(_property(PropertyName.RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
+    origin = F.coalesce(_property(PropertyName.RETRY_TOPIC), _property(PropertyName.DLQ_ORIGIN_TOPIC), F.col("topic"))
     # The prefix of a message that a client of 5.x received again.
     prefix = F.concat(F.lit(TopicPrefix.RETRY), _group(), F.lit("_"))
     return F.when(F.startswith(origin, prefix), F.substr(origin, F.length(prefix) + 1)).otherwise(origin)

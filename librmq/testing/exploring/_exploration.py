@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, Unpack
 from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files import TemporaryFolder
-from librmq.runtime.event_log import HeldLine, held_back, log_again
+from librmq.runtime.event_log import HeldLine, held_back
 from librmq.testing._from_store import Shrunk, StoreStart, moved_label, shrink
 from librmq.testing._kit import Kit, KitKeywords, begin_of, starting_store
 from librmq.testing._process import LIBRARY
@@ -589,7 +589,7 @@ def explore(
     found = result.found
     if found is not None:
         for line in logged[id(found.trace)]:
-            log_again(line)
+            line.log()
         if found.fewest is not None:
             found.error.add_note(found.fewest.describe("", partial(_saved, found.fewest)))
         found.error.add_note(result.report())
