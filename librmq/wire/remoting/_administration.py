@@ -574,8 +574,11 @@ def _progress_rows(progress: Mapping[MessageQueue, GroupProgress]) -> dict[Objec
 
 
 def _shown_time(ms: int) -> str:
-    """Return a time as 4.9 shows it, in the machine's time zone."""
-    return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
+    """Return a time as 4.9 shows it, in the machine's time zone; the number where no calendar has the time."""
+    try:
+        return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
+    except (ValueError, OverflowError, OSError):
+        return str(ms)
 
 
 def _version(made_ms: int) -> dict[str, int]:

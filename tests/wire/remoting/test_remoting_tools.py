@@ -15,6 +15,7 @@ from librmq.files import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties
+from librmq.message.record import STORE_TIMESTAMP_AT
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._frames import Frame, encode
@@ -313,6 +314,15 @@ def test_times_of_the_first_message_are_answered(client: RawClient, broker: Brok
     assert spans[0]["consumeTimeStamp"] == BEGIN_MS
     assert spans[0]["delayTime"] == broker.runner.now_ms() - (BEGIN_MS + 60_000)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d#\d\d:\d\d:\d\d:000", spans[0]["consumeTimeStampStr"])
+
+
+def test_a_time_beyond_the_calendar_is_shown_as_a_number(client: RawClient, broker: Broker) -> None:
+    client.put("t", b"x")
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
+    far_ms = 1 << 62  # damage that the checksum of the body does not show
+    broker.store.log.sequence.file(0).buffer[STORE_TIMESTAMP_AT : STORE_TIMESTAMP_AT + 8] = far_ms.to_bytes(8, "big")
+    rows = client.ask(Code.QUERY_CONSUME_TIME_SPAN, topic="t", group="g")["consumeTimeSpanSet"]
+    assert {row["maxTimeStampStr"] for row in rows if row["maxTimeStamp"] == far_ms} == {str(far_ms)}
 
 
 def test_progress_is_cloned_to_another_group(client: RawClient, broker: Broker) -> None:
