@@ -530,6 +530,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 self._turn_of, self._has_turn = (assigned, offset, turn), False
                 self._turns.ask(turn)
             return []
+        else:
+            self._turns.begin_now(self._turn_of[2])
         assigned.take_suspect(offset)
         assigned.next_offset = offset + 1
         return [] if error is not None else [message]

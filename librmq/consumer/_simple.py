@@ -525,6 +525,8 @@ class SimpleConsumer(Member):
         if suspect is not None:
             with self.runner.lock:  # One thread takes it: two would each have a suspect, and neither alone.
                 if suspect is self._suspect and not suspect.is_taken:
+                    if suspect.takes is Takes.BESIDE_OTHERS:
+                        self._turns.begin_now(suspect.turn)
                     takes, suspect.is_taken = suspect.takes, bool(suspect.takes)
         self._asking.add(waits)  # before the look whether it may, because a turn holds back, and looks at this then
         try:
@@ -624,7 +626,7 @@ class SimpleConsumer(Member):
 
     def _goes_on_in_company(self, message: ReceivedMessage) -> None:
         left_ms = message.visible_timestamp_ms - self.runner.now_ms()
-        if left_ms > 0 and self._life.is_running:
+        if left_ms > 0 and self._life.is_running and not self.client.dead:
             with suppress(RmqError):  # Then an end of the process counts although others were in work.
                 self._change(message, left_ms / 1000, keeps_receipt=True)
 

@@ -33,10 +33,9 @@ from librmq.listener import DeadLetter
 from librmq.protocol import Place, Suspect, ended_cause
 from librmq.runtime import Runner, Step
 
-PATIENCE_MS: Final = 10_000
-"""Time for which a turn waits until no other message is in work."""
 TURN_MS: Final = 10_000
-"""Longest time alone after the first end of a process; twice as long after each further one."""
+"""Time for which a turn waits until no other message is in work, and then the longest time alone, after the first end
+of a process; both are twice as long after each further one."""
 _MOST_DOUBLED: Final = 7
 
 
@@ -141,6 +140,18 @@ class Turns:
             self._next(self._runner.now_ms())
         self.look()
 
+    def begin_now(self, turn: Turn) -> None:
+        """Let a suspect whose turn has passed have one from now on, if no message is in work and no other turn waits.
+
+        A consumer that asks for messages rarely comes after its turn, and what it has processed meanwhile can have kept
+        the turn from beginning.
+        """
+        if self._present is None and not any(member.in_work for member in self.members):
+            now_ms = self._runner.now_ms()
+            self._hold_for(turn, now_ms)
+            self._begin_alone(turn, now_ms)
+            self.look()
+
     def look(self) -> None:
         """Look soon whether a turn can begin."""
         self._runner.wake(self._step)
@@ -174,15 +185,17 @@ class Turns:
     def _next(self, now_ms: int) -> Turn | None:
         if not self._waiting:
             return None
-        turn = self._present = self._waiting.popleft()
-        self._is_alone, self._until_ms = False, now_ms + PATIENCE_MS
-        for member in self.members:
-            member.hold_back()
+        turn = self._waiting.popleft()
+        self._hold_for(turn, now_ms)
         return turn
 
+    def _hold_for(self, turn: Turn, now_ms: int) -> None:
+        self._present, self._is_alone, self._until_ms = turn, False, now_ms + _longest_ms(turn)
+        for member in self.members:
+            member.hold_back()
+
     def _begin_alone(self, turn: Turn, now_ms: int) -> None:
-        self._is_alone = True
-        self._until_ms = now_ms + (TURN_MS << min(max(turn.suspect.deaths - 1, 0), _MOST_DOUBLED))
+        self._is_alone, self._until_ms = True, now_ms + _longest_ms(turn)
         turn.suspect.runs_alone(True)
         if not turn.begin(turn, now_ms):
             self.ended(turn)
@@ -195,6 +208,10 @@ class Turns:
         for turn in waiting:
             turn.begin(turn, now_ms)
         self._let_go(now_ms)
+
+
+def _longest_ms(turn: Turn) -> int:
+    return TURN_MS << min(max(turn.suspect.deaths - 1, 0), _MOST_DOUBLED)
 
 
 _all: Final[WeakSet[Turns]] = WeakSet()

@@ -357,6 +357,74 @@ def test_who_receives_rarely_gets_a_suspect_after_its_turn() -> None:
         assert bodies == [b"in work"]
 
 
+def poll_in_kit(process: Process) -> PullConsumer:
+    consumer = PullConsumer(process, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    return consumer.start()
+
+
+@pytest.mark.parametrize("make", [received_in_kit, poll_in_kit])
+@pytest.mark.parametrize(("pause_s", "work_s"), [(3600, 0), (3600, 40), (1, 40)])
+def test_who_comes_after_a_turn_is_alone_then(
+    make: Callable[[Process], SimpleConsumer | PullConsumer], pause_s: int, work_s: int
+) -> None:
+    """Its process has no message in work, whether its turn has passed or could not begin beside other messages."""
+    with Kit() as rmq:
+        rmq.network.has_pages = True
+        rmq.broker.create_topic("t", 1)
+        process = rmq.app("billing", make)
+        rmq.run_until_idle()
+        if make is received_in_kit:
+            process.state.receive(wait=0)  # its group begins here
+        for body in (b"0", b"1", POISON, b"2"):
+            rmq.producer().send("t", body)
+        deaths = 0
+        while deaths < 8 and not list(rmq.broker.dead_letters("g")):
+            consumer = process.state
+            receives = isinstance(consumer, SimpleConsumer)
+            for message in consumer.receive(invisible=300, wait=0) if receives else consumer.poll(0):
+                if message.body == POISON:
+                    deaths += 1
+                    restarted = rmq.crash(process)
+                    assert restarted is not None
+                    process = restarted
+                    break
+                rmq.advance(seconds=work_s)
+                if receives:
+                    consumer.ack(message)
+            rmq.advance(seconds=pause_s)
+        assert [letter.body for letter in rmq.broker.dead_letters("g")] == [POISON]
+        assert deaths == 1 + 3
+
+
+def test_a_turn_waits_longer_after_each_death_for_long_messages() -> None:
+    """Else a suspect would never be alone beside listeners that take longer than the first wait."""
+    with Kit() as rmq:
+        rmq.network.has_pages = True
+        rmq.broker.create_topic("t", 1)
+        rmq.broker.create_topic("long", 1)
+        deaths = 0
+
+        def consume(message: DeliveredMessage) -> None:
+            nonlocal deaths
+            if message.body == POISON:
+                deaths += 1
+                rmq.crash(rmq.processes[-1])
+
+        def make(process: Process) -> None:
+            for group, topic in (("h", "long"), ("g", "t")):
+                process.consumer(group, consume_from=ConsumeFrom.FIRST, threads=2).subscribe(topic, consume)
+
+        rmq.app("billing", make, fail_fast=False)
+        rmq.faults.slow_listener("h", 30, times=1000)
+        rmq.run_until_idle()
+        rmq.producer().send("t", POISON)
+        while deaths < 10 and not list(rmq.broker.dead_letters("g")):
+            rmq.producer().send("long", b"a film")
+            rmq.advance(seconds=7)
+        assert [letter.body for letter in rmq.broker.dead_letters("g")] == [POISON]
+
+
 def test_a_pull_consumer_without_other_messages_passes_a_dead_letter(tmp_path: Path) -> None:
     with Broker.open(tmp_path) as broker, Producer(broker, "p") as producer:
         broker.create_topic("t", 1)
