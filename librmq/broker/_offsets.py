@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
+from librmq.formatting import NAMED
 from librmq.protocol import Place, PlaceName, ResponseCode
 from librmq.runtime import ProgressSaver, StateLog, critical
 from librmq.runtime.event_log import EventLog
@@ -163,7 +164,10 @@ class GroupOffsets:
                 old=old,
                 queue_offset=queue_offset,
             )
-        place = place or self.place(topic, group, queue_id)
+        self._move(topic, group, queue_id, queue_offset)
+
+    def _move(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        place = self._places.get((group, topic), {}).get(queue_id) or self.place(topic, group, queue_id)
         if place is not None:
             place.set(queue_offset)
         else:
@@ -241,20 +245,23 @@ class GroupOffsets:
         A crash of the machine can lose consumed messages. The next messages get their queue offsets, and must not be
         skipped. Another process can have recovered the store, so this does not depend on the abort marker.
         """
-        for (group, topic), row in progress_of(self._table.rows).items():
-            for queue_id, queue_offset in list(row.items()):
-                end = end_of(topic, queue_id)
-                if queue_offset > end:
-                    _log.warning(
-                        "group %(group)s: progress in %(topic)s/%(queue_id)d was %(old)d, beyond the queue's end: "
-                        "set to %(queue_offset)d",
-                        group=group,
-                        topic=topic,
-                        queue_id=queue_id,
-                        old=queue_offset,
-                        queue_offset=end,
-                    )
-                    self.set_consumer_offset(topic, group, queue_id, end)
+        beyond = [
+            (topic, group, queue_id, old, end)
+            for (group, topic), row in progress_of(self._table.rows).items()
+            for queue_id, old in row.items()
+            if old > (end := end_of(topic, queue_id))
+        ]
+        for topic, group, queue_id, _, end in beyond:
+            self.moved_back.add((group, topic))
+            self._move(topic, group, queue_id, end)
+        if beyond:
+            named = [f"{group} in {topic}/{queue_id}, {old}" for topic, group, queue_id, old, _ in beyond[:NAMED]]
+            _log.warning(
+                "%(count)d positions of groups were beyond the ends of their queues, and are set to these ends; the "
+                "first were: %(positions)s",
+                count=len(beyond),
+                positions="; ".join(named),
+            )
 
 
 def _positions(places: Mapping[int, Place]) -> dict[int, int]:

@@ -160,6 +160,23 @@ def test_a_new_brokers_tables() -> None:
     assert before == {name: files.read(f"/b/config/{name}.json") for name in before}
 
 
+def test_progress_beyond_the_ends_of_queues_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss of power can take the messages of very many queues."""
+    files, runner = MemoryFiles(), ManualRunner()
+    with opened(files, runner) as broker:
+        broker.create_topic("t", 30)
+        broker.set_group("g")
+        for queue_id in range(30):
+            broker.call(UpdateOffset("g", "t", queue_id, 7))
+    caplog.set_level("INFO", "librmq.broker")
+    with opened(files, runner) as broker:
+        assert set(broker.consumer_offsets("g", "t").values()) == {0}
+    (line,) = [record.message for record in caplog.records if "positions" in record.message]
+    assert line.startswith("30 positions of groups were beyond")
+    assert "g in t/0, 7; g in t/1, 7" in line
+    assert not [record for record in caplog.records if "goes back" in record.message]
+
+
 @pytest.mark.parametrize("files", [None, DiskFiles()], ids=["default", "given"])
 def test_disk_usage_is_ignored_with_a_manual_clock(
     files: DiskFiles | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
