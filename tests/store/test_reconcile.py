@@ -1,4 +1,4 @@
-"""Queues and index compared with the log: differences are reported, and fixed if ``repair`` is true."""
+"""Queues and index compared with the log: differences are reported, and corrected in parts that can be written."""
 
 from __future__ import annotations
 
@@ -108,9 +108,13 @@ class Parts:
     ) -> list[Damage]:
         comparison = Reconciliation(
             log=self.log, queues=self.queues, open_queue=self.open_queue, index=self.index, levels=LEVELS,
-            repair=repair, has_ext=self.ext, left_out={} if left_out is None else left_out,
+            has_ext=self.ext, left_out={} if left_out is None else left_out,
         )  # fmt: skip
-        return list(comparison.run(begin, scope))
+        self.log.sequence.writable = self.index.writable = repair
+        try:
+            return list(comparison.run(begin, scope))
+        finally:
+            self.log.sequence.writable = self.index.writable = True
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
         """Return queue offset and log position of each entry of a queue, without entries of lost messages."""

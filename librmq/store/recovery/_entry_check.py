@@ -35,21 +35,18 @@ class ExpectedEntry(NamedTuple):
 
 
 class EntryCheck:
-    """Compares the entries of one queue; differences are added to ``damages``, and corrected with ``repair``."""
+    """Compares the entries of one queue; differences are added to ``damages``, and corrected if the log is writable."""
 
-    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_repair", "_topic", "_units", "damages", "same_until")
+    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_topic", "_units", "damages", "same_until")
 
     _queue: ConsumeQueue
     _units: Mapping[int, ExpectedEntry]
 
-    def __init__(
-        self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None, *, repair: bool
-    ) -> None:
+    def __init__(self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None) -> None:
         self._log = log
         self._topic = topic
         self.damages = damages
         self._bitmap_of = bitmap_of
-        self._repair = repair
         self._delayed = topic == SystemTopic.SCHEDULE
         self.same_until: int = _EVER
         """The first queue offset whose entry was another one, or lacked."""
@@ -66,7 +63,7 @@ class EntryCheck:
         if same < len(entries):
             self.same_until = min(self.same_until, at + same)
             self._report_difference(at + same, entries[same], len(entries) - same)
-            if self._repair:
+            if self._log.sequence.writable:
                 self._rewrite(at + same, entries[same:])
 
     def _report_difference(self, queue_offset: int, expected: bytes, count: int) -> None:
@@ -162,13 +159,18 @@ def _can_wait_until(message: StoredMessage, code: int) -> bool:
     return (waits_ms >= 0 and waits_ms % 1000 == 0) or code == tags_code(message.tags)
 
 
-def misaddressed(log: CommitLog, physical_offset: int, at: int, actual: int, expected: int, repair: bool) -> Damage:
-    """Return the damage of a field of 8 bytes in a record; correct the field with ``repair``."""
+def wrong_field(log: CommitLog, physical_offset: int, at: int, expected: bytes, what: str) -> Damage:
+    """Return the damage of a field at place ``at`` of a record; correct the field if the log is writable."""
+    if log.sequence.writable:
+        log.patch(physical_offset + at, expected)
+    return Damage(log.sequence.path_at(physical_offset), physical_offset, "record", what, len(expected))
+
+
+def misaddressed(log: CommitLog, physical_offset: int, at: int, actual: int, expected: int) -> Damage:
+    """Return the damage of an offset in a record; correct it if the log is writable."""
     field = "physical offset" if at == record.PHYSICAL_OFFSET_AT else "queue offset"
-    if repair:
-        log.patch(physical_offset + at, _LONG.pack(expected))
-    path = log.sequence.path_at(physical_offset)
-    return Damage(path, physical_offset, "record", f"{field}: expected {expected}, found {actual}", 8)
+    what = f"{field}: expected {expected}, found {actual}"
+    return wrong_field(log, physical_offset, at, _LONG.pack(expected), what)
 
 
 def is_illegible(message: StoredMessage) -> bool:

@@ -85,11 +85,10 @@ def _runs(index: KeyIndex, begin: int, begin_file: IndexFile | None = None, begi
 class IndexCheck:
     """Comparison of the key index with the keys of the records, in the order of the log."""
 
-    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, is_complete: bool, repair: bool) -> None:
+    def __init__(self, index: KeyIndex, begin: int, log: CommitLog, is_complete: bool) -> None:
         self._log = log
         self.damages: list[Damage] = []
         self._index = index
-        self._repair = repair
         self._begin = begin
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
@@ -161,7 +160,7 @@ class IndexCheck:
         if self._following is None and self._run is not None:
             self._following = self._run.file, self._run.number
         if not len(keys.key_hashes) and self._following is None:
-            return not self._repair
+            return True
         if self._following is None or self._following[1] == 1:
             return False
         file, begin = self._following
@@ -247,7 +246,7 @@ class IndexCheck:
 
     def _write_missing(self) -> None:
         """Write missing keys if that completes the index."""
-        if self._repair and self.sound:
+        if self._index.writable and self.sound:
             for keys in self._missing:
                 self._index.append_block(*keys)
         self._missing.clear()

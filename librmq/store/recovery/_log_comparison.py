@@ -2,8 +2,8 @@
 
 The log is the truth: each record defines the entry at its queue offset and its keys in the index. `Reconciliation`
 walks over the log once. Each record goes to three takers: `FieldCheck` corrects its fields, `QueueChecks` compares its
-entries and `IndexCheck` its keys. For recovery they rewrite what differs. `UncleanQueues` reads the small queues that
-agree with the log, as most do, without a mapping.
+entries and `IndexCheck` its keys. They rewrite what differs in parts that are open for writing, and only report it of
+parts that are read. `UncleanQueues` reads the small queues that agree with the log, as most do, without a mapping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from librmq.message.topics import TopicPrefix, validate_queue
 from librmq.store.engine.derivation import COMPARED, BitmapOf, Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed
+from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed, wrong_field
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
 from librmq.store.recovery._queue_check import GapError, QueueCheck
 from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
@@ -43,7 +43,6 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         queues: MutableMapping[tuple[str, int], ConsumeQueue],
         open_queue: OpenQueue,
         scope: Scope,
-        repair: bool,
         bitmap_of: BitmapOf | None,
         *,
         has_ext: bool = True,
@@ -63,7 +62,6 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self._queues = queues
         self._open_queue = open_queue
         self._scope = scope
-        self._repair = repair
         self._new_queues: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
         self.strays = Strays(self.open_all)
@@ -140,10 +138,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Return the queue of that name, made if there is none."""
         queue = self._queues.get(name)
         if queue is None:
-            queue = self._open_queue(*name)
-            if self._repair:
-                self._queues[name] = queue
-                self._new_queues.add(name)
+            queue = self._queues[name] = self._open_queue(*name)
+            self._new_queues.add(name)
         return queue
 
     def _new_check(self, name: QueueName) -> QueueCheck:
@@ -154,9 +150,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
         is_complete = (max(begin, since) if absent else begin) <= self._log.begin
-        check = QueueCheck(
-            self.strays, self.queue, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of
-        )
+        check = QueueCheck(self.strays, self.queue, self._log, name, max(begin, since), is_complete, self._bitmap_of)
         self._by_name[name] = check
         if not self.puts_off:
             check.open_queue()
@@ -224,12 +218,11 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 
 
 class FieldCheck:
-    """Check of the fields that no checksum covers, and their correction with ``repair``, record by record."""
+    """Check of the fields that no checksum covers, and their correction in a writable log, record by record."""
 
-    def __init__(self, log: CommitLog, checks: QueueChecks, levels: DelayLevels, *, repair: bool) -> None:
+    def __init__(self, log: CommitLog, checks: QueueChecks, levels: DelayLevels) -> None:
         self._log = log
         self._checks = checks
-        self._repair = repair
         self._derive = Derivation(levels, self._note_batch).derive
         self.damages: list[Damage] = []
         """What was found since the caller last cleared the list."""
@@ -241,13 +234,13 @@ class FieldCheck:
 
         Raises:
             CorruptionError: It names a queue that can't be.
-            NotAStoreError: With ``repair``, it is a batch of messages.
+            NotAStoreError: It is a batch of messages, and the log is writable.
         """
         record = self._derive(place, size, raw)
         check = self._checks.check_of(record)
         if record.address != place:
             at = record_format.PHYSICAL_OFFSET_AT
-            self.damages.append(misaddressed(self._log, place, at, record.address, place, self._repair))
+            self.damages.append(misaddressed(self._log, place, at, record.address, place))
         if record.tags_code is None:
             entry = ExpectedEntry(_pack_entry(place, size, 0), record.store_timestamp_ms, record.properties)
             if check.points_at(record.queue_offset, entry):
@@ -263,16 +256,14 @@ class FieldCheck:
         at, flag = record_format.SYS_FLAG_AT, StoredMessage(raw).sys_flag
         expected = flag & ~record_format.TRANSACTION_PREPARED
         field = expected.to_bytes(4, "big", signed=True)
-        if self._repair:
-            self._log.patch(place + at, field)
         what = f"system flag: expected {expected}, found {flag}, of a record that has a queue entry"
-        self.damages.append(Damage(self._log.sequence.path_at(place), place, "record", what, len(field)))
+        self.damages.append(wrong_field(self._log, place, at, field, what))
         return raw[:at] + field + raw[at + len(field) :]
 
     def _note_batch(self, place: int, batch: StoredMessage) -> None:
         path, number = self._log.sequence.path_at(place), batch.properties[PropertyName.INNER_NUM]
         what = f"a batch of {number} messages of RocketMQ 5, which the files of queues show as one"
-        if self._repair:
+        if self._log.sequence.writable:
             raise NotAStoreError(
                 f"{path}: at {place}: {what}: librmq reads such a store, and never writes to it. Copy its messages "
                 "with `librmq extract`"
@@ -282,7 +273,7 @@ class FieldCheck:
 
 @dataclass(slots=True, kw_only=True)
 class Reconciliation:
-    """Comparison of queues and index with the records of a log. With ``repair`` differences are rewritten."""
+    """Comparison of queues and index with the records of a log. Differences are rewritten if the parts are writable."""
 
     log: CommitLog
     queues: MutableMapping[QueueName, ConsumeQueue]
@@ -291,7 +282,6 @@ class Reconciliation:
     index: KeyIndex | None
     """None leaves the index out."""
     levels: DelayLevels
-    repair: bool
     has_ext: bool = True
     bitmap_of: BitmapOf | None = None
     """Computes the bitmaps of rebuilt extension units."""
@@ -312,16 +302,16 @@ class Reconciliation:
         Raises:
             GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
             CorruptionError: A record is unreadable or has an impossible queue.
-            NotAStoreError: With ``repair``, a record is a batch of messages.
+            NotAStoreError: A record is a batch of messages, and the log is writable.
         """
         log = self.log
         begin = max(begin, log.begin)
         checks = QueueChecks(
-            log, self.queues, self.open_queue, scope or Scope(begin), self.repair, self.bitmap_of,
+            log, self.queues, self.open_queue, scope or Scope(begin), self.bitmap_of,
             has_ext=self.has_ext, unclean=self.unclean,
         )  # fmt: skip
-        keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin, self.repair)
-        fields = FieldCheck(log, checks, self.levels, repair=self.repair)
+        keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin)
+        fields = FieldCheck(log, checks, self.levels)
         in_blocks = not self.has_ext and not checks.has_light
         bodies_from = log.end if self.bodies_from is None else max(begin, self.bodies_from)
         try:
@@ -352,14 +342,11 @@ class Reconciliation:
         A broker numbers a prepared or rolled-back record 0 and gives it no entry. The first message of a topic that was
         made again is numbered 0 too, but then the next one is number 1, and not the one after those before it.
         """
-        place = stray.entry.physical_offset
-        at = place + record_format.SYS_FLAG_AT
-        flag = int.from_bytes(self.log.data_at(at, 4), "big", signed=True)
+        place, at = stray.entry.physical_offset, record_format.SYS_FLAG_AT
+        flag = int.from_bytes(self.log.data_at(place + at, 4), "big", signed=True)
         expected = flag | record_format.TRANSACTION_PREPARED
-        if self.repair:
-            self.log.patch(at, expected.to_bytes(4, "big", signed=True))
         what = f"system flag: expected {expected}, found {flag}, of a record that has no queue entry"
-        return Damage(self.log.sequence.path_at(place), place, "record", what, 4)
+        return wrong_field(self.log, place, at, expected.to_bytes(4, "big", signed=True), what)
 
     def _finish(self, checks: QueueChecks, keys: IndexCheck | None) -> Iterator[Damage]:
         has_lost = False
@@ -377,7 +364,7 @@ class Reconciliation:
             return
         keys.finish_index()
         yield from keys.damages
-        if self.repair and (checks.strays.renamed or not keys.sound):
+        if self.index.writable and (checks.strays.renamed or not keys.sound):
             if self.before_rebuild is not None:
                 self.before_rebuild()
             rebuild_index(self.log, self.index, self.levels)

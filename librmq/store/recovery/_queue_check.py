@@ -77,7 +77,6 @@ class QueueCheck:
         name: QueueName,
         begin: int,
         is_complete: bool,
-        repair: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
         """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it.
@@ -96,7 +95,7 @@ class QueueCheck:
         self.damages: list[Damage] = []
         self.lost: list[tuple[StoredMessage, Damage]] = []
         """Entries without a record of this queue, and the whole ones to which they lead."""
-        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, repair=repair)
+        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of)
         self.prefix_hash = topic_hash(topic)
         self.entries: list[bytes] = []
         self.expected = _NONE
@@ -104,7 +103,6 @@ class QueueCheck:
         self._opened: ConsumeQueue | None = None
         self._begin = begin
         self._is_complete = is_complete
-        self._repair = repair
         self._delayed = topic == SystemTopic.SCHEDULE
         # Records of a light queue are those of other queues, and stay as they are.
         self._is_light = topic.startswith(TopicPrefix.LIGHT)
@@ -246,8 +244,7 @@ class QueueCheck:
             self._due = self.expected
         if len(self.entries) >= COMPARED:
             self._compare()
-            if not self._repair:
-                self.queue.unmap_all()  # so that its pages do not stay in memory
+            self.queue.unmap_all()  # so that its pages do not stay in memory
 
     def claim(self, queue_offset: int, physical_offset: int) -> bool:
         """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
@@ -398,7 +395,7 @@ class QueueCheck:
         if not (is_lone and is_new) or claimed * _SMALLEST > following.physical_offset:
             return False
         place, at = ENTRY.unpack(self.entries[0])[0], record.QUEUE_OFFSET_AT
-        self.damages.append(misaddressed(self._log, place, at, self.first, claimed - 1, self._repair))
+        self.damages.append(misaddressed(self._log, place, at, self.first, claimed - 1))
         if self.first in self._units:
             self._units[claimed - 1] = self._units.pop(self.first)
         self.first, self._due = claimed - 1, claimed
@@ -413,7 +410,7 @@ class QueueCheck:
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed and not self._is_light:
             at = record.QUEUE_OFFSET_AT
-            self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._repair))
+            self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset))
         if self._due is None:
             if queue_offset and not self._is_complete:
                 raise GapError((self._topic, self._queue_id))
@@ -535,7 +532,7 @@ class QueueCheck:
             return
         what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
         self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
-        if self._repair:
+        if self._log.sequence.writable:
             self._strays.renamed |= message.topic != self._topic
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
@@ -568,17 +565,15 @@ class QueueCheck:
             for queue_offset in range(self._due, min(queue.max_offset, self._due + _LARGEST_GAP)):
                 self._note_lost(queue_offset, self._log.end)
             self._report_ahead(self._due)
-            if self._repair:
+            if self._log.sequence.writable:
                 queue.truncate_to(self._due)
         if self._is_complete:
             self._check_older()
-        elif not self._repair:
-            return
         stale = queue.data_behind_end()
         if stale:
             path, position = queue.place_of(queue.max_offset)
             self.damages.append(Damage(path, position, "tail", "bytes after the last entry", stale))
-            if self._repair:
+            if self._log.sequence.writable:
                 queue.recover()
 
     def _report_ahead(self, queue_offset: int) -> None:
@@ -600,7 +595,7 @@ class QueueCheck:
         path, position = queue.place_of(wrong)
         what = f"queue offset {wrong}: points to no record of this queue"
         self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))
-        if not self._repair:
+        if not self._log.sequence.writable:
             return
         entries = queue.entries(self.first)
         units = [queue.ext_unit(code) for code in entries["tags_code"].tolist()]

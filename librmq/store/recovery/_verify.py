@@ -341,7 +341,7 @@ class _StoreCheck:
         try:
             scope, begin = self._scope(log, queues), log.begin
             comparison = Reconciliation(
-                log=log, queues=queues, open_queue=self._open_queue, index=index, levels=levels, repair=False,
+                log=log, queues=dict(queues), open_queue=self._open_queue, index=index, levels=levels,
                 has_ext=self._config.enable_consumequeue_ext, left_out=self.left_out,
             )  # fmt: skip
             damages = comparison.run(begin, scope)

@@ -618,7 +618,6 @@ class Recovery:
             open_queue=parts.open_queue,
             index=parts.index if parts.walked_from is None else None,
             levels=parts.levels,
-            repair=True,
             has_ext=self._has_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
