@@ -16,7 +16,6 @@ from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype, places_and_sizes
 from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
-from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import DelayLevels, frames
@@ -55,18 +54,15 @@ class ShortQueue(ConsumeQueue):
     reading it, so it is mapped only if a caller asks for more than its entries.
     """
 
-    __slots__ = ("_entries", "_first", "_is_whole", "_open", "_opened")
+    __slots__ = ("_entries", "_first", "_open", "_opened")
 
     _SHORT: Final = 1 << 10
     """Most bytes of entries to keep in memory for a queue."""
-    _READ: Final = 1 << 13
-    """Most bytes to read of a file whose end is not known, because its used part is known in blocks."""
 
     def __init__(self, first: int, entries: bytes, state: QueueState, open_queue: Callable[[], ConsumeQueue]) -> None:
         self._first, self._entries = first, entries + bytes(-len(entries) % ENTRY_SIZE)
         self._open = open_queue
         self._opened: ConsumeQueue | None = None
-        self._is_whole = False
         self._closed = False
         self.ext = None
         self.min_offset, self.max_offset, self.max_physic_offset = max(first, state.min_offset), *state[1:]
@@ -92,22 +88,6 @@ class ShortQueue(ConsumeQueue):
             return None
         return cls(start // ENTRY_SIZE, raw, state, open_queue)
 
-    @classmethod
-    def from_sole_file(
-        cls, folder: str, file_size: int, files: Files, open_queue: Callable[[], ConsumeQueue]
-    ) -> Self | None:
-        """Return the queue in ``folder``; None unless it is short and sound, and has one file: open it to see why."""
-        file = read_sole_file(files, folder, file_size, cls._READ)
-        if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
-            return None
-        start = int(file[0])
-        state = None if start % file_size else short_state(start, file[1])
-        if state is None:
-            return None
-        queue = cls(start // ENTRY_SIZE, file[1], state, open_queue)
-        queue._is_whole = True
-        return queue
-
     @property
     @override
     def _files(self) -> MappedFileQueue:  # type: ignore[override]
@@ -131,11 +111,6 @@ class ShortQueue(ConsumeQueue):
     def in_memory(self) -> bytes:
         """The entries from `stored_begin` on."""
         return self._entries
-
-    @override
-    def data_behind_end(self) -> int:
-        """Return the number of bytes from the end to the last nonzero byte."""
-        return 0 if self._is_whole else super().data_behind_end()
 
     @override
     def unmap_all(self) -> None:

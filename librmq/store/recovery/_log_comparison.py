@@ -335,6 +335,8 @@ class Reconciliation:
         except GapError:
             yield from checks.lost_messages()  # whose entries can be cut by now, so that the next run can't tell
             raise
+        finally:
+            checks.remove_empty()
 
     def _undispatched(self, stray: Stray) -> Damage:
         """Return the damaged flag of a record without an entry, whose flag says that it has one; correct it to repair.
@@ -359,7 +361,6 @@ class Reconciliation:
             yield from checks.lost_messages()
         for stray in checks.strays.passed_first() if self.is_thorough else ():
             yield self._undispatched(stray)
-        checks.remove_empty()
         if self.index is None or keys is None:
             return
         keys.finish_index()

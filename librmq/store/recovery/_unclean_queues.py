@@ -1,4 +1,4 @@
-"""What a recovery compares with the log: the scope, and the queues, of which small ones that agree stay unopened."""
+"""What is compared with the log: the scope, and the queues, of which small ones that agree stay unopened."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY_SIZE, PLACE
 from librmq.files import Files, FolderEntry, is_folder
@@ -51,7 +52,7 @@ def _hides_entries(raw: bytes) -> bool:
 
 
 class UncleanQueues:
-    """The queues of the store in folder ``path`` after an unclean exit."""
+    """The queues of the store in folder ``path``, listed after an unclean exit or for a verification."""
 
     def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
         self._path = path
@@ -116,6 +117,11 @@ class UncleanQueues:
         if state is None or content is None or state.max_physic_offset > log_end:
             return None
         return b"" if start else content[:ENTRY_SIZE].ljust(ENTRY_SIZE, b"\0"), state.max_physic_offset
+
+    def dispatched(self, queues: Mapping[QueueName, ConsumeQueue], log: CommitLog) -> int:
+        """Return the place up to which the log was dispatched, whatever happened to some queues since."""
+        ends = ((name, self.ends_of(name, log.end)) for name in queues)
+        return max([log.begin, *(end[1] if end else queues[name].max_physic_offset for name, end in ends)])
 
     def pop_files(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""

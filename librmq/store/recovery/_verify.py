@@ -36,7 +36,7 @@ from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import missing_first_files, read_closed_state
-from librmq.store.engine.store_parts import PartFiles, QueueName, ShortQueue
+from librmq.store.engine.store_parts import PartFiles, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
@@ -46,7 +46,7 @@ from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._log_comparison import Reconciliation
-from librmq.store.recovery._unclean_queues import Scope
+from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
 
@@ -231,6 +231,7 @@ class _StoreCheck:
         self._files = files
         self._part_files = PartFiles(path, config, files)
         self._pool = MappingPool(config.mapped_files)
+        self._listed = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
         self._damages: list[Damage] = []
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
@@ -313,36 +314,35 @@ class _StoreCheck:
     def _add_damage(self, error: CorruptionError) -> None:
         self._damages.append(Damage(error.file, error.offset, error.kind, error.what))
 
-    def _queues(self) -> dict[tuple[str, int], ConsumeQueue] | None:
+    def _queues(self) -> QueueTable | None:
         names = self._part(lambda: directory.list_queues(self._path, self._files))
         if names is None:
             return None
-        queues = {}
-        for topic, queue_id in names:
-            queue = self._part(lambda place=(topic, queue_id): self._open_queue(*place))  # type: ignore[misc]
-            if queue is None:  # its damage is reported, and what it lacks follows from that
-                self._closed_folders.add(directory.queue_folder(self._path, topic, queue_id))
-            queues[topic, queue_id] = queue or ConsumeQueue.open(
-                directory.queue_folder(self._path, topic, queue_id),
-                self._config.consumequeue_file_size,
-                files=MemoryFiles(),
-            )
+        queues = QueueTable(self._open_queue, dict.fromkeys(names))
+        for name in names:
+            if not self._config.enable_consumequeue_ext:
+                with suppress(CorruptionError):
+                    self._listed.list_files(name)
+            if not self._listed.has_listed(name):
+                queues[name] = self._open_queue(*name)
         return queues
 
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        open_queue = partial(self._part_files.open_queue, topic, queue_id, self._pool)
-        if self._config.enable_consumequeue_ext:
-            return open_queue()
-        folder, size = directory.queue_folder(self._path, topic, queue_id), self._config.consumequeue_file_size
-        return ShortQueue.from_sole_file(folder, size, self._files, open_queue) or open_queue()
+        self._listed.pop_files((topic, queue_id))
+        queue = self._part(lambda: self._part_files.open_queue(topic, queue_id, self._pool))
+        if queue is not None:
+            return queue
+        folder = directory.queue_folder(self._path, topic, queue_id)
+        self._closed_folders.add(folder)  # its damage is reported, and what it lacks follows from that
+        return ConsumeQueue.open(folder, self._config.consumequeue_file_size, files=MemoryFiles())
 
-    def _derived(self, log: CommitLog, queues: dict[tuple[str, int], ConsumeQueue], index: KeyIndex | None) -> None:
+    def _derived(self, log: CommitLog, queues: QueueTable, index: KeyIndex | None) -> None:
         levels = DelayLevels.parse(self._config.message_delay_level)
         try:
             scope, begin = self._scope(log, queues), log.begin
             comparison = Reconciliation(
-                log=log, queues=dict(queues), open_queue=self._open_queue, index=index, levels=levels,
-                has_ext=self._config.enable_consumequeue_ext, left_out=self.left_out,
+                log=log, queues=queues, open_queue=self._open_queue, index=index, levels=levels,
+                has_ext=self._config.enable_consumequeue_ext, unclean=self._listed, left_out=self.left_out,
             )  # fmt: skip
             damages = comparison.run(begin, scope)
             self._damages.extend(
@@ -353,9 +353,9 @@ class _StoreCheck:
         except CorruptionError as error:
             self._add_damage(error)
 
-    def _scope(self, log: CommitLog, queues: dict[QueueName, ConsumeQueue]) -> Scope:
+    def _scope(self, log: CommitLog, queues: QueueTable) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
-        scope = Scope(log.begin, since=recreated_queues(log, queues))
+        scope = Scope(log.begin, since=recreated_queues(log, queues, lambda name: self._listed.ends_of(name, log.end)))
         if not self._closed:
             return scope
         topics = frozenset(directory.known_topics(self._path, self._files))
@@ -365,9 +365,10 @@ class _StoreCheck:
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
         from librmq.store.recovery.missing_files import lacking_queues  # the note of a close tells as a rule
 
-        dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
+        dispatched = self._listed.dispatched(queues, log)
         levels = DelayLevels.parse(self._config.message_delay_level)
-        lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched) - queues.keys()
+        whole = partial(self._listed.end_of_whole, log_end=log.end)
+        lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched, whole) - queues.keys()
         return replace(scope, absent_before=dispatched, all_of=lost, known_topics=topics)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
@@ -385,7 +386,7 @@ class _StoreCheck:
 
 
 def _timer_damage(
-    path: str, files: Files, log: CommitLog, queues: dict[QueueName, ConsumeQueue], *, is_closed: bool
+    path: str, files: Files, log: CommitLog, queues: QueueTable, *, is_closed: bool
 ) -> CorruptionError | None:
     """Return what is wrong with the files of a timer; None if they agree with the messages that wait.
 

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
@@ -526,13 +527,14 @@ class Recovery:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
         parts = self._parts
         log, index = parts.log, parts.index
+        dispatched = partial(self._unclean.dispatched, parts.queues, log)
         if self._mode.is_thorough:
-            absent_before = self._dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
+            absent_before = dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
             return log.begin, self._scope(log.begin, absent_before)
         if self._clean:
-            dispatched = self._dispatched()
-            begin = log.begin if self._changed_queues is not None else min(dispatched, index.end_physical_offset)
-            scope = Scope(dispatched, self._changed_queues or frozenset())
+            end = dispatched()
+            begin = log.begin if self._changed_queues is not None else min(end, index.end_physical_offset)
+            scope = Scope(end, self._changed_queues or frozenset())
         elif parts.walked_from is not None or self._mark is not None:
             return self._begin, Scope(self._begin)
         else:
@@ -593,12 +595,6 @@ class Recovery:
         if self._mark is not None:
             raise MarkError("the key index does not fit the log")
         self._parts.checkpoint._clear_index_time()
-
-    def _dispatched(self) -> int:
-        """Return the place up to which the log was dispatched, whatever happened to some queues since."""
-        queues, log = self._parts.queues, self._parts.log
-        ends = ((name, self._unclean.ends_of(name, log.end)) for name in queues)
-        return max([log.begin, *(end[1] if end else queues[name].max_physic_offset for name, end in ends)])
 
     def _drop_index(self, files: Sequence[IndexFile], than: str) -> int:
         """Delete index files to rebuild, and return the physical offset from which to rebuild."""
