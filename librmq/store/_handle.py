@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final
 
 from librmq.clock import Clock
@@ -17,7 +17,7 @@ from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
 from librmq.store.engine._entry_checks import EntryChecks, Transfer
-from librmq.store.engine.derivation import Pending
+from librmq.store.engine.derivation import Pending, RawPending
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format._checkpoint import Checkpoint
@@ -84,8 +84,8 @@ class StoreHandle(ABC):
         """Return the parts, with everything that was acknowledged before the call, as far as the disk has room."""
 
     @abstractmethod
-    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
-        """Return the parts like `up_to_date`, and the records for whose keys the disk has no room."""
+    def with_index(self) -> tuple[Parts, Collection[Pending | RawPending]]:
+        """Return the parts like `up_to_date`, and the records whose keys the index can lack, the last ones."""
 
     @property
     @abstractmethod

@@ -12,7 +12,7 @@ import os
 import struct
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Final, NoReturn
 
@@ -23,7 +23,7 @@ from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, ConsumeQueueExt, entr
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.java.lang import JAVA_ERRORS, java_decode
+from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.message import is_batch
@@ -31,7 +31,7 @@ from librmq.message.topics import validate_queue
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
-from librmq.store.engine.derivation import Derivation, RawPending, topic_hash
+from librmq.store.engine.derivation import Derivation, RawPending
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
@@ -300,11 +300,10 @@ class LiveIndexFile(IndexFile):
 
 
 class LiveIndex(KeyIndex):
-    """The index files of a store that another process writes to, and the keys that they can lack."""
+    """The index files of a store that another process writes to."""
 
     def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
         self._list = []
-        self.unwritten: deque[RawPending] = deque(maxlen=KEPT)
         super().__init__(folder, slots, entries, files, lambda: 0, False)
 
     @override
@@ -331,40 +330,23 @@ class LiveIndex(KeyIndex):
                     raise
 
     @override
-    def _show_before(self, log_end: int) -> None:
-        """Leave out records from there on, those too that no file has yet."""
-        super()._show_before(log_end)
-        self.unwritten = deque(record for record in self.unwritten if record[0] < log_end)
-
-    @override
     def query(
         self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
     ) -> list[int]:
-        """Return physical offsets of records with a key, including those that no file has yet."""
-        indexed = self.end_physical_offset  # the last keys of its record can still be missing
-        prefix, wanted = topic_hash(topic), key.encode("utf-8", JAVA_ERRORS)
-        places = [
-            place
-            for place, stored_ms, own_prefix, unique_key, keys in reversed(list(self.unwritten))
-            if place >= indexed
-            and own_prefix == prefix
-            and (wanted == unique_key or (keys and wanted in keys.split(b" ")))
-            and begin_ms <= stored_ms <= end_ms
-        ][: max(max_results, 0)]
-        if len(places) < max_results:
-            try:
-                older = super().query(topic, key, begin_ms, end_ms, max_results)
-            except StoreIOError:  # the file was deleted meanwhile
-                self.refresh()
-                older = super().query(topic, key, begin_ms, end_ms, max_results)
-            places += [place for place in older if place not in places][: max_results - len(places)]
-        return places
+        """Return physical offsets of records with a key, as the files have them."""
+        try:
+            return super().query(topic, key, begin_ms, end_ms, max_results)
+        except StoreIOError:  # the file was deleted meanwhile
+            self.refresh()
+            return super().query(topic, key, begin_ms, end_ms, max_results)
 
 
 class FollowedParts:
     """Parts that follow a log to which another process writes. One thread at a time opens it and calls its methods."""
 
     parts: Parts
+    unindexed: Collection[RawPending] = ()
+    """The keys of the last records, which the index can lack."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, is_written: bool) -> None:
         files, gaps = readable_files(path, files, config.commitlog_file_size, is_written=is_written)
@@ -419,6 +401,7 @@ class LiveParts(FollowedParts):
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
         )
         self._queues = LiveQueues(path, config, files, self._log)
+        self.unindexed = self._unindexed = deque[RawPending](maxlen=KEPT)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._derivation = Derivation(self._levels, lambda place, _: _refuse(place))
         self._make_parts(self._queues, self._index, self._queues.open_queue)
@@ -482,7 +465,7 @@ class LiveParts(FollowedParts):
                 else:
                     self._new[name, record.queue_id] = queue_offset, [entry]
         if record.unique_key or record.keys:
-            self._index.unwritten.append(record.pending())
+            self._unindexed.append(record.pending())
 
 
 def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:

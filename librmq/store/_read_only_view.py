@@ -23,7 +23,7 @@ import itertools
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -44,7 +44,7 @@ from librmq.runtime.locks import Lock
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts
-from librmq.store.engine.derivation import BitmapOf, Pending
+from librmq.store.engine.derivation import BitmapOf, RawPending
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.store_parts import (
     Parts,
@@ -338,10 +338,12 @@ class ReadOnlyView(StoreHandle):
         return self.parts
 
     @override
-    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
+    def with_index(self) -> tuple[Parts, Collection[RawPending]]:
         self.check_open()
         self.complete()
-        return self.up_to_date(), ()
+        parts = self.up_to_date()
+        unindexed = () if self._live is None else list(self._live.unindexed)
+        return parts, [keys for keys in unindexed if keys[0] < parts.log.end]
 
     @property
     @override

@@ -16,7 +16,6 @@ from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import ENTRY_SIZE
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files._disk import DiskFiles
@@ -25,7 +24,7 @@ from librmq.files.interface import File, Files, FolderEntry
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, Wholeness
-from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
+from librmq.store._live_tail import KEPT, LiveQueue, LiveQueues
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
@@ -458,13 +457,13 @@ def test_in_the_middle_of_a_batch(config: StoreConfig, change: Callable[[Pair], 
 
 def late_entries(reader: MessageStore) -> int:
     """Count the entries and keys that a reader holds in memory."""
-    assert isinstance(reader.index, LiveIndex)
     assert isinstance(reader.queues, LiveQueues)
-    queues = [queue for queue in reader.queues.opened() if isinstance(queue, LiveQueue)]
-    held = sum(len(queue._unwritten[1]) // ENTRY_SIZE for queue in queues)
-    return max(
-        held + sum(len(entries) for _, entries in reader.queues._unwritten.values()), len(reader.index.unwritten)
-    )
+    view = reader._handle
+    assert isinstance(view, ReadOnlyView)
+    assert view._live is not None
+    held = sum(queue.max_offset - queue.stored_end for queue in reader.queues.opened())
+    held += sum(len(entries) for _, entries in reader.queues._unwritten.values())
+    return max(held, len(view._live.unindexed))
 
 
 @pytest.mark.slow

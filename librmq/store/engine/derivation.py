@@ -67,12 +67,15 @@ def topic_hash(topic: str | bytes) -> int:
     return string_hash(f"{topic if isinstance(topic, str) else java_decode(topic)}#")
 
 
-def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Sequence[int]:
-    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`."""
-    hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
+def key_hashes(prefix_hash: int, unique_key: str | bytes | None, keys: str | bytes | None) -> Sequence[int]:
+    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`.
+
+    Bytes are texts in a record.
+    """
+    texts = [unique_key if isinstance(unique_key, str) else java_decode(unique_key)] if unique_key else []
     if keys:
-        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in split_keys(keys)]
-    return hashes
+        texts += split_keys(keys if isinstance(keys, str) else java_decode(keys))
+    return [_index_hash(hash_append(prefix_hash, text)) for text in texts]
 
 
 def is_indexed(sys_flag: int) -> bool:
