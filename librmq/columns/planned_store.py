@@ -111,7 +111,6 @@ def stored_entries(queue: ConsumeQueue, begin: int, end: int) -> Entries:
     return np.frombuffer(b"".join(blocks), entry_dtype())
 
 
-_COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
 _MAPPED_FILES: Final = 16
 _FINGERPRINTED: Final = 1024
@@ -259,44 +258,43 @@ class PlannedStore(Closing):
         self._opened = []
 
     def _queue(self, name: QueueName) -> QueueRange:
-        differs = self.store.queues.differs(name)
         queue = self.store.queues[name]
         begin, end = self._first_kept(queue), queue.max_offset
-        if differs or self.store.queues.differs(name):  # opening it can show that a file is damaged
-            return self._recovered(name, queue, begin)
+        kept_to = self.store.queues.kept_to(name)  # opening it can have shown that a file is damaged
+        if kept_to is not None and (stored := self._beyond_log(name, end)) is not None:
+            return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
         if self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
             return QueueRange(begin, end, queue.stored_begin, queue.in_memory, queue)
-        inline_from = queue.stored_end
+        inline_from = max(begin, queue.stored_end if kept_to is None else min(kept_to, end))
         inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
         return QueueRange(begin, end, inline_from, inline, queue)
 
-    def _stored_queue(self, name: QueueName) -> ConsumeQueue:
+    def _beyond_log(self, name: QueueName, end: int) -> ConsumeQueue | None:
+        """Return the queue in its files if they have records behind ``end``, and not because of a crash.
+
+        Recovery after a crash would cut these entries.
+
+        Raises:
+            CorruptionError: They have, and damage raises.
+        """
+        if not self.store.recovered or (
+            self._ends_as_recovered and (self.options.as_recovered or has_abort(self._files, self.path))
+        ):
+            return None
         folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
-        queue = ConsumeQueue.open(folder, size, files=self._files, pool=self._pool, writable=False)
-        self._opened.append(queue)
-        return queue
-
-    def _recovered(self, name: QueueName, queue: ConsumeQueue, begin: int) -> QueueRange:
-        """Return the range of a queue that a recovery in memory changed."""
-        end = queue.max_offset
         try:
-            stored = self._stored_queue(name)
+            stored = ConsumeQueue.open(folder, size, files=self._files, pool=self._pool, writable=False)
         except CorruptionError:  # a crash left a file of another length
-            return QueueRange(begin, end, begin, queue.entries(begin, end).tobytes(), queue)
-        crashed = self._ends_as_recovered and (self.options.as_recovered or has_abort(self._files, self.path))
-        if stored.max_offset > end and self.store.recovered and not crashed:
-            # Entries lead beyond the readable log, and not because of a crash, after which recovery would cut them.
-            behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
-            if any(self._is_record(stored, at) for at in behind):
-                if self._fails:
-                    cut = self.store.recovered[0]
-                    raise CorruptionError(
-                        cut.file, cut.offset, cut.kind, f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
-                    )
-                return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
-        inline_from = _first_difference(queue, stored, thorough=bool(self.store.recovered))
-        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
-        return QueueRange(begin, end, inline_from, inline, queue)
+            return None
+        self._opened.append(stored)
+        behind = range(max(end, stored.max_offset - _LOOKED_AT), stored.max_offset)
+        if not any(self._is_record(stored, at) for at in behind):
+            return None
+        if self._fails:
+            cut = self.store.recovered[0]
+            what = f"{cut.what}; messages follow (mode PERMISSIVE reads them)"
+            raise CorruptionError(cut.file, cut.offset, cut.kind, what)
+        return stored
 
     def fingerprint_at(self, physical_offset: int) -> str | None:
         """Return a digest of a record's first bytes, with times and ids; None if the log no longer has that place.
@@ -530,25 +528,6 @@ def refuse_copies(stores: Mapping[str, PlannedStore], checked: Collection[str] =
 
 def _damage_of(error: CorruptionError) -> Damage:
     return Damage(error.file, error.offset, error.kind, error.what)
-
-
-def _first_difference(queue: ConsumeQueue, stored: ConsumeQueue, *, thorough: bool) -> int:
-    """Return the first queue offset at which the files differ from ``queue``."""
-    end = min(queue.max_offset, stored.max_offset)
-    offset = max(queue.min_offset, end) if end < queue.max_offset else queue.max_offset
-    while end > queue.min_offset:
-        begin = max(queue.min_offset, end - _COMPARED)
-        ours, theirs = queue.entries(begin, end), stored_entries(stored, begin, end)
-        count = min(len(ours), len(theirs))
-        different = np.flatnonzero(ours[:count] != theirs[:count])
-        if len(different):
-            offset = begin + int(different[0])
-        elif count < len(ours):
-            offset = begin + count
-        elif not thorough:
-            break
-        end = begin
-    return offset
 
 
 def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:

@@ -240,6 +240,8 @@ class _PrivateBuffer(mmap.mmap):
 
     path: str
     overlay: OverlayFiles | None
+    changed_from: int
+    """The place of the first changed byte; the file's size without a change."""
     changed_end: int
     """The end of the last change."""
 
@@ -247,7 +249,7 @@ class _PrivateBuffer(mmap.mmap):
         self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
         self.path = path
         self.overlay = overlay
-        self.changed_end = 0
+        self.changed_from, self.changed_end = size, 0
         return self
 
     @override
@@ -255,8 +257,9 @@ class _PrivateBuffer(mmap.mmap):
         if self.overlay is not None and self[place] == value:
             return
         super().__setitem__(place, value)
-        end = place.indices(len(self))[1] if isinstance(place, slice) else range(len(self))[place] + 1
-        self.changed_end = max(self.changed_end, end)
+        begin = place.indices(len(self))[0] if isinstance(place, slice) else range(len(self))[place]
+        end = place.indices(len(self))[1] if isinstance(place, slice) else begin + 1
+        self.changed_from, self.changed_end = min(self.changed_from, begin), max(self.changed_end, end)
         overlay, self.overlay = self.overlay, None
         if overlay is not None:
             overlay._keep(self)
@@ -334,7 +337,7 @@ class OverlayFiles(MemoryFiles):
             data = self._base.open(path).buffer[:]
             buffer = _PrivateBuffer(path, -1, len(data), None)
             buffer[:] = data
-            buffer.overlay = self
+            buffer.changed_from, buffer.overlay = len(data), self
             return buffer
         descriptor, size = self._disk.descriptor(path)
         try:
@@ -348,11 +351,14 @@ class OverlayFiles(MemoryFiles):
         """Release the changed pages, once nothing uses these files; a repetition does nothing."""
         self._files = {}  # in one step, because a signal handler can interrupt a call
 
-    def changed_folders(self) -> set[str]:
-        """Return the folders that were made, changed or deleted, or hold a file that was."""
+    def changes(self) -> dict[str, int]:
+        """Return the files and folders that were made, changed or deleted, each with the place of its first change."""
         with self._guard:
-            names = {*self._files, *self._folders, *self._deleted}
-        return names | set(map(os.path.dirname, names))
+            begins = {path: 0 for path in self._folders if self._base.status(path) is None}
+            for path, file in self._files.items():
+                buffer = None if isinstance(file, bytes) else file.buffer
+                begins[path] = buffer.changed_from if isinstance(buffer, _PrivateBuffer) else 0
+            return begins | dict.fromkeys(self._deleted, 0)
 
     @override
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:

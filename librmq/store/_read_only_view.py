@@ -184,6 +184,7 @@ def _entries(queue: ConsumeQueue, log_end: int) -> int:
 
 # ---- the view
 
+_FILE_DIGITS: Final = 20  # of the name of a queue's file
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 
@@ -423,12 +424,10 @@ class ReadOnlyView(StoreHandle):
                 path, config, levels, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
                 is_brief=is_brief, rebuilt=rebuilt,
             )  # fmt: skip
-            queues = os.path.join(path, directory.CONSUMEQUEUE)
-            changed = {folder for folder in overlay.changed_folders() if folder.startswith(queues)}
             # Mark the log as read-only from here on, so that scans release the pages that they have read.
             parts.log.sequence.writable = False
-            if changed:  # callers ask about each queue several times
-                parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+            kept = _kept_to(path, overlay)
+            parts.queues.kept_to = lambda name: kept.get(directory.queue_folder(path, *name)) if kept else None
             if not config.enable_consumequeue_ext:
                 parts.queues.read_short = partial(_read_short, parts, path, config, files)
             return parts
@@ -477,11 +476,24 @@ class ReadOnlyView(StoreHandle):
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)
 
 
+def _kept_to(path: str, overlay: OverlayFiles) -> dict[str, int]:
+    """Return up to which queue offset the files below an overlay have the entries, by the folders of changed queues."""
+    kept: dict[str, int] = {}
+    queues = os.path.join(path, directory.CONSUMEQUEUE, "")
+    for changed, place in overlay.changes().items():
+        folder, name = os.path.split(changed)
+        if changed.startswith(queues):
+            is_file = len(name) == _FILE_DIGITS and name.isdigit()
+            of_queue, first = (folder, (int(name) + place) // ENTRY_SIZE) if is_file else (changed, 0)
+            kept[of_queue] = min(kept.get(of_queue, first), first)
+    return kept
+
+
 def _read_short(
     parts: Parts, path: str, config: StoreConfig, files: Files, name: QueueName, state: QueueState
 ) -> ConsumeQueue | None:
     """Return a queue of few entries that no recovery in memory has changed; None if it is another."""
-    if parts.queues.differs(name):
+    if parts.queues.kept_to(name) is not None:
         return None
     folder, size = directory.queue_folder(path, *name), config.consumequeue_file_size
     return ShortQueue.from_file(folder, size, files, state, partial(parts.open_queue, *name))

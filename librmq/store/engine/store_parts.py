@@ -158,8 +158,9 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self._open_queue = open_queue
         self._closed_states = dict(closed_states)
         self._open: dict[QueueName, ConsumeQueue] = {}
-        self.differs: Callable[[QueueName], bool] = lambda _: False
-        """Whether a recovery in memory changed a queue, so that its files are different."""
+        self.kept_to: Callable[[QueueName], int | None] = lambda _: None
+        """For a view: up to which queue offset the files of a queue have its entries, if a recovery in memory changed
+        it; else None."""
         self.rebuild: Callable[[CorruptionError], QueueTable] | None = None
         """For a view: returns the queues as the log has them, after an error of opening one."""
         self._rebuilding = Lock()
@@ -183,7 +184,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
                 if self.rebuild is not None:
                     rebuilt, self.rebuild = self.rebuild(error), None
                     self._open, self._closed_states = rebuilt._open, rebuilt._closed_states
-                    self.differs = rebuilt.differs
+                    self.kept_to = rebuilt.kept_to
                 elif name not in self._open:
                     raise
                 return self._open[name]
