@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -45,12 +45,13 @@ class LostPart(NamedTuple):
 
 
 class QueuesAtStart:
-    """Queues and index as a broker finds them."""
+    """Queues and index as a broker finds them. ``open_store()`` returns the store as a reader sees it."""
 
-    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+    def __init__(self, path: str, config: StoreConfig, files: Files, open_store: Callable[[], MessageStore]) -> None:
         self._path = path
         self._config = config
         self._files = files
+        self._open_store = open_store
 
     def end(self) -> int:
         """Return where the entries in the files of queues, and of queues of batches, end in the log; -1 without any."""
@@ -61,9 +62,6 @@ class QueuesAtStart:
         for folder in self._folders(directory.BATCHCONSUMEQUEUE):
             ends.append(self._end(folder, None, BATCH_ENTRY_SIZE))
         return max(ends)
-
-    def _opened(self) -> MessageStore:
-        return MessageStore.open(self._path, self._config, files=self._files, read_only=True)
 
     def _folders(self, name: str) -> Iterator[str]:
         root = os.path.join(self._path, name)
@@ -105,7 +103,8 @@ class QueuesAtStart:
         After a kill ``walk_start`` is where a broker's recovery begins; it is None for a closed store. What a reader
         can't open either is left out: other checks find its damage.
         """
-        with suppress(RmqError), self._opened() as store:
+        with suppress(RmqError):
+            store = self._open_store()
             states = store.queues.states()
             whole = {name for name, state in states.items() if self._is_whole(name, state)}
             others = sorted(store.queues.keys() - whole)
@@ -195,7 +194,8 @@ class QueuesAtStart:
                 empty.append(last)
         if not empty or self.end() >= log_end:
             return []
-        with suppress(RmqError), self._opened() as store:
+        with suppress(RmqError):
+            store = self._open_store()
             return [place for place in empty if not self._gets_entries(store, place)]
         return empty
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from librmq.broker import Broker
@@ -154,7 +155,8 @@ def can_start(
     kind = directory.check_kind(path, files)
     config = config or directory.infer_config(path, files)
     judge = _Judge(path, config, files, kind)
-    return judge.verdict(clock or SystemClock())
+    with judge.opened:
+        return judge.verdict(clock or SystemClock())
 
 
 @dataclass
@@ -178,12 +180,24 @@ class _Judge:
         self._kind = kind
         self._is_5 = directory.is_of_5(path, files)
         self._was_closed = not has_abort(files, path)
-        self._queue_files = QueuesAtStart(path, config, files)
+        self.opened = ExitStack()
+        """Closes what the verdict has opened."""
+        self._queue_files = QueuesAtStart(path, config, files, lambda: self._store)
         self._reasons: list[StartReason] = []
         self._lost_records: CorruptionError | None = None
         log = self._files.list(os.path.join(path, directory.COMMITLOG))
         self._is_small = sum(entry.size for entry in log) <= _MOST_TRIED
         """Whether the whole store is checked, and openings are tried in memory."""
+
+    @cached_property
+    def _store(self) -> MessageStore:
+        """The store as a reader sees it.
+
+        Raises:
+            RmqError: No reader opens it.
+        """
+        store = MessageStore.open(self._path, self._config, files=self._files, read_only=True)
+        return self.opened.enter_context(store)
 
     def verdict(self, clock: Clock) -> StartVerdict:
         self._lock()
@@ -533,7 +547,8 @@ class _Judge:
                     is_of_queue = part == directory.CONSUMEQUEUE and damage.kind != "missing"  # `_missing` says more
                     if part == directory.INDEX or is_of_queue:
                         self._add_known(damage.file, f"at {damage.offset}: {damage.what}")
-        with suppress(RmqError), StoreView.open(self._path, files=self._files) as view:
+        with suppress(RmqError):
+            view = StoreView.over(self._store)
             for finding in () if condition else missing_key_findings(view):
                 self._add_known(os.path.join(self._path, directory.INDEX), finding.what)
             for finding in beyond_end_findings(view):
@@ -610,10 +625,8 @@ class _Judge:
         if self._lost_records is not None:
             raise self._lost_records
         BrokerTables.open(os.path.join(self._path, directory.CONFIG), files=self._files)
-        if self._was_closed:
-            with MessageStore.open(self._path, self._config, files=self._files, read_only=True) as store:
-                if (cut := store.cut_short) is not None and cut.bytes:
-                    raise CorruptionError(cut.file, cut.offset, cut.kind, cut.what)
+        if self._was_closed and (cut := self._store.cut_short) is not None and cut.bytes:
+            raise CorruptionError(cut.file, cut.offset, cut.kind, cut.what)
         return []
 
     def _recovered_in_memory(self, clock: Clock) -> list[Damage]:
