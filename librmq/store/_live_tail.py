@@ -98,13 +98,45 @@ class LiveSequence(MappedFileQueue):
             return None
 
 
-class LiveQueue(ConsumeQueue):
+class QueueWithTail(ConsumeQueue):
+    """A queue whose last entries are in memory. One thread adds entries while others read."""
+
+    __slots__ = ("_held",)
+
+    _held: tuple[int, bytearray]
+    """A queue offset and the entries from it on; one value, so that readers need no lock."""
+
+    @property
+    @override
+    def stored_end(self) -> int:
+        """The queue offset from which on entries are in memory."""
+        return self._held[0]
+
+    def extend(self, entries: list[bytes]) -> None:
+        """Add entries at the end, in memory only."""
+        if entries:
+            packed = b"".join(entries)
+            self._held[1].extend(packed)
+            self._note_end(self.max_offset, packed)
+
+    @override
+    def _raw(self, position: int, end: int) -> bytes:
+        first, held = self._held
+        end = min(end, position - position % self.file_size + self.file_size)
+        middle = first * ENTRY_SIZE
+        if end <= middle:
+            return super()._raw(position, end)
+        self._check_open()
+        if position >= middle:
+            return bytes(held[position - middle : end - middle])
+        stored = super()._raw(position, middle)
+        return stored + held[: end - middle] if stored else stored
+
+
+class LiveQueue(QueueWithTail):
     """A queue whose last entries can be missing in its files."""
 
-    __slots__ = ("_unwritten",)
-
-    _unwritten: tuple[int, bytes]
-    """A queue offset and the entries from it on in memory; one value, so that readers need no lock."""
+    __slots__ = ()
 
     def __init__(
         self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, unwritten: list[bytes]
@@ -124,31 +156,17 @@ class LiveQueue(ConsumeQueue):
             self.min_offset = min(self.min_offset, end)
         self.max_offset = end
         self.max_physic_offset = self._last_place()
-        self._unwritten = end, b""
+        self._held = end, bytearray()
         if first == end:
             self.extend(unwritten)
 
-    def extend(self, entries: list[bytes]) -> None:
-        """Add entries at the end, in memory only."""
-        if entries:
-            first, unwritten = self._unwritten
-            self._unwritten = first, unwritten + b"".join(entries)
-            physical_offset, size, _ = ENTRY.unpack(entries[-1])
-            self.max_physic_offset = physical_offset + size
-            self.max_offset += len(entries)
-
-    @property
-    @override
-    def stored_end(self) -> int:
-        """The queue offset from which on entries are in memory."""
-        return self._unwritten[0]
-
     def catch_up(self) -> int:
         """Drop entries that the files have by now, and return the number of the others."""
-        first, unwritten = self._unwritten
+        first, unwritten = self._held
         self._files.unmap_all()  # a recovery can have deleted a file and made another with its name
         while unwritten:
-            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(unwritten)), entry_dtype())
+            raw = ConsumeQueue._raw(self, first * ENTRY_SIZE, first * ENTRY_SIZE + len(unwritten))
+            stored = np.frombuffer(raw, entry_dtype())
             expected = np.frombuffer(unwritten, entry_dtype(), len(stored))
             same = (stored["physical_offset"] == expected["physical_offset"]) & (stored["size"] == expected["size"])
             count = len(same) if same.all() else int(same.argmin())
@@ -158,26 +176,13 @@ class LiveQueue(ConsumeQueue):
             first, unwritten = first + count, unwritten[count * ENTRY_SIZE :]
             if not count or count < len(stored):
                 break
-        self._unwritten = first, unwritten
+        self._held = first, unwritten
         return len(unwritten) // ENTRY_SIZE
 
     def follow_begin(self, log_begin: int) -> None:
         """Drop entries whose records are deleted from the log."""
         self._files.refresh()
         self.advance(log_begin)
-
-    @override
-    def _raw(self, position: int, end: int) -> bytes:
-        first, unwritten = self._unwritten
-        end = min(end, position - position % self.file_size + self.file_size)
-        middle = first * ENTRY_SIZE
-        if end <= middle:
-            return super()._raw(position, end)
-        self._check_open()
-        if position >= middle:
-            return unwritten[position - middle : end - middle]
-        stored = super()._raw(position, middle)
-        return stored + unwritten[: end - middle] if stored else stored
 
 
 class LiveQueues(QueueTable):

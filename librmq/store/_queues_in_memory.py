@@ -22,7 +22,6 @@ from typing import Final
 
 from librmq.commitlog import LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, first_from
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
 from librmq.files import Files, MemoryFiles
@@ -34,7 +33,7 @@ from librmq.message.batch import inner_messages
 from librmq.message.properties import PropertyName, find_keys_and_tags
 from librmq.message.topics import validate_queue
 from librmq.override import override
-from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts
+from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts, QueueWithTail
 from librmq.store.engine.derivation import (
     MULTI_DISPATCH,
     Derivation,
@@ -53,36 +52,29 @@ _LARGEST_OFFSET: Final = 1 << 58
 _pack = ENTRY.pack
 
 
-class DerivedQueue(ConsumeQueue):
-    """A queue in memory. One thread adds entries while others read."""
+class DerivedQueue(QueueWithTail):
+    """A queue of which all entries are in memory."""
 
-    __slots__ = ("_entries", "_first", "_has_batches", "_held", "collected", "expected")
+    __slots__ = ("_has_batches", "_outside", "collected", "expected")
 
     expected: int
     """Queue offset of the next record, -1 before the first; it is ahead of `max_offset` until `publish`."""
 
     def __init__(self, files: MappedFileQueue) -> None:
         """Begin an empty queue; ``files`` has none, and names those that the entries could be in."""
-        self._first = 0
-        self._entries = bytearray()
+        self._held = 0, bytearray()
         super().__init__(files, None)
         self._has_batches = False
         self.expected = -1
         self.collected: list[bytes] = []
         """Entries that readers do not see yet."""
-        self._held: tuple[int, bytes] | None = None
+        self._outside: tuple[int, bytes] | None = None  # a record outside of the count, which the next one places
 
     @property
     @override
     def stored_begin(self) -> int:
         """The first queue offset."""
-        return self._first
-
-    @property
-    @override
-    def stored_end(self) -> int:
-        """The first queue offset: no file has an entry."""
-        return self._first
+        return self._held[0]
 
     def collect(self, queue_offset: int, entry: bytes) -> None:
         """Take the entry of the queue's next record.
@@ -90,15 +82,15 @@ class DerivedQueue(ConsumeQueue):
         A single record outside of the count has a wrong address. Two in a row, or a first message, are a jump: records
         are missing, or the topic was deleted and made again.
         """
-        if self._held is not None:
-            self._place_held(queue_offset)
+        if self._outside is not None:
+            self._place_outside(queue_offset)
         if self.expected < 0 and 0 <= queue_offset < _LARGEST_OFFSET:
             self._start(queue_offset)
         if queue_offset == self.expected:
             self.add_next(entry)
         else:
             self.publish_collected()
-            self._held = queue_offset, entry
+            self._outside = queue_offset, entry
 
     def collect_batch(self, queue_offset: int, physical_offset: int, size: int, codes: Iterable[int]) -> None:
         """Take an entry for each message of the queue's next record, with its tags code."""
@@ -117,14 +109,14 @@ class DerivedQueue(ConsumeQueue):
         """Begin at a queue offset, without the entries so far."""
         self.collected = []
         self.max_offset = self.min_offset = 0  # before readers see entries of other offsets
-        self._first, self._entries = queue_offset, bytearray()
+        self._held = queue_offset, bytearray()
         self.min_offset = self.max_offset = self.expected = queue_offset
         self.max_physic_offset = -1
 
-    def _place_held(self, following: int | None) -> None:
+    def _place_outside(self, following: int | None) -> None:
         """Place a record outside of the count, by the queue offset of the next one."""
-        assert self._held is not None
-        (claimed, entry), self._held = self._held, None
+        assert self._outside is not None
+        (claimed, entry), self._outside = self._outside, None
         jumps = claimed == 0 if following is None else following == claimed + 1
         gap = claimed - self.expected
         if following == self.expected:  # one of two records at this place belongs elsewhere
@@ -149,18 +141,14 @@ class DerivedQueue(ConsumeQueue):
 
     def publish(self) -> None:
         """Show readers all entries so far."""
-        if self._held is not None:
-            self._place_held(None)
+        if self._outside is not None:
+            self._place_outside(None)
         self.publish_collected()
 
     def publish_collected(self) -> None:
         """Show readers the collected entries."""
-        if self.collected:
-            self._entries += b"".join(self.collected)
-            physical_offset, size, _ = ENTRY.unpack(self.collected[-1])
-            self.collected = []
-            self.max_physic_offset = physical_offset + size
-            self.max_offset = self._first + len(self._entries) // ENTRY_SIZE
+        collected, self.collected = self.collected, []
+        self.extend(collected)
 
     @override
     def advance(self, min_physical_offset: int) -> None:
@@ -172,12 +160,6 @@ class DerivedQueue(ConsumeQueue):
     def _last_place(self) -> int:
         raw = self._raw((self.max_offset - 1) * ENTRY_SIZE, self.max_offset * ENTRY_SIZE)
         return sum(ENTRY.unpack(raw)[:2]) if raw else -1
-
-    @override
-    def _raw(self, position: int, end: int) -> bytes:
-        first = self._first * ENTRY_SIZE
-        end = min(end, position - position % self.file_size + self.file_size)
-        return bytes(self._entries[max(position - first, 0) : max(end - first, 0)])
 
 
 class DerivedQueues(QueueTable):
