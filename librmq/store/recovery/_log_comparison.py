@@ -3,7 +3,7 @@
 The log is the truth: each record defines the entry at its queue offset and its keys in the index. `Reconciliation`
 walks over the log once. Each record goes to three takers: `FieldCheck` corrects its fields, `QueueChecks` compares its
 entries and `IndexCheck` its keys. They rewrite what differs in parts that are open for writing, and only report it of
-parts that are read. `UncleanQueues` reads the small queues that agree with the log, as most do, without a mapping.
+parts that are read. `ListedQueues` reads the small queues that agree with the log, as most do, without a mapping.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed, wrong_field
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
+from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._queue_check import GapError, QueueCheck
-from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 
 _pack_entry: Final = ENTRY.pack
 
@@ -46,17 +46,17 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         bitmap_of: BitmapOf | None,
         *,
         has_ext: bool = True,
-        unclean: UncleanQueues | None = None,
+        listed: ListedQueues | None = None,
     ) -> None:
         """Check ``queues``; `open_queue` makes missing ones.
 
-        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``unclean`` reads
+        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``listed`` reads
         queues that were not opened, and hears of each check's end.
         """
         super().__init__()
         self.puts_off = not has_ext
         """Whether checks collect entries before they open their queue."""
-        self._unclean = unclean
+        self._listed = listed
         self._bitmap_of = bitmap_of
         self._log = log
         self._queues = queues
@@ -185,12 +185,12 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 
     def _agrees_unopened(self, check: QueueCheck) -> bool:
         """Return whether a queue need not be opened, because its bytes are what the records say."""
-        if self._unclean is None or check.is_queue_open:
+        if self._listed is None or check.is_queue_open:
             return False
-        stored = self._unclean.read_stored(check.name)
+        stored = self._listed.read_stored(check.name)
         state = None if stored is None else check.state_of(*stored)
         if state is not None:
-            self._unclean.keep_unopened(check.name, state, check.first, check.entries)
+            self._listed.keep_unopened(check.name, state, check.first, check.entries)
         return state is not None
 
     def lost_messages(self) -> Iterator[Damage]:
@@ -207,8 +207,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
 
     def _finish_check(self, check: QueueCheck) -> None:
         check.finish_queue()
-        if self._unclean is not None:
-            self._unclean.rewrite_entries(check.queue, check.first)
+        if self._listed is not None:
+            self._listed.rewrite_entries(check.queue, check.first)
 
     def remove_empty(self) -> None:
         """Remove queues without a record of their own."""
@@ -287,7 +287,7 @@ class Reconciliation:
     """Computes the bitmaps of rebuilt extension units."""
     before_rebuild: Callable[[], None] | None = None
     """Called before the index is rebuilt."""
-    unclean: UncleanQueues | None = None
+    listed: ListedQueues | None = None
     is_thorough: bool = True
     """Whether a flag counts as damaged that only the numbers around it speak against. Recovery after a kill leaves such
     a record alone, because a flag that is wrongly corrected hides a message."""
@@ -308,7 +308,7 @@ class Reconciliation:
         begin = max(begin, log.begin)
         checks = QueueChecks(
             log, self.queues, self.open_queue, scope or Scope(begin), self.bitmap_of,
-            has_ext=self.has_ext, unclean=self.unclean,
+            has_ext=self.has_ext, listed=self.listed,
         )  # fmt: skip
         keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin)
         fields = FieldCheck(log, checks, self.levels)

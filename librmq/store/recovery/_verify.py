@@ -45,8 +45,8 @@ from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
+from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
-from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
 
@@ -231,7 +231,7 @@ class _StoreCheck:
         self._files = files
         self._part_files = PartFiles(path, config, files)
         self._pool = MappingPool(config.mapped_files)
-        self._listed = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
+        self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
         self._damages: list[Damage] = []
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
@@ -320,10 +320,7 @@ class _StoreCheck:
             return None
         queues = QueueTable(self._open_queue, dict.fromkeys(names))
         for name in names:
-            if not self._config.enable_consumequeue_ext:
-                with suppress(CorruptionError):
-                    self._listed.list_files(name)
-            if not self._listed.has_listed(name):
+            if self._config.enable_consumequeue_ext or not self._listed.try_list(name):
                 queues[name] = self._open_queue(*name)
         return queues
 
@@ -342,7 +339,7 @@ class _StoreCheck:
             scope, begin = self._scope(log, queues), log.begin
             comparison = Reconciliation(
                 log=log, queues=queues, open_queue=self._open_queue, index=index, levels=levels,
-                has_ext=self._config.enable_consumequeue_ext, unclean=self._listed, left_out=self.left_out,
+                has_ext=self._config.enable_consumequeue_ext, listed=self._listed, left_out=self.left_out,
             )  # fmt: skip
             damages = comparison.run(begin, scope)
             self._damages.extend(

@@ -36,7 +36,7 @@ from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
-from librmq.store.recovery._unclean_queues import Scope, UncleanQueues
+from librmq.store.recovery._listed_queues import ListedQueues, Scope
 
 # ---- plan
 
@@ -228,7 +228,7 @@ class Recovery:
         files: Files,
         clock: Clock,
         parts: Parts,
-        unclean: UncleanQueues,
+        listed: ListedQueues,
         mode: RecoveryMode,
         *,
         is_clean: bool,
@@ -245,7 +245,7 @@ class Recovery:
         self._clean = is_clean
         self._is_preview = mode is RecoveryMode.PREVIEW
         self._has_ext = has_ext
-        self._unclean = unclean
+        self._listed = listed
 
     # ---- plan
 
@@ -410,7 +410,7 @@ class Recovery:
         """Carry out the plan."""
         parts = self._parts
         if not self._clean and not self._is_preview and not self._mode.is_of_copy:
-            self._unclean.uncovered_from = self._uncovered_from
+            self._listed.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
             self.cut_queue(queue)
@@ -457,14 +457,14 @@ class Recovery:
         folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        is_many = len(queues) + len(self._unclean.states) > MANY_FILES
+        is_many = len(queues) + len(self._listed.states) > MANY_FILES
         if is_many and flush_all(self._files, self._path, *folders, *self._folders_of(queues)):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders if self._clean else folders | self._unclean.folders(queues)):
+            for folder in sorted(folders if self._clean else folders | self._listed.folders(queues)):
                 self._files.flush_folder(folder)
-            self._unclean.flush_overwritten()
+            self._listed.flush_overwritten()
             for queue in queues:
                 queue.flush()
         self._parts.index.flush()
@@ -476,7 +476,7 @@ class Recovery:
         """Return the folders of queues that can be on a disk of their own, by a link or a mount."""
         names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
         of_queues = [queue.folder for queue in opened]
-        of_queues += [directory.queue_folder(self._path, *name) for name in self._unclean.states]
+        of_queues += [directory.queue_folder(self._path, *name) for name in self._listed.states]
         return {os.path.join(self._path, name) for name in names} | set(map(os.path.dirname, of_queues))
 
     def _write_again(self) -> set[str]:
@@ -527,7 +527,7 @@ class Recovery:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
         parts = self._parts
         log, index = parts.log, parts.index
-        dispatched = partial(self._unclean.dispatched, parts.queues, log)
+        dispatched = partial(self._listed.dispatched, parts.queues, log)
         if self._mode.is_thorough:
             absent_before = dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
             return log.begin, self._scope(log.begin, absent_before)
@@ -549,7 +549,7 @@ class Recovery:
 
     def _scope(self, begin: int, absent_before: int) -> Scope:
         log, queues = self._parts.log, self._parts.queues
-        since = recreated_queues(log, queues, lambda name: self._unclean.ends_of(name, log.end))
+        since = recreated_queues(log, queues, lambda name: self._listed.ends_of(name, log.end))
         return Scope(begin, since=since, absent_before=absent_before)
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
@@ -560,7 +560,7 @@ class Recovery:
         from librmq.store.recovery.missing_files import lacking_queues
 
         def end_of_whole(name: QueueName) -> int | None:
-            return None if self._clean else self._unclean.end_of_whole(name, parts.log.end)
+            return None if self._clean else self._listed.end_of_whole(name, parts.log.end)
 
         # After a clean end without a note a broker may not have come to the last entries, which are no loss then.
         is_asked = not self._clean and scope.begin - parts.log.begin <= WORTH_A_MARK
@@ -617,7 +617,7 @@ class Recovery:
             has_ext=self._has_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
-            unclean=None if self._clean and not self._mode.is_thorough else self._unclean,
+            listed=None if self._clean and not self._mode.is_thorough else self._listed,
             is_thorough=self._mode.is_thorough,
             bodies_from=self._bodies_from,
         )

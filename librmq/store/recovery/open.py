@@ -52,7 +52,7 @@ from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
-from librmq.store.recovery._unclean_queues import UncleanQueues
+from librmq.store.recovery._listed_queues import ListedQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
 
 _T = TypeVar("_T")
@@ -268,10 +268,10 @@ class _Opening:
         # allowed names. A queue that agrees with the log stays unopened.
         self._at_check = writable and (thorough or not clean) and not config.enable_consumequeue_ext
         self._pool = MappingPool(config.mapped_files)
-        self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
+        self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
         self.cuts = []
         if mode not in (None, RecoveryMode.LIVING, RecoveryMode.CLOSED_COPY) and (thorough or not clean):
-            is_whole = self._is_listed if self._at_check else lambda _: False
+            is_whole = self._listed.try_list if self._at_check else lambda _: False
             self.cuts = clear_leftovers(path, files, queues=thorough or not self._at_check, is_whole=is_whole)
         self._why_whole = ""
         if self.cuts and mark is not None:
@@ -438,9 +438,9 @@ class _Opening:
         if self._at_check:
             queues = QueueTable(self._open_listed, dict.fromkeys(names))
             for name in names:
-                if not self._unclean.has_listed(name):
+                if not self._listed.has_listed(name):
                     self._list_queue(name, log.begin)
-                    if not self._unclean.has_listed(name):  # opened now, it is repaired or refused before any change
+                    if not self._listed.has_listed(name):  # opened now, it is repaired or refused before any change
                         queues[name] = self.open_queue(*name)
             return queues
         if self._trusted is not None:
@@ -450,16 +450,10 @@ class _Opening:
             queues[name] = self.open_queue(*name)
         return queues
 
-    def _is_listed(self, name: QueueName) -> bool:
-        """List the files of a queue, and return whether they can be opened."""
-        with suppress(CorruptionError):
-            self._unclean.list_files(name)
-        return self._unclean.has_listed(name)
-
     def _list_queue(self, name: QueueName, log_begin: int) -> None:
         """List the files of a queue after a kill, and delete those beside a missing one."""
         try:
-            self._unclean.list_files(name)
+            self._listed.list_files(name)
         except CorruptionError:
             if self._mark is not None:
                 raise
@@ -470,11 +464,11 @@ class _Opening:
                 raise
             self.cuts += _clear(leftovers, self._files)
             if leftovers and not self._thorough:  # a check of all, or of none, opens what is left, and repairs it
-                self._unclean.list_files(name)
+                self._listed.list_files(name)
 
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue after a kill, by its listed files."""
-        sequence = self._unclean.pop_files((topic, queue_id))
+        sequence = self._listed.pop_files((topic, queue_id))
         if sequence is None or self._thorough:
             queue = self.open_queue(topic, queue_id)
         else:
@@ -497,7 +491,7 @@ class _Opening:
             begin = self._scan_from(log) if self._mark is None else self._mark.last_record
         parts.compared_from = begin
         has_ext = self._config.enable_consumequeue_ext
-        recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
+        recovery = Recovery(path, files, self._clock, parts, self._listed, mode, is_clean=self._clean, has_ext=has_ext)
         recovery.noted = self.noted
         self._recovery = recovery
         recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
@@ -517,7 +511,7 @@ class _Opening:
             raise
         finally:
             self._is_recovering = False
-        for name, state in self._unclean.states.items():
+        for name, state in self._listed.states.items():
             parts.queues.expect(name, state)
         if mode is RecoveryMode.PREVIEW:
             folders = {directory.queue_folder(path, *name) for name in recovery.lacking}

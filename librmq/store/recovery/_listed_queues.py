@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY_SIZE, PLACE
+from librmq.errors import CorruptionError
 from librmq.files import Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
@@ -51,7 +53,7 @@ def _hides_entries(raw: bytes) -> bool:
     return at >= 0
 
 
-class UncleanQueues:
+class ListedQueues:
     """The queues of the store in folder ``path``, listed after an unclean exit or for a verification."""
 
     def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
@@ -87,6 +89,12 @@ class UncleanQueues:
         if only is not None and only[1]:
             last = (len(only[1]) - 1) // ENTRY_SIZE * ENTRY_SIZE
             self._ends[name] = sum(PLACE.unpack(only[1][last : last + PLACE.size].ljust(PLACE.size, b"\0")))
+
+    def try_list(self, name: QueueName) -> bool:
+        """List the files of a queue, and return whether they can be opened."""
+        with suppress(CorruptionError):
+            self.list_files(name)
+        return self.has_listed(name)
 
     def has_listed(self, name: QueueName) -> bool:
         """Return whether the queue's files are listed, and it was neither opened nor left unopened since."""
