@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _log = EventLog("librmq.broker")
 _LOCK_RETRY_S: Final = 0.05
-_JOIN_STEP_S: Final = 0.02
 
 
 class Broker(StoreRoute, Endpoint):
@@ -672,7 +671,7 @@ class Broker(StoreRoute, Endpoint):
         """Save all progress, of each part even if another part fails."""
         is_replica = self._config.replica_of is not None
         with self.runner.lock, ExitStack() as saves:
-            saves.callback(self._context.saving.save_all, self._life.why_dead)
+            saves.callback(self._context.save_all)
             if (receives := self._receives.made) is not None:
                 saves.callback(receives.end)
             if not is_replica:

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker._clients import Clients, QueueLocks
-from librmq.broker._offsets import Persistence, TableWriter
+from librmq.broker._offsets import GroupOffsets, TableWriter
 from librmq.broker._topics import Topics
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 _log = EventLog("librmq.broker")
 
+_FILTERS_S: Final = 10
+"""Time from the first unsaved change of filters to saving all of them."""
 NEVER: Final = -1
 """In place of a time to wait for a repair: until a person repairs the store, or moves the group's progress."""
 
@@ -111,19 +113,14 @@ class BrokerContext:
         self.topics = Topics(tables.topics, save, config, name, cluster_name, runner.now_ms, life.watchers.notify)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
         self.cancellations = Cancellations(store.path, store.files)  # first, because a damaged file is refused
-        saving = self.step("saves progress")
-        self.saving = Persistence(
-            tables,
-            self.writing,
-            registrations,
-            config.save_offsets_every_s,
-            store.flush,
-            runner.now_ms,
-            partial(runner.wake, saving),
-            is_replica=config.replica_of is not None,
+        saving = self.step("saves progress", self._save_due)
+        wake_saving, flush = partial(runner.wake, saving), None if config.replica_of is not None else store.flush
+        self.offsets = GroupOffsets(
+            tables, self.writing, runner.now_ms, config.save_offsets_every_s, wake_saving, flush
         )
-        saving.run_due = self.saving.run_due
-        self.offsets = self.saving.offsets
+        self._filters_saving = tables.filter_table.save_later(
+            "the filters of consumers", self._save_filters, runner.now_ms, _FILTERS_S, wake_saving
+        )
         if config.replica_of is None and self.cancellations.truncate(store.log.end):
             self.cancellations.write(store.log.begin, runner.now_ms())
         # Progress is limited here, before transactions and the relay resume from it.
@@ -147,7 +144,7 @@ class BrokerContext:
             registrations=registrations,
             held=self.held,
             metrics=metrics,
-            filters_changed=self.saving.filters_changed,
+            filters_changed=self._filters_changed,
         )
 
     def step(self, what: str, run_due: Callable[[int], int | None] = _rests) -> Step:
@@ -208,6 +205,31 @@ class BrokerContext:
                         and (destination := destination_of(message)).topic
                     ):
                         yield destination
+
+    # ---- saving
+
+    def _filters_changed(self) -> None:
+        if self.tables.filters or any(True for _ in self.registrations):
+            self._filters_saving.save_soon()
+
+    def _save_filters(self) -> None:
+        now_ms = self.runner.now_ms()
+        self.tables.set_filters(self.registrations.to_document(now_ms)["filterDataByTopic"])
+        self.writing.save(self.tables.filter_table, now_ms)
+
+    def _save_due(self, now_ms: int) -> int | None:
+        dues = self.offsets.saving.saver.run_due(now_ms), self._filters_saving.saver.run_due(now_ms)
+        return min((due for due in dues if due is not None), default=None)
+
+    def save_all(self) -> None:
+        """Save every changed table for the last time."""
+        self.offsets.adopt()
+        self._save_filters()
+        self.writing.end_writing(self.life.why_dead)
+        self.store.flush()
+        self.tables.persist(self.runner.now_ms())
+        if self.offsets.page is not None:
+            self.offsets.page.is_in_table = True
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's, except the topics. Under the runner's lock."""

@@ -12,7 +12,6 @@ Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.formatting import NAMED
@@ -24,10 +23,6 @@ from librmq.runtime.runner import Aside
 from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import ConfigTable, progress_of, topic_and_group
 
-if TYPE_CHECKING:
-    from librmq.filter import Registrations
-
-
 _log = EventLog("librmq.broker")
 
 
@@ -37,28 +32,34 @@ class GroupOffsets:
     def __init__(
         self,
         tables: BrokerTables,
-        save: Callable[[], None],
-        save_starts: Callable[[], None],
+        writing: TableWriter,
         now_ms: Callable[[], int],
         save_every_s: float,
         wake: Callable[[int], None],
         flush: Callable[[], object] | None,
     ) -> None:
-        """``save()`` saves the progress in ``tables``, and ``save_starts()`` the marks.
+        """``wake(at_ms)`` makes the runner call ``saving.saver.run_due`` by then.
 
-        ``wake(at_ms)`` makes the runner call ``saving.saver.run_due`` by then. ``flush()`` flushes the store; a replica
-        has none, and no page of groups.
+        ``flush()`` flushes the store; a replica has none, and no page of groups.
         """
+        self._writing = writing
+        self._now_ms = now_ms
         self._table = table = tables.offsets
         table.rows  # noqa: B018 (makes them, before several threads ask for them)
         self.page = page = None if flush is None else tables.kept_page(flush)
         """The page of groups; None for a replica, and after the end."""
         self._places: dict[tuple[str, str], dict[int, Place]] = {} if page is None else page.places
         self._states = StateLog(_log, "progress")
-        self.saving = saving = table.save_later("the progress of consumers", save, now_ms, save_every_s, wake)
+
+        def wake_saver(at_ms: int) -> None:
+            writing.notify_watchers()
+            wake(at_ms)
+
+        self.saving = saving = table.save_later(
+            "the progress of consumers", self._save, now_ms, save_every_s, wake_saver
+        )
         """Saves the progress, which is durable when a later `TableWriter.write` returns."""
         self._starts = tables.starts
-        self._save_starts = save_starts
         self.moved_back = set[tuple[str, str]]()
         """Groups and topics in which progress went back, as after a reset."""
         self.starts_version = 0
@@ -70,6 +71,13 @@ class GroupOffsets:
         if self.adopt():
             table.is_stored = True
             saving.save_soon()
+
+    def _save(self) -> None:
+        self.adopt()
+        self._writing.save(self._table, self._now_ms(), after_flush=True)
+
+    def _save_starts(self) -> None:
+        self._writing.save(self._starts, self._now_ms())
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
@@ -271,8 +279,6 @@ def _positions(places: Mapping[int, Place]) -> dict[int, int]:
 
 # ---- saving
 
-_FILTERS_S: Final = 10
-
 
 class TableWriter:
     """The files of one broker's tables; for each file only the latest pending write counts."""
@@ -326,7 +332,8 @@ class TableWriter:
         if after_flush:
             self._after_flush.add(table)
         if self._waits:
-            self._write_table(table, None, now_ms)
+            self._flush_before(table)
+            table.persist(now_ms)
         else:
             self._latest[table] = table.snapshot(now_ms)
             self._wake()
@@ -361,18 +368,14 @@ class TableWriter:
             self._check_not_ended()
             while pending := self._pending():
                 table, data = pending[0]
-                self._write_table(table, data)
+                self._flush_before(table)
+                table.write(data)
                 self._written[table] = data
                 self._check_not_ended()
 
-    def _write_table(self, table: ConfigTable, data: bytes | None, now_ms: int = 0) -> None:
-        """Write a snapshot of a table or, with None, its present content, after the flush that it depends on."""
+    def _flush_before(self, table: ConfigTable) -> None:
         if table in self._after_flush:
             self._flush()
-        if data is None:
-            table.persist(now_ms)
-        else:
-            table.write(data)
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
@@ -390,72 +393,3 @@ class TableWriter:
     def _check_not_ended(self) -> None:
         if self._end_reason is not None:
             raise StoreClosedError(self._end_reason)
-
-
-class Persistence:
-    """Saving of one broker's tables. Called under the runner's lock."""
-
-    def __init__(
-        self,
-        tables: BrokerTables,
-        writing: TableWriter,
-        registrations: Registrations,
-        save_offsets_every_s: float,
-        flush: Callable[[], object],
-        now_ms: Callable[[], int],
-        wake: Callable[[int], None],
-        *,
-        is_replica: bool,
-    ) -> None:
-        """``wake(at_ms)`` makes the runner call `run_due` by then."""
-        self._flush = flush
-        self._tables = tables
-        self._writing = writing
-        self._registrations = registrations
-        self._now_ms = now_ms
-
-        def wake_for_offsets(at_ms: int) -> None:
-            writing.notify_watchers()
-            wake(at_ms)
-
-        self._filters_saving = tables.filter_table.save_later(
-            "the filters of consumers", self._save_filters, now_ms, _FILTERS_S, wake
-        )
-        self.offsets = GroupOffsets(
-            tables,
-            self._save_offsets,
-            lambda: writing.save(tables.starts, now_ms()),
-            now_ms,
-            save_offsets_every_s,
-            wake_for_offsets,
-            None if is_replica else flush,
-        )
-
-    def filters_changed(self) -> None:
-        """Note that the filters may differ from the saved ones."""
-        if self._tables.filters or any(True for _ in self._registrations):
-            self._filters_saving.save_soon()
-
-    def run_due(self, now_ms: int) -> int | None:
-        """Save due tables, and return the time of the next save."""
-        dues = self.offsets.saving.saver.run_due(now_ms), self._filters_saving.saver.run_due(now_ms)
-        return min((due for due in dues if due is not None), default=None)
-
-    def save_all(self, why: str) -> None:
-        """Save every changed table for the last time; later callers get ``why``."""
-        self.offsets.adopt()
-        self._save_filters()
-        self._writing.end_writing(why)
-        self._flush()
-        self._tables.persist(self._now_ms())
-        if self.offsets.page is not None:
-            self.offsets.page.is_in_table = True
-
-    def _save_offsets(self) -> None:
-        self.offsets.adopt()
-        self._writing.save(self._tables.offsets, self._now_ms(), after_flush=True)
-
-    def _save_filters(self) -> None:
-        now_ms = self._now_ms()
-        self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
-        self._writing.save(self._tables.filter_table, now_ms)

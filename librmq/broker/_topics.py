@@ -241,10 +241,6 @@ class Topics:
     def _topic(self, name: str) -> Topic:
         return Topic(name, self._table.rows[name])
 
-    def of_users(self) -> list[str]:
-        """Return the names of all topics but the broker's own."""
-        return [name for name in list(self.by_name) if name not in self._own_topics and not is_system_topic(name)]
-
     def find(self, name: str) -> Topic | None:
         """Return a topic, or that of the timer, which RocketMQ 5 lists and the table of 4.9 lacks; None without one."""
         return self.by_name.get(name) or (_TIMER if name == SystemTopic.TIMER else None)

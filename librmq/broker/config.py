@@ -180,7 +180,7 @@ class Promises:
             {name: getattr(self.broker, name) for name in _OF_BROKER if name in self.broker.named},
         )
 
-    def differences(self, path: str, other: Promises, *, present: Promises | None = None) -> list[str]:
+    def differences(self, other: Promises, *, present: Promises | None = None) -> list[str]:
         """Return what ``other`` names otherwise, one text for each setting.
 
         What no process has named has its value in ``present``; without one it has none.
@@ -207,7 +207,7 @@ class Promises:
         Raises:
             ConfigError: The error lists the differences.
         """
-        self._refuse(path, self.differences(path, other), "share it with change_settings=True, while no process does")
+        self._refuse(path, self.differences(other), "share it with change_settings=True, while no process does")
 
     def check_peer(self, path: str, other: Promises, files: Files, owner: int) -> None:
         """Refuse what a peer names otherwise than the process ``owner`` has it; record what it names besides.
@@ -223,7 +223,7 @@ class Promises:
         change = f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
         with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
             recorded = Promises.read(path, files)
-            self._refuse(path, recorded.differences(path, other, present=recorded.over(present)), change)
+            self._refuse(path, recorded.differences(other, present=recorded.over(present)), change)
             recorded._write_over(path, files, other)
 
     def check_alone(self, path: str, other: Promises) -> None:
@@ -232,7 +232,7 @@ class Promises:
         Raises:
             ConfigError: The error lists the differences.
         """
-        self._refuse(path, self.differences(path, other.bound()), "open it with change_settings=True")
+        self._refuse(path, self.differences(other.bound()), "open it with change_settings=True")
 
     def _refuse(self, path: str, lines: list[str], change: str) -> None:
         if lines:
