@@ -685,7 +685,21 @@ class AdministeredRoute(Route, Closing):
         """
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
         self._check_open()
-        return _consume_topic(self, topic, group, tags, sql, seconds)
+        # The only import from a room above: every route offers `consume`, and a consumer needs a route.
+        from librmq.consumer import PullConsumer
+
+        consumer = PullConsumer(self, group, poll_timeout=seconds)
+        consumer.subscribe(topic, tags=tags, sql=sql)
+
+        def messages() -> Iterator[StoredMessage]:
+            with consumer:  # leaving the loop early ends this block by an exception
+                yield from consumer
+                if not self.broker_names():
+                    raise BrokerUnreachableError(
+                        f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
+                    )
+
+        return messages()
 
 
 class StoreRoute(AdministeredRoute):
@@ -728,27 +742,6 @@ def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[S
 def _by_time(logs: Iterable[Iterable[StoredMessage]]) -> Iterator[StoredMessage]:
     """Merge the messages of brokers by time; those of one broker keep their order, also if its clock was put back."""
     return heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
-
-
-def _consume_topic(
-    route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
-) -> Iterator[StoredMessage]:
-    """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
-    # The only import from a room above: every route offers `consume`, and a consumer needs a route.
-    from librmq.consumer import PullConsumer
-
-    consumer = PullConsumer(route, group, poll_timeout=timeout)
-    consumer.subscribe(topic, tags=tags, sql=sql)
-
-    def messages() -> Iterator[StoredMessage]:
-        with consumer:  # leaving the loop early ends this block by an exception
-            yield from consumer
-            if not route.broker_names():
-                raise BrokerUnreachableError(
-                    f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
-                )
-
-    return messages()
 
 
 def _state(broker: Endpoint, group: str, client_id: str, timeout_s: float) -> InstanceState | None:

@@ -133,18 +133,7 @@ class FailedMessages(BrokerPart):
             return SentBack(is_dead, max_retries)
         if is_dead and ENDED in request.cause and self._is_letter(group.name, message, properties):
             return SentBack(True, max_retries)
-        copy = Message(name, message.stored_body, flag=message.flag)
-        copy.properties = properties
-        stored = self._put(
-            copy,
-            queue_id,
-            message.born_timestamp_ms,
-            message.born_host,
-            message.sys_flag,
-            times + 1,
-            store_host=message.store_host,
-            is_copy=True,
-        )
+        stored = self._store_copy(message, name, queue_id, properties)
         # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
         # and then a loss of power would leave neither. RocketMQ does not wait here.
         self._flushed(stored, None)
@@ -163,24 +152,29 @@ class FailedMessages(BrokerPart):
         properties.setdefault(_RETRY_TOPIC, topic)
         properties |= {_WAIT: "false", _DELAY: "0"}
         record_cause(properties, cause, 0 if message is None else len(message.properties_raw))
-        letter = Message(self._dead_letters_of(group), b"" if message is None else message.stored_body)
-        letter.properties = properties
         # No wait for the device: a pull calls this under the runner's lock, and the damaged record stays in the log.
         if message is None:
+            letter = Message.from_parts(self._dead_letters_of(group), b"", 0, properties)
             self._put(letter, 0, self._runner.now_ms(), self._store_host, 0, 1)
         else:
-            letter.flag = message.flag
             properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
-            self._put(
-                letter,
-                0,
-                message.born_timestamp_ms,
-                message.born_host,
-                message.sys_flag,
-                message.reconsume_times + 1,
-                store_host=message.store_host,
-            )
+            self._store_copy(message, self._dead_letters_of(group), 0, properties)
         self._count("dead_letters", topic=properties[_RETRY_TOPIC], group=group_name)
+
+    def _store_copy(
+        self, message: StoredMessage, topic: str, queue_id: int, properties: dict[str, str], *, of_receive: bool = False
+    ) -> AppendResult:
+        """Store a copy with one more attempt; that of a receive names this broker as its sender, as 5.x does."""
+        return self._put(
+            Message.from_parts(topic, message.stored_body, message.flag, properties),
+            queue_id,
+            message.born_timestamp_ms,
+            self._store_host if of_receive else message.born_host,
+            message.sys_flag,
+            message.reconsume_times + 1,
+            store_host=None if of_receive else message.store_host,
+            is_copy=True,
+        )
 
     def _was_sent_back(
         self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]
@@ -256,23 +250,15 @@ class FailedMessages(BrokerPart):
         retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
         if self._earlier is not None and self._was_stored_again(self._earlier, message, group, retries):
             return
-        copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
+        name = self._topics.ensure(retries).name
         if self._offsets.consumer_offset(retries, group, 0) is None:  # from now on it has a lag there
             self._offsets.set_consumer_offset(retries, group, 0, self._store.queue_range(retries, 0)[0])
-        copy.properties.update(message.properties)
-        copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
+        properties = dict(message.properties)
+        properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
         if is_suspect:
-            deaths, alone = process_deaths(message.properties)
-            copy.properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
-        self._put(
-            copy,
-            0,
-            message.born_timestamp_ms,
-            self._store_host,
-            message.sys_flag,
-            message.reconsume_times + 1,
-            is_copy=True,
-        )
+            deaths, alone = process_deaths(properties)
+            properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
+        self._store_copy(message, name, 0, properties, of_receive=True)
 
     def _was_stored_again(self, earlier: EarlierCopies, message: StoredMessage, group: str, retries: str) -> bool:
         """Return whether the last process stored this message again, and died before it saved that it had.

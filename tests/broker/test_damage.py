@@ -19,6 +19,7 @@ from librmq import (
     PullConsumer,
     PushConsumer,
     SimpleConsumer,
+    StoreConfig,
     TransactionProducer,
     TransactionState,
 )
@@ -131,6 +132,19 @@ def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(flushed: Shop
     assert str(flushed.folder / "commitlog") in cause
     assert letter.body == b"co" + bytes([BODIES[4][2] ^ 1]) + BODIES[4][3:]
     assert letter.properties["RETRY_TOPIC"] == "orders"
+
+
+def test_a_damaged_message_that_is_too_large_for_a_send_now_is_a_dead_letter(flushed: Shop) -> None:
+    flushed.send([bytes(3_000), b"next"])
+    flushed.damage(0, record.BODY_AT + 2)
+    flushed.close()
+    smaller = StoreConfig(max_message_size=1_000)
+    flushed.broker = Broker.open(flushed.folder, runner=flushed.runner, store_config=smaller, change_settings=True)
+    seen: list[bytes] = []
+    with consumer_of(flushed, seen):
+        flushed.runner.advance(70_000)
+    assert seen == [b"next"]
+    assert len(flushed.broker.dead_letters("g")) == 1
 
 
 def test_a_record_without_a_frame_becomes_an_empty_dead_letter(flushed: Shop) -> None:

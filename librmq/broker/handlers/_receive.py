@@ -451,15 +451,12 @@ class ReceiveHandler(BrokerPart):
             return queue
         progress = self._consumer_offset(key)
         begin, end = self._store.queue_range(topic, queue_id)
-        queue = self._begin_at(key, self._first(key, begin, end) if progress is None else progress)
+        first = self._first(key, begin, end) if progress is None else progress
+        queue = QueueFlights(first, self._offsets.place(topic, group, queue_id))
         self._queues[key] = queue
         queue.committed = -1 if progress is None else progress
         self._commit_progress(key, queue)
         return queue
-
-    def _begin_at(self, key: QueueKey, queue_offset: int) -> QueueFlights:
-        group, topic, queue_id = key
-        return QueueFlights(queue_offset, self._offsets.place(topic, group, queue_id))
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
         """Return where a group without progress starts, as in 5.x: where a new queue begins, else its last message."""

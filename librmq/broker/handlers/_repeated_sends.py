@@ -134,34 +134,25 @@ class RecentSends:
         self, store: Callable[[SendBatch], tuple[int, list[AppendResult]]], request: SendBatch
     ) -> tuple[int, list[AppendResult]]:
         """Store the messages of a batch that are no resends; return the queue of the first, and the places of all."""
-        with self._lock:
-            sent = self._store_new(store, request)
-        return sent[0].queue_id, [send.result for send in sent]
-
-    def _store_new(
-        self, store: Callable[[SendBatch], tuple[int, list[AppendResult]]], request: SendBatch
-    ) -> list[FirstSend]:
         names = [name_of_send(request.group, message) for message in request.messages]
-        resends: dict[Name | None, FirstSend] = {}
+        sends: dict[Name | int, FirstSend] = {}
         new: dict[Name | int, Message] = {}
-        for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
-            first = None if name is None or name in new or name in resends else self.first_send(name)
-            if first is not None and name is not None:
-                resends[name] = first
-                self.count_resend(name)
-            elif name is None or name not in resends:
-                new.setdefault(number if name is None else name, message)
-        stored: dict[Name | int, FirstSend] = {}
-        if new:
-            queue_id, results = store(replace(request, messages=tuple(new.values())))
-            for new_name, result in zip(new, results, strict=True):
-                stored[new_name] = FirstSend(queue_id, result)
-                if not isinstance(new_name, int):
-                    self.add_send(new_name, result.physical_offset)
-        return [
-            resends[name] if name in resends else stored[number if name is None else name]
-            for number, name in enumerate(names)
-        ]
+        with self._lock:
+            for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
+                first = None if name is None or name in new or name in sends else self.first_send(name)
+                if first is not None and name is not None:
+                    sends[name] = first
+                    self.count_resend(name)
+                elif name is None or name not in sends:
+                    new.setdefault(number if name is None else name, message)
+            if new:
+                queue_id, results = store(replace(request, messages=tuple(new.values())))
+                for new_name, result in zip(new, results, strict=True):
+                    sends[new_name] = FirstSend(queue_id, result)
+                    if not isinstance(new_name, int):
+                        self.add_send(new_name, result.physical_offset)
+        sent = [sends[number if name is None else name] for number, name in enumerate(names)]
+        return sent[0].queue_id, [send.result for send in sent]
 
     def count_resend(self, name: Name) -> None:
         """Count a send that is not stored."""
