@@ -28,11 +28,10 @@ from librmq.store.format.directory import infer_config, is_made_by_librmq
 from librmq.store.format.documents import (
     RETENTION,
     SETTINGS_FILE,
+    RecordedRetention,
     full_disk_suffered,
-    name_retention,
     notes_locked,
     read_document,
-    read_retention,
     write_document,
 )
 
@@ -128,7 +127,7 @@ class Promises:
             ConfigError: A recorded value is refused; the error names the file.
             CorruptionError: The file is unreadable.
         """
-        place, retention = os.path.join(path, SETTINGS_FILE), read_retention(path, files)
+        place, retention = os.path.join(path, SETTINGS_FILE), RecordedRetention.read(path, files)
         document = read_document(place, files, {"store": (dict,), "broker": (dict,)}) or {"store": {}, "broker": {}}
         store = {name: value for name, value in document["store"].items() if name in _IN_FILE}
         broker = {name: value for name, value in document["broker"].items() if name in _OF_BROKER}
@@ -171,7 +170,7 @@ class Promises:
         if store or broker:
             write_document(os.path.join(path, SETTINGS_FILE), files, {"store": store, "broker": broker}, indent=1)
         if named := {name: value for name, value in values.items() if name in RETENTION}:
-            name_retention(path, files, named)
+            RecordedRetention.name(path, files, named)
 
     def named(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the named settings of the store, and those of the broker."""

@@ -84,17 +84,30 @@ class LifeCycle:
         """Whether it was started and not shut down."""
         return self.state is State.RUNNING
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it was neither started nor shut down."""
+        return self.state is State.CREATED
+
     def start(self, action: Callable[[], None]) -> None:
         """Run ``action`` once.
 
         Raises:
             ClientStateError: It was started or shut down before, or its start failed.
         """
-        if self.state is not State.CREATED:
+        if not self.is_new:
             raise ClientStateError(f"{self.what} is {self.state.value}: it can start only once; make a new one")
         self.state = State.START_FAILED
         action()
         self.state = State.RUNNING
+
+    def fail_start(self) -> None:
+        """Note that a start was interrupted, perhaps after its action."""
+        self.state = State.START_FAILED
+
+    def leave_to_parent(self) -> None:
+        """Note in a forked child that its parent goes on with it."""
+        self.state = State.INHERITED
 
     def shut_down(self) -> bool:
         """Note the end; return whether it was running."""
@@ -109,7 +122,7 @@ class LifeCycle:
             ClientStateError: It does not run; the message names the stage.
         """
         if not self.is_running:
-            advice = "call start() or open a with block first" if self.state is State.CREATED else "create a new one"
+            advice = "call start() or open a with block first" if self.is_new else "create a new one"
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from librmq.client.client import Client, LifeCycle, Member, PublishRoutes, State, client_of
+from librmq.client.client import Client, LifeCycle, Member, PublishRoutes, client_of
 from librmq.client.operations import Watcher
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
@@ -520,7 +520,7 @@ class Producer(Member):
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:
-            if self._life.state is State.CREATED:
+            if self._life.is_new:
                 self._life.start(self._join)
         self._life.check_running("send")
 

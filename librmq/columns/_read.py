@@ -38,7 +38,6 @@ from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.filter import TagFilter
-    from librmq.filter.normal_form import Question
 
 
 # ---- entries of queues
@@ -260,7 +259,7 @@ class _Task:
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
         conditions = options.selection
         self._tags: TagFilter | None = None
-        self._selector: Question | None = None
+        self._filter = None
         if conditions.tags is not None:
             from librmq.filter import TagFilter  # loads a grammar that few reads need
 
@@ -268,10 +267,10 @@ class _Task:
         if options.selector is not None:
             from librmq.filter.filters import compiled
 
-            self._selector = compiled(options.selector).question
+            self._filter = compiled(options.selector)
         self._predicate_columns = () if options.predicate is None else options.predicate.columns
         needed = {*schema.names, *self._predicate_columns}
-        has_filters = self._tags is not None or self._selector is not None
+        has_filters = self._tags is not None or self._filter is not None
         self._frames = (
             not needed <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
             or (part.walk is not None and ("topic" in needed or not conditions.takes_all))
@@ -522,13 +521,10 @@ class _Task:
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
             passing = _is_in(block.property(PropertyName.TAGS), sorted(self._tags.tags))
             keep = passing if keep is None else keep & passing
-        if self._selector is not None:
-            from librmq.filter.arrow_backend import match_arrow
-            from librmq.filter.normal_form import names
-
-            property_names = sorted(set(names(self._selector)))
-            columns = {name: block.property(name) for name in property_names} or {"": pa.nulls(len(rows), pa.string())}
-            matched = match_arrow(self._selector, pa.RecordBatch.from_pydict(columns))
+        if self._filter is not None:
+            names = self._filter.selector.properties()
+            columns = {name: block.property(name) for name in names} or {"": pa.nulls(len(rows), pa.string())}
+            matched = self._filter.match_arrow(pa.RecordBatch.from_pydict(columns))
             passing = matched.to_numpy(zero_copy_only=False)
             keep = passing if keep is None else keep & passing
         return None if keep is None or keep.all() else keep

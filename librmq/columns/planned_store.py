@@ -168,6 +168,41 @@ class PlannedStore(Closing):
             raise
         return planned
 
+    @classmethod
+    @contextlib.contextmanager
+    def open_all(
+        cls, options: ReadOptions, files: Files | None = None, opened: MessageStore | None = None
+    ) -> Iterator[list[PlannedStore]]:
+        """Open the stores of a read for a while.
+
+        Raises:
+            ConfigError: One is a copy of another. Else as `open`.
+        """
+        with contextlib.ExitStack() as stores_open:
+            stores = [stores_open.enter_context(cls.open(path, options, files, opened)) for path in options.paths]
+            cls.refuse_copies(
+                {files.url(store.path) if isinstance(files, RemoteFiles) else store.path: store for store in stores}
+            )
+            yield stores
+
+    @staticmethod
+    def refuse_copies(stores: Mapping[str, PlannedStore], checked: Collection[str] = ()) -> None:
+        """Raise `ConfigError` if two stores have the last message of one in common, or the first that both kept.
+
+        So one is a copy of the other, and both can have been written to since. Stores that were ``checked`` before are
+        only compared with others.
+        """
+        for (path, copy), (other, store) in permutations(stores.items(), 2):
+            if path in checked and other in checked:
+                continue
+            for place in (copy.last_place, copy.first_place(store.log_begin)):
+                digest = copy.fingerprint_at(place) if place >= 0 else None
+                if digest is not None and store.fingerprint_at(place) == digest:
+                    raise ConfigError(
+                        f"{max(path, other)} has the messages of {min(path, other)}, up to the one at {place} at "
+                        "least, as a snapshot or a replica of it: they would be read twice; name only one of them"
+                    )
+
     def refresh(self) -> None:
         """Plan again with what the writer has stored since."""
         self.store.refresh()
@@ -489,41 +524,6 @@ class PlannedStore(Closing):
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )
-
-
-@contextlib.contextmanager
-def open_stores(
-    options: ReadOptions, files: Files | None = None, opened: MessageStore | None = None
-) -> Iterator[list[PlannedStore]]:
-    """Open the stores of a read for a while.
-
-    Raises:
-        ConfigError: One is a copy of another. Else as `PlannedStore.open`.
-    """
-    with contextlib.ExitStack() as stores_open:
-        stores = [stores_open.enter_context(PlannedStore.open(path, options, files, opened)) for path in options.paths]
-        refuse_copies(
-            {files.url(store.path) if isinstance(files, RemoteFiles) else store.path: store for store in stores}
-        )
-        yield stores
-
-
-def refuse_copies(stores: Mapping[str, PlannedStore], checked: Collection[str] = ()) -> None:
-    """Raise `ConfigError` if two stores have the last message of one of them in common, or the first that both kept.
-
-    So one is a copy of the other, and both can have been written to since. Stores that were ``checked`` before are only
-    compared with others.
-    """
-    for (path, copy), (other, store) in permutations(stores.items(), 2):
-        if path in checked and other in checked:
-            continue
-        for place in (copy.last_place, copy.first_place(store.log_begin)):
-            digest = copy.fingerprint_at(place) if place >= 0 else None
-            if digest is not None and store.fingerprint_at(place) == digest:
-                raise ConfigError(
-                    f"{max(path, other)} has the messages of {min(path, other)}, up to the one at {place} at least, as "
-                    "a snapshot or a replica of it: they would be read twice; name only one of them"
-                )
 
 
 def _damage_of(error: CorruptionError) -> Damage:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
 from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
-from librmq.columns.planned_store import PlannedStore, open_stores, stored_entries
+from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles
 from librmq.config import ENTRY_SIZE, nearest
 from librmq.files import Files
@@ -75,7 +75,7 @@ def plan(
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.
     planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
-    with open_stores(planned, files, opened) as stores:
+    with PlannedStore.open_all(planned, files, opened) as stores:
         for store in stores:
             topics |= store.topics
             of_store = _damage_parts(store, files)

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 from typing import Final, Never, Unpack
 
 from librmq.client import Client
-from librmq.client.client import State
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
@@ -839,7 +838,7 @@ def _check_queues(queues: object) -> list[MessageQueue]:
 
 def _leave_to_parent(consumer: PullConsumer) -> None:
     if consumer._life.is_running:
-        consumer._life.state = State.INHERITED
+        consumer._life.leave_to_parent()
 
 
 _consumers: Final[Inherited[PullConsumer]] = Inherited(_leave_to_parent)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from librmq.broker.groups import comparable, describe_differences
 from librmq.client import Client
-from librmq.client.client import LifeCycle, Member, State, client_of
+from librmq.client.client import LifeCycle, Member, client_of
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
@@ -152,7 +152,7 @@ class Consumer(Instance, Member, Generic[C]):
     @property
     def was_started(self) -> bool:
         """Whether it was started, or shut down instead."""
-        return self._life.state is not State.CREATED
+        return not self._life.is_new
 
     @property
     def is_running(self) -> bool:
@@ -295,21 +295,21 @@ class Consumer(Instance, Member, Generic[C]):
             GroupMismatchError: With ``guard``, instances of the group have other subscriptions.
         """
         is_first = False
-        if self._life.state is State.CREATED:
+        if self._life.is_new:
             self._learn_routes([*self.subscriptions, retry_topic(self.group)])
             if self.config.model is MessageModel.CLUSTERING:
                 self._offsets = BrokerOffsets(self.client, self.group, self._states, self.config.start_at)
                 self._move_group(self.subscriptions)
         try:
             with self.runner.lock:
-                if self._life.state is State.CREATED:
+                if self._life.is_new:
                     self._check_ready()
                     is_first = True
                 self._life.start(self._join_group)
         except BaseException:
             if is_first:
                 with self.runner.lock:
-                    self._life.state = State.START_FAILED  # Ctrl-C has interrupted it after the start
+                    self._life.fail_start()  # Ctrl-C has interrupted it after the start
                     self._stopping: bool = True
                     self._leave()
             raise

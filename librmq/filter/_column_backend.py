@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
-from librmq.filter.normal_form import (
+from librmq.filter._normal_form import (
     All,
     Always,
     Answer,

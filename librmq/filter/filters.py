@@ -20,8 +20,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from librmq.filter import interpreter
-from librmq.filter.interpreter import Explanation, Lint, explain, in_order, lint, searched
-from librmq.filter.normal_form import (
+from librmq.filter._normal_form import (
     All,
     Always,
     Answer,
@@ -42,6 +41,7 @@ from librmq.filter.normal_form import (
     names,
     reduce,
 )
+from librmq.filter.interpreter import Explanation, Lint, explain, in_order, lint, searched
 from librmq.filter.parser import Dialect, JavaLong, Order, Selector, parse
 from librmq.java.lang import java_int, java_long, parse_double
 from librmq.override import override
@@ -412,6 +412,12 @@ class Compiled:
         """Return the function that decides whether properties match."""
         return compile_match(self.question)
 
+    def match_arrow(self, properties: pa.MapArray | pa.RecordBatch) -> pa.BooleanArray:
+        """Return ``matches`` for many messages at once, as `SqlFilter.match_arrow`."""
+        from librmq.filter._arrow_backend import match_arrow
+
+        return match_arrow(self.question, properties)
+
     @cached_property
     def _evaluate(self) -> object:
         return compile_evaluate(self.question)
@@ -505,9 +511,7 @@ class SqlFilter:
         Raises:
             TypeError: The columns have other types.
         """
-        from librmq.filter.arrow_backend import match_arrow
-
-        return match_arrow(self._compiled.question, properties)
+        return self._compiled.match_arrow(properties)
 
     def to_column(self, properties: Column | Mapping[str, Column]) -> Column:
         """Return ``matches`` as a Spark column that is never null. Needs the extra ``spark``.

@@ -22,7 +22,7 @@ except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
 from librmq.filter._column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
-from librmq.filter.normal_form import (
+from librmq.filter._normal_form import (
     All,
     Missing,
     NumberIs,
@@ -35,7 +35,7 @@ from librmq.filter.normal_form import (
     cheapest_first,
 )
 from librmq.filter.parser import JavaLong
-from librmq.java.lang import digit_translation
+from librmq.java.lang import OTHER_DIGITS
 
 LARGEST: Final = 50_000
 """Most expressions in one column. An expression that occurs twice counts twice, because Spark copies it."""
@@ -262,8 +262,8 @@ def _integers(text: _Expression, kind: type) -> _Expression:
 
 def _other_integers(text: Column, target: str) -> Column:
     """Parse texts that Spark would write otherwise as Java's integers; null for a text that is none."""
-    others, ascii_digits = digit_translation()
-    return F.when(text.rlike(JAVA_INTEGER), F.translate(text, others, ascii_digits).try_cast(target))
+    ascii_digits = "".join(str(value) * len(others) for value, others in enumerate(OTHER_DIGITS))
+    return F.when(text.rlike(JAVA_INTEGER), F.translate(text, "".join(OTHER_DIGITS), ascii_digits).try_cast(target))
 
 
 def _compared_integer(text: _Expression, compare: Callable[[Any, Any], Any], literal: int) -> _Expression:

@@ -314,27 +314,23 @@ LONG_MAX: Final = 2**63 - 1
 
 # The zeros of all runs of ten decimal digits in the basic multilingual plane. It is a table, not unicodedata, so that
 # every version of Python, Arrow and Spark agrees on it. Java reads UTF-16 units, and has no digits beyond the plane.
-DIGIT_ZEROS: Final = (
+_ZEROS: Final = (
     "\u0030\u0660\u06f0\u07c0\u0966\u09e6\u0a66\u0ae6\u0b66\u0be6\u0c66\u0ce6\u0d66\u0de6\u0e50\u0ed0\u0f20\u1040"
     "\u1090\u17e0\u1810\u1946\u19d0\u1a80\u1a90\u1b50\u1bb0\u1c40\u1c50\ua620\ua8d0\ua900\ua9d0\ua9f0\uaa50\uabf0"
     "\uff10"
 )
-DECIMAL_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in DIGIT_ZEROS)
+DECIMAL_DIGITS: Final = "".join(f"{zero}-{chr(ord(zero) + 9)}" for zero in _ZEROS)
 """All of them, for a class of a regular expression."""
 
 _INTEGER: Final = re.compile(rf"([+-]?)([{DECIMAL_DIGITS}]+)")
-_TO_ASCII: Final = {ord(zero) + value: str(value) for zero in DIGIT_ZEROS for value in range(10)}
+OTHER_DIGITS: Final = tuple("".join(chr(ord(zero) + value) for zero in _ZEROS[1:]) for value in range(10))
+"""All decimal digits beyond ASCII with each value, from 0 to 9."""
+_TO_ASCII: Final = {ord(zero) + value: str(value) for zero in _ZEROS for value in range(10)}
 
 TRIMMED: Final = "".join(map(chr, range(0x21)))
 """The characters that Java's ``trim`` removes."""
 _DECIMAL: Final = re.compile(r"[+-]?(?:NaN|Infinity|((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fFdD]?)")
 _HEXADECIMAL: Final = re.compile(r"([+-]?0[xX](?:[0-9a-fA-F]+\.?|[0-9a-fA-F]*\.[0-9a-fA-F]+)[pP][+-]?[0-9]+)[fFdD]?")
-
-
-def digit_translation() -> tuple[str, str]:
-    """Return all decimal digits beyond ASCII, and the ASCII digit of each, in the same order."""
-    others = [(chr(code), digit) for code, digit in _TO_ASCII.items() if code > 0x7F]
-    return "".join(char for char, _ in others), "".join(digit for _, digit in others)
 
 
 def java_int(text: str) -> int | None:

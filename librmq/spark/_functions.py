@@ -33,7 +33,6 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.client import allocation
 from librmq.errors import AllocationError, ConfigError, FilterError, RmqError
 from librmq.filter import BROKER_BLOOM, BloomFilter, FilterWarning, SqlFilter, TagFilter
-from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
 from librmq.filter.spark_backend import property_text
@@ -220,7 +219,7 @@ def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[...,
 
 
 def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:
-    return match_arrow(compiled(expression, dialect).question, properties)
+    return compiled(expression, dialect).match_arrow(properties)
 
 
 def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.columns import DataLossError
-from librmq.columns.planned_store import PlannedStore, refuse_copies
+from librmq.columns.planned_store import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.files.interface import make_folders
@@ -108,7 +108,7 @@ class Positions:
                 digest = store.fingerprint_at(place) if place >= 0 else None
                 if digest is not None:
                     fingerprints[key] = Fingerprint(place, digest)
-        refuse_copies(stores, {path for path, _, _ in self.fingerprints})
+        PlannedStore.refuse_copies(stores, {path for path, _, _ in self.fingerprints})
         return Positions(offsets, fingerprints)
 
     def located(self, stores: Stores, unless: str | None, warned: set[str]) -> Positions:

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns import ReadOptions, ReadSelection
 from librmq.columns.options import Mode
-from librmq.columns.planned_store import PlannedStore, open_stores
+from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.report_rows import parse_time
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
@@ -62,7 +62,7 @@ def of_all_topics(options: Mapping[str, str]) -> dict[str, str]:
 
 def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFrame:
     """Return store, topic, queueId, minOffset, maxOffset of every queue; ``mode`` is the source's option."""
-    with open_stores(_all_queues(paths_of(paths), mode)) as opened:
+    with PlannedStore.open_all(_all_queues(paths_of(paths), mode)) as opened:
         rows = [(store.path, *name, queue.begin, queue.end) for store in opened for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
 
@@ -127,7 +127,7 @@ def backlog(
         and (topics is None or topic in topics)
         and (groups is None or group in groups)
     )
-    with open_stores(_all_queues(tuple(progress), mode)) as opened:
+    with PlannedStore.open_all(_all_queues(tuple(progress), mode)) as opened:
         for store in opened:
             if store.damage:
                 return None

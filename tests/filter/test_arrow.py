@@ -68,7 +68,7 @@ def test_as_many_entries_as_rows_but_not_one_each() -> None:
 @pytest.mark.slow
 def test_every_short_text_is_read_as_a_number_of_java() -> None:
     """Each string gets its own column, so that others that need more care do not affect how it is read."""
-    from librmq.filter import arrow_backend
+    from librmq.filter import _arrow_backend as arrow_backend
 
     readings = ((int, java_int), (JavaLong, java_long))
     for length in range(4):
@@ -118,7 +118,7 @@ def test_large_maps_and_dictionaries_in_maps() -> None:
 
 
 def test_hexadecimal_doubles_are_rounded_once() -> None:
-    from librmq.filter.arrow_backend import doubles_of
+    from librmq.filter._arrow_backend import doubles_of
 
     texts = [
         *("0x1.00000000000008p0", "0x1.000000000000080000001p0", "0x1.00000000000018p0", "0x1.00000000000017fffffp0"),
@@ -193,6 +193,6 @@ def test_more_rows_than_are_worked_on_at_a_time() -> None:
 
 def test_without_pyarrow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "librmq.filter.arrow_backend", raising=False)
+    monkeypatch.delitem(sys.modules, "librmq.filter._arrow_backend", raising=False)
     with pytest.raises(MissingExtraError, match=r"librmq\[arrow\]"):
         SQL.match_arrow(maps(ROWS))

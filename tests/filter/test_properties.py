@@ -22,7 +22,7 @@ from tests.filter.expressions import NAMES, TEXTS, expression, properties
 from tests.fuzz.filter_parser import PIECES, check
 
 pa = pytest.importorskip("pyarrow")
-from librmq.filter.arrow_backend import match_arrow  # noqa: E402 - only with pyarrow
+from librmq.filter._arrow_backend import match_arrow  # noqa: E402 - only with pyarrow
 
 MESSAGES = 25
 MAPS = pa.map_(pa.string(), pa.string())
@@ -165,7 +165,7 @@ def test_depths_that_rocketmq_takes() -> None:
 
 @given(st.lists(st.sampled_from(TEXTS) | st.text("0123456789.+-eEpPxXaAfFdDNI \t_\u0665", max_size=12)))
 def test_arrow_reads_numbers_as_java(texts: list[str]) -> None:
-    from librmq.filter import arrow_backend
+    from librmq.filter import _arrow_backend as arrow_backend
     from librmq.filter.parser import JavaLong
 
     column = pa.array(texts, pa.string())

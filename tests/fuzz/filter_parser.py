@@ -10,9 +10,9 @@ from random import Random
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
 from librmq.filter import interpreter
+from librmq.filter._normal_form import reduce
 from librmq.filter.filters import compile_match
 from librmq.filter.interpreter import explain, lint
-from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, parse, postorder
 from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 

@@ -69,7 +69,7 @@ def test_explanations_agree_with_the_verdict(file: str, dialect: Dialect) -> Non
 @pytest.mark.parametrize(("file", "dialect"), DIALECTS)
 def test_arrow_answers_every_case_itself(file: str, dialect: Dialect, figure: Callable[[str], None]) -> None:
     pa = pytest.importorskip("pyarrow")
-    from librmq.filter.arrow_backend import match_arrow
+    from librmq.filter._arrow_backend import match_arrow
 
     answered = 0
     rows = compiling(file, dialect)

@@ -16,7 +16,7 @@ from librmq.java.lang import (
     INT_MIN,
     LONG_MAX,
     LONG_MIN,
-    digit_translation,
+    OTHER_DIGITS,
     hash_append,
     hash_map_order,
     index_key_hash,
@@ -207,9 +207,9 @@ def test_integers(text: str) -> None:
 
 
 def test_digits_of_other_scripts_are_translated() -> None:
-    others, digits = digit_translation()
-    assert not others.isascii()
-    assert [java_int(digit) for digit in others] == [int(digit) for digit in digits]
+    for value, digits in enumerate(OTHER_DIGITS):
+        assert {java_int(digit) for digit in digits} == {value}
+        assert not any(map(str.isascii, digits))
 
 
 @pytest.mark.parametrize(

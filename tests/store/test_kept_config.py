@@ -24,7 +24,7 @@ from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.saved_state import read_mark as read_mark_of_flush
 from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
-from librmq.store.format.documents import KeptSettings, ReplicaMark, read_retention, resent_times
+from librmq.store.format.documents import KeptSettings, RecordedRetention, ReplicaMark, resent_times
 from librmq.store.recovery._verify import verify
 from tests.budget import many
 
@@ -219,7 +219,7 @@ class Vanishing(MemoryFiles):
         ("closed.json", read_closed_state),
         ("flushed.json", read_mark_of_flush),
         ("config.json", lambda path, files: any(KeptSettings.read(path, files)[:2])),
-        ("retention.json", lambda path, files: read_retention(path, files).named),
+        ("retention.json", lambda path, files: RecordedRetention.read(path, files).named),
         ("replica.json", ReplicaMark.read),
         ("resent.json", resent_times),
         ("settings.json", lambda path, files: any(Promises.read(path, files).named())),

@@ -35,7 +35,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
-from librmq.store.format.documents import RETENTION, read_retention, write_retention
+from librmq.store.format.documents import RETENTION, RecordedRetention, write_retention
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
@@ -166,7 +166,7 @@ def test_retention_that_a_peer_names_while_the_owner_records_its_own_stays() -> 
     files.is_due = True
     write_retention("/s", own, files, default=dict.fromkeys(RETENTION))
     assert Promises.read("/s", files).named()[0] == {"file_reserved_hours": 72}
-    assert read_retention("/s", files).settings["max_total_size"] == 8 << 30
+    assert RecordedRetention.read("/s", files).settings["max_total_size"] == 8 << 30
 
 
 def test_an_opening_takes_what_a_peer_names_meanwhile() -> None:

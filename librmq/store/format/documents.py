@@ -283,6 +283,23 @@ class RecordedRetention(NamedTuple):
     told: str | None = None
     """The last folder in which a log line has said that they delete nothing."""
 
+    @classmethod
+    def read(cls, path: str, files: Files) -> RecordedRetention:
+        """Return the retention that the store in ``path`` has recorded; none if it is of another folder.
+
+        Raises:
+            CorruptionError: The file is damaged.
+        """
+        recorded = KeptSettings.read(path, files).retention
+        return cls({}, []) if recorded.is_foreign else recorded
+
+    @classmethod
+    def name(cls, path: str, files: Files, values: Mapping[str, Any]) -> None:
+        """Record that a process which shares the store has named these settings; durable when it returns."""
+        before = cls.read(path, files)
+        names = {*before.named, *values}
+        _write_retention(path, files, cls({**before.settings, **values}, [name for name in RETENTION if name in names]))
+
     @property
     def in_force(self) -> dict[str, Any]:
         """The settings that count in this folder."""
@@ -375,16 +392,6 @@ def full_disk_suffered(path: str, what: str) -> Iterator[None]:
 # ---- retention
 
 
-def read_retention(path: str, files: Files) -> RecordedRetention:
-    """Return the retention that the store in ``path`` has recorded; none if it is of another folder.
-
-    Raises:
-        CorruptionError: The file is damaged.
-    """
-    recorded = KeptSettings.read(path, files).retention
-    return RecordedRetention({}, []) if recorded.is_foreign else recorded
-
-
 _RETENTION: Final[Kinds] = {
     "settings": (dict,), "named": (list,), "folder": (str, NoneType), "told": (str, NoneType),
 }  # fmt: skip
@@ -435,17 +442,9 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
     with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
         # A peer of a former owner can have named some since the look before. They stay, because it relies on them.
-        now = read_retention(path, files)
+        now = RecordedRetention.read(path, files)
         later = {name: now.settings[name] for name in now.named if name not in before.named}
         _write_retention(path, files, RecordedRetention({**settings, **later}, now.named))
-
-
-def name_retention(path: str, files: Files, values: Mapping[str, Any]) -> None:
-    """Record that a process which shares the store has named these settings of retention; durable when it returns."""
-    before = read_retention(path, files)
-    names = {*before.named, *values}
-    known: list[str] = [name for name in RETENTION if name in names]
-    _write_retention(path, files, RecordedRetention({**before.settings, **values}, known))
 
 
 def _write_retention(path: str, files: Files, retention: RecordedRetention) -> None:

@@ -23,7 +23,7 @@ except ImportError as error:
     raise MissingExtraError("filtering Arrow columns", "arrow") from error
 
 from librmq.filter._column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
-from librmq.filter.normal_form import (
+from librmq.filter._normal_form import (
     Missing,
     NumberIs,
     OrderOf,
@@ -34,7 +34,7 @@ from librmq.filter.normal_form import (
     TextTrue,
 )
 from librmq.filter.parser import JavaLong
-from librmq.java.lang import DIGIT_ZEROS, INT_MAX, INT_MIN, TRIMMED
+from librmq.java.lang import INT_MAX, INT_MIN, OTHER_DIGITS, TRIMMED
 
 # ---- texts compared with a few short ones
 
@@ -487,8 +487,7 @@ def _other_integers(text: Any, kind: type) -> Any:
     text = _where(pc.match_substring_regex(text, JAVA_INTEGER), text)
     negative = pc.starts_with(text, "-")
     digits = pc.utf8_ltrim(text, "+-")
-    for value in range(10):
-        others = "".join(chr(ord(zero) + value) for zero in DIGIT_ZEROS[1:])
+    for value, others in enumerate(OTHER_DIGITS):
         digits = pc.replace_substring_regex(digits, f"[{others}]", str(value))
     digits = pc.utf8_ltrim(digits, "0")
     length = pc.binary_length(digits)
