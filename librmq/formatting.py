@@ -77,14 +77,21 @@ def percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{share * 100:.3g} %"
 
 
+def date_of(timestamp_ms: int, *, is_local: bool = False) -> datetime | None:
+    """Return a time as a date in UTC, or in the machine's zone; None where no calendar has the time."""
+    try:
+        date = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+        return date.astimezone() if is_local else date
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
 def moment(timestamp_ms: int | None) -> str:
     """Return a time as ``2026-11-20 08:00:00`` in UTC; a number if it is outside the calendar."""
     if timestamp_ms is None:
         return UNKNOWN
-    try:
-        return f"{datetime.fromtimestamp(timestamp_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):
-        return f"{timestamp_ms} ms"
+    date = date_of(timestamp_ms)
+    return f"{timestamp_ms} ms" if date is None else f"{date:%Y-%m-%d %H:%M:%S}"
 
 
 def exact_moment(timestamp_ms: int) -> str:

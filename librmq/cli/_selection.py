@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +18,7 @@ from librmq.cli._output import Output, complain, log_bar, watching_bar
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
+from librmq.formatting import date_of
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, is_system_topic, kind_of_topic
@@ -87,10 +88,8 @@ def parse_time(text: str, clock: Clock, number: str = "milliseconds since 1970")
 
 def iso_time(time_ms: int) -> str:
     """Return a time as ISO 8601 in UTC; the milliseconds where no calendar has the time, as an export writes them."""
-    try:
-        return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat()
-    except (ValueError, OverflowError, OSError):
-        return str(time_ms)
+    date = date_of(time_ms)
+    return str(time_ms) if date is None else date.isoformat()
 
 
 def times_between(arguments: argparse.Namespace, stores: str | Sequence[str] | None) -> tuple[int | None, int | None]:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Set
-from datetime import datetime
 from itertools import chain
 from typing import Any, Final, Literal, TextIO
 
@@ -15,7 +14,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.formatting import duration, printable, size
+from librmq.formatting import date_of, duration, printable, size
 from librmq.override import override
 
 Row = Mapping[str, Any]
@@ -38,10 +37,10 @@ _ON_ONE_LINE: Final = frozenset(("body", "stored", "when", "min", "max", "oldest
 
 def local_time(time_ms: int) -> str | int:
     """Return a time in the machine's zone, which it names; the number where no calendar has the time."""
-    try:
-        text = datetime.fromtimestamp(time_ms / 1000).astimezone().isoformat(" ", "milliseconds")
-    except (ValueError, OverflowError, OSError):
+    date = date_of(time_ms, is_local=True)
+    if date is None:
         return time_ms
+    text = date.isoformat(" ", "milliseconds")
     return f"{text.removesuffix('+00:00')}Z" if text.endswith("+00:00") else text
 
 

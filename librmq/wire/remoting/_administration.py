@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -23,6 +22,7 @@ from librmq.errors import (
     MessageIllegalError,
     RmqError,
 )
+from librmq.formatting import date_of
 from librmq.java.json import ObjectKey
 from librmq.message import MessageQueue
 from librmq.message.topics import SystemTopic, is_system_topic, validate_client_topic
@@ -575,10 +575,8 @@ def _progress_rows(progress: Mapping[MessageQueue, GroupProgress]) -> dict[Objec
 
 def _shown_time(ms: int) -> str:
     """Return a time as 4.9 shows it, in the machine's time zone; the number where no calendar has the time."""
-    try:
-        return f"{datetime.fromtimestamp(ms // 1000):%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
-    except (ValueError, OverflowError, OSError):
-        return str(ms)
+    date = date_of(ms, is_local=True)
+    return str(ms) if date is None else f"{date:%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
 
 
 def _version(made_ms: int) -> dict[str, int]:
