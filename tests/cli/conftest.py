@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from librmq import Broker
+from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell, unpack_store
 
 
@@ -25,3 +28,17 @@ def shell(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TZ", "UTC")
     return Shell(tmp_path, capsys, monkeypatch)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Broker]:
+    """Open a broker that commands ask over TCP."""
+    with Broker.temporary() as broker:
+        yield broker
+
+
+@pytest.fixture
+def server(cluster: Broker) -> Iterator[RemotingServer]:
+    """Serve it."""
+    with RemotingServer(cluster) as server:
+        yield server

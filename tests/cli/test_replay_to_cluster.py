@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,18 +17,6 @@ from tests.cli.stand import Shell
 from tests.wire.fake_servers import FakeServer
 
 BEGIN_MS = 1_700_000_000_000
-
-
-@pytest.fixture
-def cluster() -> Iterator[Broker]:
-    with Broker.temporary() as broker:
-        yield broker
-
-
-@pytest.fixture
-def server(cluster: Broker) -> Iterator[RemotingServer]:
-    with RemotingServer(cluster) as server:
-        yield server
 
 
 @pytest.fixture

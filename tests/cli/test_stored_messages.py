@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,19 +14,6 @@ from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.message import StoredMessage
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-
-
-@pytest.fixture
-def cluster() -> Iterator[Broker]:
-    with Broker.temporary() as broker:
-        yield broker
-
-
-@pytest.fixture
-def server(cluster: Broker) -> Iterator[RemotingServer]:
-    with RemotingServer(cluster) as server:
-        yield server
-
 
 ODD = [
     Message.from_parts("orders", b"", 0, {"UNIQ_KEY": "E"}),

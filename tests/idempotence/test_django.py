@@ -17,7 +17,7 @@ from librmq.errors import ConfigError
 from librmq.idempotence import LocalTransactions, purge_messages, transactional, upgrade_tables
 from tests.django_project import configure
 from tests.idempotence.conftest import Database
-from tests.idempotence.test_listener import Delivery
+from tests.idempotence.test_listener import message_of
 
 ALIAS = "librmq_shop"
 BASES = ("sqlite", "postgresql")
@@ -62,10 +62,6 @@ def insert(connection: Any, name: str) -> None:
 
 def insert_account(connection: Any, name: str) -> None:
     execute(connection, "INSERT INTO accounts (id, balance) VALUES (%s, 1)", name)
-
-
-def message_of(name: str) -> Delivery:
-    return Delivery("orders", b"x", unique_key=name)
 
 
 def test_the_tables_are_created(connection: Any, name: str) -> None:

@@ -36,6 +36,10 @@ class Delivery(Message):
         return self.unique_key or "offset-id"
 
 
+def message_of(name: str) -> Delivery:
+    return Delivery("orders", b"x", unique_key=name)
+
+
 def delivery(number: int = 1, *, topic: str = "orders", tags: str | None = "paid") -> Delivery:
     return Delivery(topic, b"x", tags=tags, unique_key=f"ID{number}", keys=f"invoice-{number}")
 

@@ -13,11 +13,7 @@ from librmq.dedup import DedupListener
 from librmq.errors import ConfigError, DedupStoreError
 from librmq.idempotence.stores import Claim, DedupStore, MemoryDedupStore
 from librmq.listener import ReconsumeLater
-from tests.idempotence.test_listener import Delivery
-
-
-def message_of(name: str) -> Delivery:
-    return Delivery("orders", b"x", unique_key=name)
+from tests.idempotence.test_listener import message_of
 
 
 class Rival:

@@ -23,12 +23,7 @@ from tests.conftest import in_ci
 from tests.idempotence.conftest import DATABASES, Database
 from tests.idempotence.servers import Absent, Server, pgbouncer
 from tests.idempotence.sessions import JOINED, SESSIONS, django_connection
-from tests.idempotence.test_listener import Delivery
-
-
-def message_of(name: str) -> Delivery:
-    return Delivery("orders", b"x", unique_key=name)
-
+from tests.idempotence.test_listener import message_of
 
 # --- a pooler reports the transaction's end too
 

@@ -29,13 +29,9 @@ from librmq.idempotence.outbox import Outbox
 from librmq.message.message import Message
 from tests.budget import many
 from tests.idempotence.conftest import DATABASES, DRIVERS, Database
-from tests.idempotence.test_listener import Delivery
+from tests.idempotence.test_listener import message_of
 
 KINDS = ("driver", "session", "connection")
-
-
-def message_of(name: str) -> Delivery:
-    return Delivery("orders", b"x", unique_key=name)
 
 
 def insert(session: Any, name: str) -> None:
