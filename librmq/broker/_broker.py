@@ -490,11 +490,6 @@ class Broker(StoreRoute, Endpoint):
         with self._locked():
             self._context.clients.await_members(round(1000 * seconds))
 
-    def client_ids(self) -> tuple[str, ...]:
-        """Return the ids of all known clients, sorted."""
-        with self._locked():
-            return self._context.clients.client_ids()
-
     @override
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""

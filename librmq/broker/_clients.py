@@ -438,11 +438,6 @@ class Clients:
             raise ClientStateError(f"client {client_id!r} is not in group {name!r}")
         return client
 
-    def client_ids(self) -> tuple[str, ...]:
-        """Return the ids of all clients, sorted."""
-        ids = {client_id for clients in self.producers.values() for client_id in clients}
-        return tuple(sorted(ids.union(*(group.clients for group in self.consumers.values()))))
-
 
 def _maximum_text(maximum: int | None) -> str:
     return "None (the group's)" if maximum in (None, -1) else str(maximum)

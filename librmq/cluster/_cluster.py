@@ -179,9 +179,9 @@ class RouteTable(AdministeredRoute):
                 link.is_cut = True
             else:
                 self.at(site).cut.add(broker_name)
-            for client_id in () if link.broker.dead else link.broker.client_ids():
-                if site is None or site_of(client_id) == site:
-                    link.broker.remove_client(client_id)
+            for client in () if link.broker.dead else link.broker.clients():
+                if site is None or site_of(client.client_id) == site:
+                    link.broker.remove_client(client.client_id)
             self.changed()
 
     def restore(self, broker_name: str, *, site: str | None = None) -> None:

@@ -205,7 +205,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(client=CLIENTS)
     def channel_closed(self, client: str) -> None:
-        is_known = client in self.broker.client_ids()
+        is_known = client in [known.client_id for known in self.broker.clients()]
         for group in sorted(self.members):
             self.leave(client, group)
         gone = {key: hold for key, hold in self.held.items() if key[0] == client}

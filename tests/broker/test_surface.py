@@ -68,7 +68,6 @@ def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any
         lambda broker, client: TransactionProducer(broker, "p", lambda message: TransactionState.COMMIT),
         lambda broker, client: broker.watch(lambda: None),
         lambda broker, client: broker.clients(),
-        lambda broker, client: broker.client_ids(),
         lambda broker, client: broker.dead_letters("g"),
         lambda broker, client: broker.reset_group("g", "T", "end"),
         lambda broker, client: broker.create_topic("U", 1),

@@ -182,4 +182,4 @@ def test_a_client_joins_after_a_replica_was_promoted() -> None:
     consumer = PushConsumer(route, "g")
     consumer.subscribe("T", lambda message: None)
     with consumer:
-        assert len(broker.client_ids()) == 1
+        assert len(broker.clients()) == 1

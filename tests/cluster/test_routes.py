@@ -122,7 +122,7 @@ def test_a_broker_out_of_reach_loses_its_clients() -> None:
     routes.cut("a")
     with pytest.raises(BrokerUnreachableError, match="a cannot be reached"):
         routes.endpoint("a").call(MaxOffset("T", 0))
-    assert (a.client_ids(), routes.broker_names()) == ((), ())
+    assert (a.clients(), routes.broker_names()) == ((), ())
     routes.restore("a")
     assert routes.endpoint("a").call(MaxOffset("T", 0)) == 0
     a.close()

@@ -198,7 +198,7 @@ def test_an_interrupted_consumer_leaves_its_group(
         assert call == "shutdown" or consumer.is_running or came
         assert consumer.shutdown()
         with broker.runner.lock:
-            assert broker.client_ids() == ()
+            assert broker.clients() == ()
             assert not consumer.assigned
         if not came:
             break

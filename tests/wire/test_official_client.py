@@ -104,4 +104,4 @@ def test_classic_client_sends_receives_and_retries(client_cache: Path, tmp_path:
     ):
         assert client.run(HERE / "classic_client.py", server.address, home=tmp_path).endswith("done\n")
         assert [message.body for message in broker.messages("%RETRY%CID-classic")] == [b"bad"]
-        assert not broker.client_ids()
+        assert not broker.clients()

@@ -283,7 +283,8 @@ class Replies:
     def _answer_reply(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
         client_id = decode_properties(header.properties).get(PropertyName.REPLY_TO_CLIENT, "")
-        if self._sessions.by_id.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
+        is_elsewhere = self._sessions.by_id.get(client_id) is None
+        if is_elsewhere and any(client.client_id == client_id for client in self._broker.clients()):  # in this process
             sent = self._sends.read_request(call)
             if isinstance(sent, SendBatch):
                 raise MalformedError("a reply: expected one message, found a batch")
