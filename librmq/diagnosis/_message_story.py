@@ -38,7 +38,7 @@ from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.delays import level_of_queue_id
-from librmq.message.properties import PropertyName, recorded_cause
+from librmq.message.properties import PropertyName
 from librmq.message.topics import (
     WAITING_TOPICS,
     SystemTopic,
@@ -224,7 +224,8 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
             f"after {counted(check_times(message), 'check')}",
         )
     if topic.startswith(TopicPrefix.DEAD_LETTER):
-        cause = recorded_cause(properties) or f"after {counted(message.reconsume_times, 'attempt')}"
+        attempts = f"after {counted(message.reconsume_times, 'attempt')}"
+        cause = properties.get(PropertyName.DEAD_LETTER_CAUSE) or attempts
         return "dead", topic.removeprefix(TopicPrefix.DEAD_LETTER), cause
     if topic.startswith(TopicPrefix.RETRY):
         group = group_of_retries(topic, view.groups, view.topics)

@@ -331,15 +331,9 @@ def record_cause(properties: dict[str, str], cause: str | None, size: int) -> No
         properties[PropertyName.DEAD_LETTER_CAUSE] = cause
 
 
-def recorded_cause(properties: Mapping[str, str]) -> str | None:
-    """Return the cause that a consumer or a broker of librmq recorded, None without one."""
-    return properties.get(PropertyName.DEAD_LETTER_CAUSE) or None
-
-
 def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
     """Return why a group gave a message up: what a consumer recorded, else what the record shows."""
-    recorded = recorded_cause(properties)
-    if recorded:
+    if recorded := properties.get(PropertyName.DEAD_LETTER_CAUSE):
         return recorded
     if java_int(properties.get(PropertyName.RECONSUME_TIME, "")) is not None:
         return CountedCause.IN_ORDER  # an orderly consumer sends the message itself, with its count as a property

@@ -12,9 +12,3 @@ if TYPE_CHECKING:
 else:
     # An import that Ctrl-C ended cannot be repeated.
     __getattr__ = names_of("numpy", globals(), critical)
-
-
-def import_numpy() -> None:
-    """Import numpy now, so that no later call waits for it."""
-    with critical:
-        import numpy  # noqa: F401

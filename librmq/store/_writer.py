@@ -20,7 +20,6 @@ from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
@@ -107,7 +106,8 @@ class Writer(StoreHandle):
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
                 # Write the mark before the log is opened, so that the folder of a killed replica is known as one.
                 ReplicaMark(self.replica_of, None).write(path, files)
-            import_numpy()
+            with critical:  # now, so that no later call waits for it
+                import numpy  # noqa: F401
             self.configure(config or directory.infer_config(path, files, kept))
             if kind is directory.StoreKind.NEW:
                 # The settings reach the device before the folder of the log does. A folder with a log and without them

@@ -27,7 +27,7 @@ from librmq.broker import Broker
 from librmq.cli import main
 from librmq.errors import BodyChecksumError, BrokerDamageError, CorruptionError
 from librmq.message import StoredMessage, dead_letter_topic, record, retry_topic
-from librmq.message.properties import recorded_cause
+from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
 from librmq.runtime.runner import ManualRunner
@@ -127,7 +127,7 @@ def test_a_push_consumer_passes_a_damaged_message_as_a_dead_letter(flushed: Shop
         assert seen == BODIES[:4] + BODIES[5:]
     assert flushed.progress() == COUNT
     (letter,) = flushed.broker.dead_letters("g")
-    cause = recorded_cause(letter.properties) or ""
+    cause = letter.properties.get(PropertyName.DEAD_LETTER_CAUSE, "")
     assert "body checksum" in cause
     assert str(flushed.folder / "commitlog") in cause
     assert letter.body == b"co" + bytes([BODIES[4][2] ^ 1]) + BODIES[4][3:]
@@ -156,7 +156,7 @@ def test_a_record_without_a_frame_becomes_an_empty_dead_letter(flushed: Shop) ->
     assert seen == BODIES[:4] + BODIES[5:]
     (letter,) = flushed.broker.dead_letters("g")
     assert letter.body == b""
-    assert "magic" in (recorded_cause(letter.properties) or "")
+    assert "magic" in letter.properties.get(PropertyName.DEAD_LETTER_CAUSE, "")
 
 
 def test_without_a_time_the_queue_waits_for_a_repair(flushed: Shop) -> None:
@@ -251,7 +251,7 @@ def test_a_simple_consumer_passes_a_damaged_message_as_a_dead_letter(flushed: Sh
         flushed.runner.advance(61_000)
         assert [message.body for message in consumer.receive(32, wait=0)] == BODIES[5:]
     (letter,) = flushed.broker.dead_letters("g")
-    assert "body checksum" in (recorded_cause(letter.properties) or "")
+    assert "body checksum" in letter.properties.get(PropertyName.DEAD_LETTER_CAUSE, "")
 
 
 def test_a_simple_consumer_without_a_time_raises(flushed: Shop) -> None:
