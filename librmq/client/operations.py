@@ -212,6 +212,8 @@ class Watched:
 
     def _receiving(self, topic: str | None = None) -> _UnderWay:
         """Return a block that is a poll or a receive of a consumer."""
+        if "receive" not in self.watchers:  # each poll asks
+            return _UNWATCHED
         return self._watched("receive", topic, is_batch=True, model="clustering")
 
     def _note(

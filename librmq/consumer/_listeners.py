@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final
 
 from librmq.client import Client
@@ -112,6 +113,17 @@ class DeliveredMessage(StoredMessage):
     @override
     def __repr__(self) -> str:
         return super().__repr__().replace("StoredMessage", "DeliveredMessage", 1)
+
+
+def delivered_messages(
+    records: Sequence[bytes], queue: MessageQueue, offsets: Iterable[int], bounds: tuple[int, int]
+) -> list[DeliveredMessage]:
+    """Return the messages of records at ``offsets``, in less time than one by one."""
+    messages = [*map(DeliveredMessage.__new__, repeat(DeliveredMessage, len(records)))]
+    for message, raw, queue_offset in zip(messages, records, offsets, strict=True):
+        message.raw, message.queue, message.queue_offset = raw, queue, queue_offset
+        message.consume_start_timestamp_ms, message._bounds, message._more_times = None, bounds, 0
+    return messages
 
 
 MessageListener = Callable[[DeliveredMessage], object | Awaitable[object]]

@@ -6,7 +6,7 @@ They pull nothing ahead: a poll asks the queues in turn, and waits at the broker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final, Never, Unpack
@@ -17,14 +17,14 @@ from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, Retries, cause_of
 from librmq.consumer._instance import ConsumerCounts
-from librmq.consumer._listeners import DeliveredMessage
+from librmq.consumer._listeners import DeliveredMessage, delivered_messages
 from librmq.consumer._predicates import Predicate, TopicPredicate
 from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
-from librmq.message import MessageQueue
+from librmq.message import MessageQueue, raw_records
 from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
@@ -471,11 +471,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _begin_poll(self) -> None:
         """Count the messages of the previous poll as consumed, if so configured."""
-        self._last = None
-        self._note("settle", result="ok")
-        if self.config.auto_commit or self._in_work:
+        self._last, commits = None, self.config.auto_commit
+        if not commits:
+            self._note("settle", result="ok")
+        if commits or self._in_work:
             with self.runner.lock:
-                if self.config.auto_commit:
+                if commits:
                     self._commit_polled()
                 self._end_work()
 
@@ -563,7 +564,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if one_by_one or not messages:
             return messages, has_moved
         if (place := self.assigned[messages[0].queue].place) is not None:
-            place.begin(messages)
+            place.begin_pulled(messages)
         return self._wanted(messages), has_moved
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
@@ -607,7 +608,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         except RmqError as error:
             self._states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
             return []
-        self._states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
+        if self._states.causes:
+            self._states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
         if response.status is PullStatus.HELD:
             return []
         begin, end = assigned.next_offset, response.next_offset
@@ -625,13 +627,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         bounds, messages = (response.min_offset, response.max_offset), response.messages
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        offsets: Sequence[int] = range(begin, end)
-        if len(messages) != len(offsets):  # else none was passed, and to ask each takes a tenth of the time
+        records = raw_records(messages)
+        offsets: Iterable[int] = range(begin, end)
+        if len(records) != end - begin:  # else none was passed, and to ask each takes a tenth of the time
             offsets = [message.queue_offset for message in messages]
-        delivered = [
-            DeliveredMessage(message.raw, queue, queue_offset, bounds)
-            for message, queue_offset in zip(messages, offsets, strict=True)
-        ]
+        delivered = delivered_messages(records, queue, offsets, bounds)
         if assigned.left is not None:
             delivered = self._before_suspect(assigned, assigned.left.pulled(delivered, begin, end))
             assigned.forget_left()

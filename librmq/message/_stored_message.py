@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json import loads as from_json
 from typing import Any, Final, Self, overload
 
@@ -327,14 +327,14 @@ class StoredMessage(StoredState):
 
 
 class StoredRecords(Sequence[StoredMessage]):
-    """Messages whose records follow one another in ``data``; each is made when it is asked for. Immutable."""
+    """Messages whose records follow one another in ``chunks``; each is made when it is asked for. Immutable."""
 
-    __slots__ = ("_count", "data")
+    __slots__ = ("_count", "chunks")
 
-    def __init__(self, data: bytes, count: int) -> None:
-        """``data`` has ``count`` whole records."""
-        self.data: bytes = data
-        self._count = count
+    def __init__(self, chunks: Sequence[bytes], count: int | None = None) -> None:
+        """``chunks`` have ``count`` whole records, by default one each."""
+        self.chunks: Sequence[bytes] = chunks
+        self._count = len(chunks) if count is None else count
 
     @override
     def __len__(self) -> int:
@@ -346,15 +346,26 @@ class StoredRecords(Sequence[StoredMessage]):
     def __getitem__(self, at: slice) -> list[StoredMessage]: ...
     @override
     def __getitem__(self, at: int | slice) -> StoredMessage | list[StoredMessage]:
+        if isinstance(at, int) and len(self.chunks) == self._count:
+            return StoredMessage(self.chunks[at])
         return list(self)[at]
 
     @override
     def __iter__(self) -> Iterator[StoredMessage]:
-        begin = 0
-        for _ in range(self._count):
-            (size,) = _INT.unpack_from(self.data, begin)
-            yield StoredMessage(self.data[begin : begin + size])
-            begin += size
+        return map(StoredMessage, self.chunks if len(self.chunks) == self._count else self._split())
+
+    def _split(self) -> Iterator[bytes]:
+        for chunk in self.chunks:
+            begin = 0
+            while begin < len(chunk):
+                (size,) = _INT.unpack_from(chunk, begin)
+                yield chunk[begin : begin + size]
+                begin += size
+
+
+def raw_records(messages: Iterable[StoredMessage]) -> Sequence[bytes]:
+    """Return the records of messages; of `StoredRecords` the chunks, which are the records if each has one."""
+    return messages.chunks if isinstance(messages, StoredRecords) else [message.raw for message in messages]
 
 
 def is_batch(record: StoredMessage) -> bool:

@@ -104,7 +104,7 @@ class PullHandler(BrokerPart):
                     held.remove_pull(name, holder)
         if status is PullStatus.OFFSET_ILLEGAL:
             self._store_moved_event(request, result.next_offset)
-        if result.messages:
+        if self._metrics is not None and status is PullStatus.FOUND:
             self._count_read(request, len(result.messages), result.total_size)
         has_others = self._is_replica or (self._replication.made is not None and self._replication.made.has_followers)
         suggests = has_others and self._is_far_behind(result.messages)
@@ -145,7 +145,10 @@ class PullHandler(BrokerPart):
             return PullResponse(PullStatus.NO_MATCHED_MESSAGE, queue_offset + 1, begin, end, ())
         if self._is_replica and queue_offset > result.max_offset:
             return self._wait_for_entry(request, selection, result)
-        if result.messages or not result.max_offset <= queue_offset < store.queue_range(topic, queue_id)[1]:
+        if (
+            result.status is GetStatus.FOUND
+            or not result.max_offset <= queue_offset < store.queue_range(topic, queue_id)[1]
+        ):
             return result
         # Hold first, then read again, for a message that was stored between the two looks.
         name, holder = (topic, queue_id), (request.client_id, request.group)

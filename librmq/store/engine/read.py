@@ -8,14 +8,14 @@ places from the index, check them against the log, and mirror ``DefaultMessageSt
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import repeat
-from operator import add
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.commitlog import CommitLog
@@ -38,6 +38,7 @@ from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import is_batch
+from librmq.message.record import has_own_checksum
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -54,8 +55,12 @@ _pull: Final = CORE.pull
 _read: Final = CORE.read
 _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
-_OWN: Final = ["size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "sys_flag", "body_length"]
-_unpack_own = record_format.header_struct(*_OWN, unsigned=("size", "magic", "body_length")).unpack_from
+_OWN: Final = record_format.header_struct(
+    *("size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "body_length"),
+    unsigned=("size", "magic", "body_length"),
+)
+_unpack_body_size = record_format.header_struct("body_length", unsigned=("body_length",)).unpack_from
+_unpack_checksum = record_format.header_struct("body_crc", "sys_flag", "body_length").unpack_from
 _unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
 _SHORT_BODY: Final = record_format.SHORT_BODY
 _crc32: Final = record_format.crc32
@@ -247,18 +252,14 @@ def records_of(
             if not joined:
                 return batch  # type: ignore[no-any-return]
             data, count = batch
-            return StoredRecords(data, count), len(data)
+            return StoredRecords((data,), count), len(data)
     return _cut_out(raw_entries, file.buffer, start, limit, (max_count, max_bytes), name, queue_offset, checked)
 
 
 class _UncheckedMessage(StoredMessage):
     """A message that pure Python has read, whose body is compared with its checksum when it is used."""
 
-    __slots__ = ("_body_end", "_checksum")
-
-    _body_end: int
-    """The end of a body that is not compressed, in a record without a checksum of its own; else not set."""
-    _checksum: int
+    __slots__ = ()
 
     @property
     @override
@@ -268,14 +269,15 @@ class _UncheckedMessage(StoredMessage):
         Raises:
             BodyChecksumError: The body does not match its checksum.
         """
-        try:
-            body = self.raw[_BODY_AT : self._body_end]
-            if (_short_crc32 if len(body) <= _SHORT_BODY else _crc32)(body) & 0x7FFFFFFF == self._checksum:
-                return body
-        except AttributeError:
-            pass  # the body is not a usual one
-        self._check_body()
-        return super().body
+        raw = self.raw
+        checksum, flags, size = _unpack_checksum(raw)
+        if flags & _NOT_PLAIN or has_own_checksum(raw):
+            self._check_body()
+            return super().body
+        body = raw[_BODY_AT : _BODY_AT + size]
+        if record_format.body_checksum(body) != checksum:
+            self._check_body()
+        return body
 
     @override
     def _check_body(self) -> None:
@@ -300,7 +302,7 @@ def _cut_out(
     name: QueueName,
     queue_offset: int,
     checked: bool,
-) -> tuple[list[StoredMessage], int] | None:
+) -> tuple[Sequence[StoredMessage], int] | None:
     """Return the messages of the first entries and their bytes, None if anything is unusual.
 
     ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``. ``most`` are the most
@@ -308,54 +310,81 @@ def _cut_out(
     """
     max_count, max_bytes = most
     places, sizes = places_and_sizes(raw_entries[: max_count * ENTRY_SIZE])
-    total, count = sum(sizes), len(sizes)
-    while total > max_bytes and count > 1:
-        count -= 1
-        total -= sizes[count]
-    places, sizes = places[:count], sizes[:count]
-    # A record that names its queue offset has its own place, so two entries cannot have one.
-    if min(places) < start or (max(places) + max(sizes) > limit < max(map(add, places, sizes))):
+    total = sum(sizes)
+    if total > max_bytes:
+        count = len(sizes)
+        while total > max_bytes and count > 1:
+            count -= 1
+            total -= sizes[count]
+        places, sizes = places[:count], sizes[:count]
+    if places[0] < start or places[-1] + sizes[-1] > limit:
         return None
-    if min(sizes) < record_format.FIXED_SIZE:
+    if CORE.module is not None:  # for memory files, which it does not read
+        records = [buffer[place - start : place - start + size] for place, size in zip(places, sizes, strict=True)]
+        are_usual = all(map(is_usual, records, places, itertools.count(queue_offset), itertools.repeat(name)))
+        return ([*map(StoredMessage, records)], total) if are_usual else None
+    try:
+        usual = _usual_records(buffer, start, places, sizes, name, queue_offset, checked)
+    except struct.error:  # an entry leads out of the file, or to no record
         return None
-    is_compiled = CORE.module is not None  # for memory files, which it does not read
-    kind = StoredMessage if is_compiled or checked else _UncheckedMessage
-    messages = [*map(kind.__new__, repeat(kind, count))]
-    (topic, queue_id), unpack, usual_magic, body_at = name, _unpack_own, _MAGIC, _BODY_AT
-    crc32 = _short_crc32 if total <= _SHORT_BODY * count else _crc32
-    before, tail, tail_size = -1, b"", 0
-    for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
+    if usual is None:
+        return None
+    if checked and len(usual) > 1:
+        return StoredRecords(usual), total
+    return [*map(StoredMessage if checked else _UncheckedMessage, usual)], total
+
+
+def _usual_records(
+    buffer: Buffer,
+    start: int,
+    places: Sequence[int],
+    sizes: Sequence[int],
+    name: QueueName,
+    queue_offset: int,
+    checked: bool,
+) -> list[bytes] | None:
+    """Return the records from ``queue_offset`` on, None unless each is a usual one, as `is_usual` says.
+
+    That is inlined, because it runs for each message. A record is unpacked as if its body were as long as that of the
+    record before it with this size; `is_usual` compares those with which that is not so.
+
+    Raises:
+        struct.error: A record ends before its parts do.
+    """
+    records, (topic, queue_id), usual_magic = list[bytes](), name, _MAGIC
+    before, body_size = None, 0
+    for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         at = physical_offset - start
-        message.raw = raw = buffer[at : at + size]
-        if is_compiled:
-            if not is_usual(raw, physical_offset, queue_offset, name):
-                return None
-            queue_offset += 1
-            continue
-        # This is `is_usual`, inlined, because it runs for each message.
-        own_size, magic, checksum, own_id, own_offset, own_place, flags, body_size = unpack(raw)
-        rest = size - body_size
-        if rest != before:  # messages of a queue often have the same properties
-            before, tail = rest, usual_tail(topic, rest)
-            tail_size = len(tail)
-        tail_at = body_at + body_size
+        raw = buffer[at : at + size]
+        if size != before:
+            before = size
+            (body_size,) = _unpack_body_size(raw)
+            tail = usual_tail(topic, size - body_size)
+            unpack = _unpack_usual(body_size if checked else -body_size, len(tail))
+            crc32 = _short_crc32 if body_size <= _SHORT_BODY else _crc32
+        own_size, magic, checksum, own_id, own_offset, own_place, own_body_size, body, own_tail = unpack(raw)
+        if own_size != size or magic != usual_magic:
+            return None
         if (
             own_place != physical_offset
             or own_offset != queue_offset
-            or own_size != size
             or own_id != queue_id
-            or magic != usual_magic
-            or raw[tail_at : tail_at + tail_size] != tail
-        ):
+            or own_body_size != body_size
+            or own_tail != tail
+            or (checked and crc32(body) & 0x7FFFFFFF != checksum)
+            or (checked and raw[-1] == 2 and has_own_checksum(raw))
+        ) and not is_usual(raw, physical_offset, queue_offset, name):
             return None
         queue_offset += 1
-        has_own = raw[-1] == 2 and record_format.has_own_checksum(raw)
-        if not checked:
-            if not has_own and not flags & _NOT_PLAIN:
-                message._body_end, message._checksum = tail_at, checksum  # type: ignore[attr-defined]
-        elif has_own or crc32(raw[body_at:tail_at]) & 0x7FFFFFFF != checksum:
-            return None
-    return messages, total
+        records.append(raw)
+    return records
+
+
+@lru_cache(maxsize=4096)
+def _unpack_usual(body_size: int, tail_size: int) -> Callable[[bytes], tuple[Any, ...]]:
+    """Return what unpacks `_OWN`, the body, and the bytes behind it; of a negative ``body_size``, an empty body."""
+    body = f"{body_size}s" if body_size >= 0 else f"0s{-body_size}x"
+    return struct.Struct(f"{_OWN.format}{body}{tail_size}s").unpack_from
 
 
 def _read_candidates(

@@ -60,10 +60,10 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Buffer, File, Files, file_size
@@ -137,7 +137,7 @@ def _checks_of_flight(data: bytes) -> tuple[int, int]:
 class _Words(Protocol):
     def __getitem__(self, at: int, /) -> int: ...
 
-    def __setitem__(self, at: int, value: int, /) -> None: ...
+    def __setitem__(self, at: Any, value: Any, /) -> None: ...  # noqa: ANN401 (a word, or a slice of them)
 
     def release(self) -> None: ...
 
@@ -157,8 +157,11 @@ class _SeenWords:
         number: int = _WORD.unpack_from(self._held(), 8 * at)[0]
         return number
 
-    def __setitem__(self, at: int, value: int, /) -> None:
-        self._held()[8 * at : 8 * at + 8] = _WORD.pack(value)
+    def __setitem__(self, at: int | slice, value: Any, /) -> None:  # noqa: ANN401 (as `_Words` has it)
+        if isinstance(at, slice):
+            self._held()[8 * at.start : 8 * at.stop] = value.tobytes()
+        else:
+            self._held()[8 * at : 8 * at + 8] = _WORD.pack(value)
 
     def release(self) -> None:
         self._buffer = None
@@ -250,12 +253,26 @@ class Place:
         """Note that a listener gets messages next."""
         if self.window is not None:
             words, begin, tag = self.window
+            begun = _begun_slot(tag, 0)
             try:
                 for message in messages:
                     queue_offset = message.queue_offset
-                    words[begin + queue_offset % SLOTS] = tag + BEGUN + queue_offset
+                    words[begin + queue_offset % SLOTS] = begun + queue_offset
             except ValueError:  # the broker has ended
                 pass
+
+    def begin_pulled(self, messages: Sequence[StoredMessage]) -> None:
+        """Note the same of messages in the order of their queue, in half the time if none of the queue was passed."""
+        first, count = messages[0].queue_offset, len(messages)
+        at = first % SLOTS
+        if self.window is None or messages[-1].queue_offset != first + count - 1 or at + count > SLOTS:
+            self.begin(messages)
+            return
+        words, begin, tag = self.window
+        slot = _begun_slot(tag, first)
+        with suppress(ValueError):  # the broker has ended
+            packed = struct.pack(f"{count}q", *range(slot, slot + count))
+            words[begin + at : begin + at + count] = memoryview(packed).cast("q")
 
     def end(self, queue_offset: int) -> None:
         """Note that no listener has a message any more, which is not finished."""
