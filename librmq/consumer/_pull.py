@@ -24,7 +24,7 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
-from librmq.message import MessageQueue, raw_records
+from librmq.message import MessageQueue, StoredRecords
 from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
@@ -627,7 +627,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         bounds, messages = (response.min_offset, response.max_offset), response.messages
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        records = raw_records(messages)
+        records = StoredRecords.of(messages)
         offsets: Iterable[int] = range(begin, end)
         if len(records) != end - begin:  # else none was passed, and to ask each takes a tenth of the time
             offsets = [message.queue_offset for message in messages]

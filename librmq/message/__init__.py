@@ -11,7 +11,6 @@ from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.message._stored_message import StoredRecords as StoredRecords
-    from librmq.message._stored_message import raw_records as raw_records
     from librmq.message.batch import split_batch as split_batch
     from librmq.message.delays import DEFAULT_LEVELS as DEFAULT_LEVELS
     from librmq.message.delays import DelayLevels as DelayLevels
@@ -34,7 +33,7 @@ else:
             ),
             "librmq.message.ids": ("UniqueIds",),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
-            "librmq.message._stored_message": ("StoredRecords", "raw_records"),
+            "librmq.message._stored_message": ("StoredRecords",),
             "librmq.message.topics": ("dead_letter_topic", "retry_topic"),
         },
     )

@@ -362,10 +362,10 @@ class StoredRecords(Sequence[StoredMessage]):
                 yield chunk[begin : begin + size]
                 begin += size
 
-
-def raw_records(messages: Iterable[StoredMessage]) -> Sequence[bytes]:
-    """Return the records of messages; of `StoredRecords` the chunks, which are the records if each has one."""
-    return messages.chunks if isinstance(messages, StoredRecords) else [message.raw for message in messages]
+    @staticmethod
+    def of(messages: Iterable[StoredMessage]) -> Sequence[bytes]:
+        """Return the records of messages; of `StoredRecords` the chunks, which are the records if each has one."""
+        return messages.chunks if isinstance(messages, StoredRecords) else [message.raw for message in messages]
 
 
 def is_batch(record: StoredMessage) -> bool:

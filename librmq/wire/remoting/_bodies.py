@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
-from librmq.message import MessageQueue, StoredMessage, raw_records, record
+from librmq.message import MessageQueue, StoredMessage, StoredRecords, record
 from librmq.message.batch import inner_messages
 from librmq.protocol import (
     ConsumeFrom,
@@ -71,7 +71,7 @@ def _key(key: object) -> str:
 
 def records_body(messages: Iterable[StoredMessage]) -> bytes:
     """Return messages as their records in the log, one after the other."""
-    return b"".join(raw_records(messages))
+    return b"".join(StoredRecords.of(messages))
 
 
 def read_request(body: bytes, what: str) -> dict[str, Any]:
