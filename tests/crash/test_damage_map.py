@@ -172,6 +172,13 @@ def displaced(found: Contents) -> Iterator[Damage]:
         yield changed_at(found, path, "swap", *changes)
 
 
+def emptied(found: Contents) -> Iterator[Damage]:
+    """Let a document of librmq's own be empty."""
+    for path in found:
+        if path.startswith("librmq/") and path.endswith(".json"):
+            yield Damage(path, "cut", 0, b"")
+
+
 def far(found: Contents) -> Iterator[Damage]:
     """Let the checkpoint say a time beyond the calendar."""
     yield changed_at(found, "checkpoint", "bit", *((at, b"\x01") for at in (1, 9)))
@@ -187,7 +194,21 @@ def ended(found: Contents) -> Iterator[Damage]:
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize(
     "damages",
-    [swapped, elsewhere, renamed, misnamed, forgotten, passed, unchained, restarted, moved, displaced, far, ended],
+    [
+        swapped,
+        elsewhere,
+        renamed,
+        misnamed,
+        forgotten,
+        passed,
+        unchained,
+        restarted,
+        moved,
+        displaced,
+        emptied,
+        far,
+        ended,
+    ],
 )
 def test_known_damages_are_not_passed_in_silence(
     closed: bool, damages: Callable[[Contents], Iterator[Damage]], tmp_path: Path

@@ -202,8 +202,10 @@ def damaged_documents(path: str, files: Files) -> Iterator[CorruptionError]:
     """Yield what is wrong with the documents of the store in ``path``."""
     for place in _documents(path, files):
         try:
-            data, at = read_replaced(files, place), 0
-            for item in data.splitlines(keepends=True) if place.endswith(".jsonl") else filter(None, [data]):
+            data, at = _document(place, files), 0
+            if data is None:
+                continue
+            for item in data.splitlines(keepends=True) if place.endswith(".jsonl") else [data]:
                 if not _is_object(_as_object(checked(place, item, at))):
                     raise CorruptionError(place, at, "config", f"expected a JSON object; {_advice(place)}")
                 at += len(item)
@@ -212,15 +214,23 @@ def damaged_documents(path: str, files: Files) -> Iterator[CorruptionError]:
 
 
 def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = _MOST_BYTES) -> dict[str, Any] | None:
-    """Return the fields in the file ``path`` that ``kinds`` names, None if it is missing or empty.
+    """Return the fields in the file ``path`` that ``kinds`` names, None if it is missing.
 
     Other fields are ignored. Another process may replace or delete the file at any time.
 
     Raises:
         CorruptionError: The file holds no such document, or a later version of librmq wrote it.
     """
-    data = read_replaced(files, path, max_size)
-    return parse_document(path, data, kinds) if data else None
+    data = _document(path, files, max_size)
+    return None if data is None else parse_document(path, data, kinds)
+
+
+def _document(path: str, files: Files, *max_size: int) -> bytes | None:
+    """Return the bytes of a document, None if it is missing; librmq leaves no empty one."""
+    data = read_replaced(files, path, *max_size)
+    if data or files.status(path) is None:
+        return data or None
+    return read_replaced(files, path, *max_size)  # it can have been made since
 
 
 def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
@@ -326,12 +336,12 @@ class KeptSettings(NamedTuple):
                 may differ.
         """
         place = os.path.join(path, CONFIG_FILE)
-        data = read_replaced(files, place, _MOST_BYTES)
-        fields = parse_document(place, data, _SETTINGS) if data else {}
+        data = _document(place, files, _MOST_BYTES)
+        fields = {} if data is None else parse_document(place, data, _SETTINGS)
         retention: dict[str, Any] = {name: fields.pop(name) for name in RETENTION if name in fields}
         is_own = fields.pop(_OWN, None) is True
         _check_settings(place, fields)
-        lacks_checksums = bool(data) and _checksum(data) is None
+        lacks_checksums = data is not None and _checksum(data) is None
         return cls(fields, is_own, _recorded_retention(path, files, retention), lacks_checksums)
 
     @classmethod
@@ -670,8 +680,8 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
         CorruptionError: The file is damaged.
     """
     notes = _resent_path(path)
-    data = _as_object(read_replaced(files, notes))
-    rows = parse_document(notes, data, _LETTERS)["letters"] if data else []
+    data = _document(notes, files)
+    rows = [] if data is None else parse_document(notes, _as_object(data), _LETTERS)["letters"]
     try:
         return {(int(place), str(message_id), int(stored_ms)): int(at) for place, message_id, stored_ms, at in rows}
     except (ValueError, TypeError) as error:
