@@ -29,9 +29,7 @@ cdef extern from "Python.h":
         object (*tp_new)(type made, object arguments, PyObject *keywords)
         void (*tp_free)(void *made)
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *size) except NULL
-    int PyUnicode_KIND(object text)
     void *PyUnicode_DATA(object text)
-    uint32_t PyUnicode_READ(int kind, void *data, Py_ssize_t at)
     int PyGC_Disable()
     int PyGC_Enable()
     char *PyByteArray_AS_STRING(object data)
@@ -216,7 +214,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
     bint rmq_is_as_written(const uint8_t *record, size_t size, int folds) noexcept nogil
 
-API = 21
+API = 22
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -739,7 +737,7 @@ cdef struct Shape:
     Py_ssize_t count, stored  # a delayed message is stored with its topic and queue, behind its own properties
     PyObject *names[MOST_PROPERTIES]
     Piece pieces[MOST_PROPERTIES]
-    Py_ssize_t tags, unique, keys, delay, real_topic, real_queue
+    Py_ssize_t delay, real_topic, real_queue
     bint waits
 
 
@@ -764,15 +762,15 @@ cdef class LogState:
 cdef class DispatchState:
     """What appends need of a `Dispatcher`, which inherits from it."""
 
-    cdef public list lanes, records
-    cdef public int64_t writing_at
+    cdef public int64_t writing_at, followed, due
+    cdef public list records
+    cdef public set unflushed
 
 
 cdef class LaneState:
     """What appends need of a `Lane`, which inherits from it."""
 
-    cdef public int64_t next_queue_offset, pending_from
-    cdef public list pending
+    cdef public int64_t next_queue_offset
     cdef public bytes topic_field
     cdef public object topic, queue, queue_id, prefix_hash
     cdef object plain_queue  # the queue, once it was seen to have no extension
@@ -823,7 +821,7 @@ cdef class AppendState:
         if type(messages) is list and not fields:
             results = _append_batch(self, messages, queue_id)
             if results is not None:
-                if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+                if self.dispatcher.due >= BATCH:
                     self.write_due()
                 last = results[len(results) - 1]
                 if self.is_sync or last[0] + last[1] >= self._housekeeping.alarm:
@@ -839,7 +837,7 @@ cdef class AppendState:
         cdef list reports = _append_waiting(self, messages, befores, places)
         if reports is not None:
             end = self.log.end
-            if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+            if self.dispatcher.due >= BATCH:
                 self.write_due()
             self.finish_append(end, False)
         return reports
@@ -873,31 +871,7 @@ cdef class AppendState:
         )
 
 
-cdef uint32_t hashed(uint32_t code, int kind, const void *data, Py_ssize_t begin, Py_ssize_t end) noexcept:
-    """Continue a hash of Java, over UTF-16 units, with some characters of a text."""
-    cdef uint32_t unit
-    cdef Py_ssize_t at
-    cdef const uint8_t *four
-    while kind == 1 and end - begin >= 4:
-        four = <const uint8_t *>data + begin
-        code = 923521 * code + (29791 * four[0] + 961 * four[1] + 31 * four[2] + four[3])  # powers of 31
-        begin += 4
-    for at in range(begin, end):
-        unit = PyUnicode_READ(kind, <void *>data, at)
-        if unit > 0xFFFF:
-            unit -= 0x10000
-            code = 31 * code + (0xD800 | unit >> 10)
-            unit = 0xDC00 | unit & 0x3FF
-        code = 31 * code + unit
-    return code
-
-
-cdef int32_t java_hash(object text):
-    """Return Java's ``hashCode`` of a text."""
-    return <int32_t>hashed(0, PyUnicode_KIND(text), PyUnicode_DATA(text), 0, PyUnicode_GET_LENGTH(text))
-
-
-no_shape.tags = no_shape.unique = no_shape.keys = no_shape.delay = -1
+no_shape.delay = -1
 
 
 cdef bint keep_shape(Shape *shape, tuple names):
@@ -913,19 +887,13 @@ cdef bint keep_shape(Shape *shape, tuple names):
         return False
     kept[count & 7] = names, pieces
     shape.count, shape.stored = count, PyTuple_GET_SIZE(stored)
-    shape.tags = shape.unique = shape.keys = shape.delay = shape.real_topic = shape.real_queue = -1
+    shape.delay = shape.real_topic = shape.real_queue = -1
     shape.waits = "WAIT" in names
     for at in range(shape.stored):
         name = stored[at]
         if at < count:
             shape.names[at] = <PyObject *>name
-        if name == "TAGS":
-            shape.tags = at
-        elif name == "UNIQ_KEY":
-            shape.unique = at
-        elif name == "KEYS":
-            shape.keys = at
-        elif name == "DELAY":
+        if name == "DELAY":
             shape.delay = at
         elif name == "REAL_TOPIC":
             shape.real_topic = at
@@ -953,11 +921,6 @@ cdef bint find_values(dict properties, Values *found):
         number += 1
     found.shape = shape if count else &no_shape
     return is_kept or count == 0 or keep_shape(shape, tuple(properties))
-
-
-cdef object value_of(const Values *found, Py_ssize_t number):
-    """Return a value, None for a number of -1."""
-    return <object>found.values[number] if number >= 0 else None
 
 
 cdef Py_ssize_t put_properties(const Values *found, uint8_t *at) except -2:
@@ -1072,32 +1035,18 @@ cdef bint usual_fields(
     )
 
 
-cdef int text_of(object text, int *kind, const void **data, Py_ssize_t *size) except -1:
-    """Find the characters of a text, or of bytes that are ASCII; return 0 for anything else."""
-    cdef const uint8_t *at
-    cdef Py_ssize_t number
-    if PyUnicode_CheckExact(text):
-        kind[0], data[0], size[0] = PyUnicode_KIND(text), PyUnicode_DATA(text), PyUnicode_GET_LENGTH(text)
-        return 1
-    if PyBytes_CheckExact(text):
-        at = <const uint8_t *>PyBytes_AS_STRING(text)
-        for number in range(PyBytes_GET_SIZE(text)):
-            if at[number] > 127:
-                return 0
-        kind[0], data[0], size[0] = 1, at, PyBytes_GET_SIZE(text)
-        return 1
-    return 0
-
-
-cdef Py_ssize_t blank_from(int kind, const void *data, Py_ssize_t at, Py_ssize_t size) noexcept:
-    """Return the number of the next blank of a text, ``size`` without any."""
-    cdef const void *found
-    if kind == 1:
-        found = memchr(<const uint8_t *>data + at, 32, size - at)
-        return size if found == NULL else <const uint8_t *>found - <const uint8_t *>data
-    while at < size and PyUnicode_READ(kind, <void *>data, at) != 32:
-        at += 1
-    return at
+cdef uint32_t hashed_ascii(uint32_t code, const uint8_t *text, Py_ssize_t size, uint8_t *seen) noexcept:
+    """Return Java's hash of a text that continues one with the hash ``code``; ``seen`` gets the bits of its bytes."""
+    cdef const uint8_t *end = text + size
+    while end - text >= 4:
+        code = 923521 * code + (29791 * text[0] + 961 * text[1] + 31 * text[2] + text[3])  # powers of 31
+        seen[0] |= text[0] | text[1] | text[2] | text[3]
+        text += 4
+    while text < end:
+        code = 31 * code + text[0]
+        seen[0] |= text[0]
+        text += 1
+    return code
 
 
 cdef inline int64_t index_hash(uint32_t code) noexcept:
@@ -1106,10 +1055,9 @@ cdef inline int64_t index_hash(uint32_t code) noexcept:
 
 
 cdef class Block:
-    """The entries of many records, and their keys as columns of 64-bit numbers."""
+    """The keys of many records as columns of 64-bit numbers."""
 
-    cdef bytearray entries, places, times, owners, hashes
-    cdef uint8_t *entry_at
+    cdef bytearray places, times, owners, hashes
     cdef int64_t *place_at
     cdef int64_t *time_at
     cdef int64_t *owner_at
@@ -1117,11 +1065,9 @@ cdef class Block:
     cdef Py_ssize_t room, keys
 
     def __cinit__(self, Py_ssize_t count):
-        self.entries = PyByteArray_FromStringAndSize(NULL, ENTRY * count)
         self.places = PyByteArray_FromStringAndSize(NULL, 8 * count)
         self.times = PyByteArray_FromStringAndSize(NULL, 8 * count)
         self.owners, self.hashes = bytearray(), bytearray()
-        self.entry_at = <uint8_t *>PyByteArray_AS_STRING(self.entries)
         self.place_at = <int64_t *>PyByteArray_AS_STRING(self.places)
         self.time_at = <int64_t *>PyByteArray_AS_STRING(self.times)
         self.make_room(KEYS * count + 64)
@@ -1134,24 +1080,25 @@ cdef class Block:
         self.hash_at = <int64_t *>PyByteArray_AS_STRING(self.hashes)
 
     cdef bint put_keys(self, Py_ssize_t number, object prefix_hash, object unique, object keys) except -1:
-        """Add the keys of a record; return whether they are usual."""
-        cdef Py_ssize_t at, size = 0, begin = 0
-        cdef int kind = 0
-        cdef const void *data = NULL
+        """Add the keys of a record; return whether they are ASCII."""
         cdef uint32_t prefix = <uint32_t><int64_t>prefix_hash
+        cdef const uint8_t *text
+        cdef const uint8_t *end
+        cdef const uint8_t *until
+        cdef uint8_t seen = 0
         if unique:
-            if not text_of(unique, &kind, &data, &size):
-                return False
-            self.put_key(number, hashed(prefix, kind, data, 0, size))
+            text = <const uint8_t *>PyBytes_AS_STRING(<bytes?>unique)
+            self.put_key(number, hashed_ascii(prefix, text, PyBytes_GET_SIZE(unique), &seen))
         if keys:
-            if not text_of(keys, &kind, &data, &size):
-                return False
-            while begin < size:
-                at = blank_from(kind, data, begin, size)
-                if at > begin:
-                    self.put_key(number, hashed(prefix, kind, data, begin, at))
-                begin = at + 1
-        return True
+            text = <const uint8_t *>PyBytes_AS_STRING(<bytes?>keys)
+            end = text + PyBytes_GET_SIZE(keys)
+            while text < end:
+                until = <const uint8_t *>memchr(text, 32, end - text)
+                until = end if until == NULL else until
+                if until > text:
+                    self.put_key(number, hashed_ascii(prefix, text, until - text, &seen))
+                text = until + 1
+        return seen <= 127
 
     cdef inline int put_key(self, Py_ssize_t number, uint32_t code) except -1:
         if self.keys == self.room:
@@ -1246,12 +1193,10 @@ cdef object _append_in_turn(
 
 
 cdef object _append_batch(AppendState self, list messages, object queue_id):
-    """The same for a batch; Python code derives the entries and keys of a large one at once, and needs the lock."""
+    """The same for a batch, under the lock."""
     cdef int64_t now = clock_ms(self)
     cdef object lock = self.lock, mutex = lock.mutex, results = None
-    cdef DispatchState dispatcher
     cdef LaneState lane
-    cdef bint is_large = PyList_GET_SIZE(messages) >= BATCH
     cdef int collects
     if now == -2 or not messages or not is_usual(self, messages[0], None):
         return None
@@ -1267,17 +1212,15 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
         if now == -2 or not messages or not is_usual(self, messages[0], None):  # Python code ran
             return None
         topic = part(messages[0], self.topic_at)
-        lane, dispatcher = usual_lane(self, topic, queue_id), self.dispatcher
-        if lane is None or PyList_GET_SIZE(dispatcher.records) >= BATCH:
+        lane = usual_lane(self, topic, queue_id)
+        if lane is None or self.dispatcher.due >= BATCH:
             return None
         collects = PyGC_Disable()
         try:
-            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now, is_large)
+            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now)
         finally:
             if collects:
                 PyGC_Enable()
-        if results is not None and is_large:
-            self.dispatch_batch()
     finally:
         lock.owner = 0
         mutex.release()
@@ -1321,23 +1264,6 @@ cdef void put_place(uint8_t *record, int64_t queue_offset, int64_t physical_offs
     put64(record + 28, physical_offset)
     put64(record + 40, now)
     put64(record + 56, now)
-
-
-cdef inline int64_t tags_code(object tags):
-    return 0 if tags is None else java_hash(tags)
-
-
-cdef inline void put_entry(uint8_t *at, int64_t physical_offset, int64_t size, int64_t code) noexcept:
-    put64(at, physical_offset)
-    put32(at + 8, size)
-    put64(at + 12, <uint64_t>code)
-
-
-cdef bytes new_entry(int64_t physical_offset, int64_t size, int64_t code):
-    """Return the queue entry of a record."""
-    cdef bytes entry = PyBytes_FromStringAndSize(NULL, ENTRY)
-    put_entry(<uint8_t *>PyBytes_AS_STRING(entry), physical_offset, size, code)
-    return entry
 
 
 cdef object time_now(int64_t *now):
@@ -1417,21 +1343,12 @@ cdef object copy_batch_in(AppendState self, list messages, object begin, int64_t
     self.log.end += total
 
 
-cdef inline int note_entry(DispatchState dispatcher, LaneState lane, bytes entry) except -1:
-    """Note the entry of the next record of a queue."""
-    if not lane.pending:
-        lane.pending_from = lane.next_queue_offset
-        dispatcher.lanes.append(lane)
-    lane.next_queue_offset += 1
-    lane.pending.append(entry)
-
-
-cdef LaneState delay_lane(AppendState self, Values *found, int64_t *wait_ms):
+cdef LaneState delay_lane(AppendState self, Values *found):
     """Name the delay of a message as it is stored, and return the lane in which it waits, None if it is unusual."""
     cdef tuple delay = self._delays.get(<object>found.values[found.shape.delay])
     if delay is None or delay[0] <= 0:
         return None
-    level, name, wait_ms[0] = delay
+    level, name = delay
     found.values[found.shape.delay] = <PyObject *>name  # which `_delays` keeps
     return usual_lane(self, SCHEDULE_TOPIC, level - 1)
 
@@ -1439,10 +1356,10 @@ cdef LaneState delay_lane(AppendState self, Values *found, int64_t *wait_ms):
 cdef object _write(
     AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
-    """Write the record, and note its entry and keys, while the lock is free."""
+    """Write the record, and count it, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef LaneState lane
-    cdef int64_t size, physical_offset, queue_offset, code, wait_ms = -1
+    cdef int64_t size, physical_offset, queue_offset
     cdef uint32_t number
     cdef Values found
     global appended
@@ -1457,7 +1374,7 @@ cdef object _write(
         topic, queue_text = part(message, self.topic_at), str(queue_id)
         found.values[found.shape.real_topic] = <PyObject *>topic
         found.values[found.shape.real_queue] = <PyObject *>queue_text
-        lane = delay_lane(self, &found, &wait_ms)
+        lane = delay_lane(self, &found)
     if lane is None:
         return None
     number = lane.queue_id
@@ -1466,7 +1383,7 @@ cdef object _write(
     size = encode(self, lane, message, &found, number, scratch, scratch + HEADER + PyBytes_GET_SIZE(body))
     if size < 0 or not can_write(self, size):
         return None
-    if not advanced and PyList_GET_SIZE(dispatcher.records) >= BATCH:
+    if not advanced and dispatcher.due >= BATCH:
         end[0] = -1
         return None
     physical_offset, queue_offset = self.log.end, lane.next_queue_offset
@@ -1479,20 +1396,12 @@ cdef object _write(
     put64(scratch + 76, fields.prepared)
     if fields.born >= 0:
         put64(scratch + 40, fields.born)
-    if wait_ms < 0:
-        code = tags_code(value_of(&found, found.shape.tags))
-    elif now <= INT64_MAX - wait_ms:
-        code = now + wait_ms
-    else:
-        return None
-    entry = new_entry(physical_offset, size, code)
     py_offset = physical_offset
-    record = new_record(lane, &found, py_offset, py_now)
     result = new_result(self, True, py_offset, size, queue_offset, py_now, self._host)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
     copy_in(self.log, py_offset, scratch, size, False)
-    note_entry(dispatcher, lane, entry)
-    dispatcher.records.append(record)
+    lane.next_queue_offset += 1
+    dispatcher.due += 1
     dispatcher.writing_at = -1
     appended += 1
     end[0] = physical_offset + size
@@ -1511,14 +1420,14 @@ cdef inline void fetch_later(AppendState self, list messages, Py_ssize_t number,
 
 
 cdef object _write_batch(
-    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now, bint is_large
+    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now
 ):
-    """Write the records side by side, and note their entries and keys, which the caller derives if they are many."""
+    """Write the records side by side, and count them."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
-    cdef int64_t code, last_size = -1
+    cdef int64_t last_size = -1
     cdef Py_ssize_t number = 0, count = PyList_GET_SIZE(messages), body_size = 0
-    cdef list entries = [], records = [], results = []
+    cdef list results = []
     cdef uint8_t *record = batch_scratch
     cdef Values found
     global appended
@@ -1543,10 +1452,6 @@ cdef object _write_batch(
         py_offset = physical_offset + total
         if size != last_size:
             py_size, last_size = size, size
-        if not is_large:
-            code = tags_code(value_of(&found, found.shape.tags))
-            entries.append(new_entry(physical_offset + total, size, code))
-            records.append(new_record(lane, &found, py_offset, py_now))
         results.append(new_result(self, False, py_offset, py_size, queue_offset + number, py_now, self._host))
         body_size = PyBytes_GET_SIZE(part(message, self.body_at))
         record += size - body_size
@@ -1557,23 +1462,17 @@ cdef object _write_batch(
         return None
     dispatcher.writing_at = physical_offset
     copy_batch_in(self, messages, physical_offset, total)
-    appended += count
-    if is_large:
-        return results
     lane.next_queue_offset = queue_offset + count
-    if not lane.pending:
-        lane.pending_from = queue_offset
-        dispatcher.lanes.append(lane)
-    lane.pending.extend(entries)
-    dispatcher.records.extend(records)
+    dispatcher.due += count
     dispatcher.writing_at = -1
+    appended += count
     return results
 
 
 cdef object _append_waiting(AppendState self, list messages, list befores, tuple places):
     """Append messages that waited, and return what reports each, or None before any effect."""
     cdef int64_t now = clock_ms(self)
-    if now == -2 or PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+    if now == -2 or self.dispatcher.due >= BATCH:
         return None
     cdef int collects = PyGC_Disable()
     try:
@@ -1614,11 +1513,6 @@ cdef bint find_spans(const uint8_t *raw, Py_ssize_t size, list befores, Span *sp
     return at == size and seen <= 127
 
 
-cdef object text_at(const Span *spans, Py_ssize_t number):
-    """Return a value, None for a number of -1."""
-    return PyUnicode_DecodeASCII(spans[number].at, spans[number].size, NULL) if number >= 0 else None
-
-
 cdef LaneState own_lane(AppendState self, const Span *topic, const Span *queue):
     """Return the lane of the queue that a message waits for, None if it is unusual or not open."""
     cdef int64_t queue_id = 0
@@ -1635,24 +1529,23 @@ cdef LaneState own_lane(AppendState self, const Span *topic, const Span *queue):
 
 
 cdef object _write_waiting(AppendState self, list messages, list befores, tuple places, int64_t now):
-    """Write the records side by side, and note their entries and keys, while the lock is free."""
+    """Write the records side by side, and count them, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
-    cdef int64_t total = 0, size, code, queue_offset = 0, physical_offset = self.log.end
-    cdef Py_ssize_t count = PyList_GET_SIZE(messages), number, earlier, topic_size
-    cdef Py_ssize_t topic, queue, unique, keys, tags
+    cdef int64_t total = 0, size, queue_offset = 0, physical_offset = self.log.end
+    cdef Py_ssize_t count = PyList_GET_SIZE(messages), number, earlier, topic_size, topic, queue
     cdef uint64_t begin, body_end, raw_size
-    cdef list lanes = [], entries = [], records = [], reports = []
+    cdef list lanes = [], reports = []
     cdef LaneState lane
     cdef const uint8_t *raw
     cdef uint8_t *record
     cdef Span spans[MOST_PROPERTIES]
     cdef Span last_topic, last_queue
     global appended
-    topic, queue, unique, keys, tags = places
+    topic, queue = places
     number = PyList_GET_SIZE(befores)
     if (
         not count or not can_write(self, 0) or number > MOST_PROPERTIES or topic < 0 or queue < 0
-        or max(topic, queue, unique, keys, tags) >= number
+        or max(topic, queue) >= number
     ):
         return None
     py_now = time_now(&now)
@@ -1695,12 +1588,9 @@ cdef object _write_waiting(AppendState self, list messages, list befores, tuple 
         put64(record + 28, physical_offset + total)
         put64(record + 56, now)
         py_offset = physical_offset + total
-        code = 0 if tags < 0 else <int32_t>hashed(0, 1, spans[tags].at, 0, spans[tags].size)
         host = PyBytes_FromStringAndSize(<const char *>raw + 64, 8)
         result = new_result(self, False, py_offset, size, queue_offset, py_now, host)
         lanes.append(lane)
-        entries.append(new_entry(py_offset, size, code))
-        records.append((py_offset, py_now, lane.prefix_hash, text_at(spans, unique), text_at(spans, keys)))
         reports.append((message, lane.topic, lane.queue_id, result))
         total += size
         queue_offset += 1
@@ -1709,17 +1599,12 @@ cdef object _write_waiting(AppendState self, list messages, list befores, tuple 
     dispatcher.writing_at = physical_offset
     copy_in(self.log, physical_offset, batch_scratch, total, True)
     for number in range(count):
-        note_entry(dispatcher, lanes[number], entries[number])
-    dispatcher.records.extend(records)
+        lane = lanes[number]
+        lane.next_queue_offset += 1
+    dispatcher.due += count
     dispatcher.writing_at = -1
     appended += count
     return reports
-
-
-cdef tuple new_record(LaneState lane, const Values *found, object physical_offset, object now):
-    """Return what the index needs of a record."""
-    cdef const Shape *shape = found.shape
-    return physical_offset, now, lane.prefix_hash, value_of(found, shape.unique), value_of(found, shape.keys)
 
 
 cdef object new_result(
@@ -1838,34 +1723,176 @@ def put_entries(
 
 # ---------------------------------------------------------------------------------------------------------- derivation
 
-cdef uint32_t hashed_ascii(uint32_t code, const uint8_t *text, Py_ssize_t size, uint8_t *seen) noexcept:
-    """Return Java's hash of a text that continues one with the hash ``code``; ``seen`` gets the bits of its bytes."""
-    cdef const uint8_t *end = text + size
-    while end - text >= 4:
-        code = 923521 * code + (29791 * text[0] + 961 * text[1] + 31 * text[2] + text[3])  # powers of 31
-        seen[0] |= text[0] | text[1] | text[2] | text[3]
-        text += 4
-    while text < end:
-        code = 31 * code + text[0]
-        seen[0] |= text[0]
-        text += 1
-    return code
+cdef struct Texts:  # where they begin in what follows a body, and their sizes: -1 for one that is not there
+    Py_ssize_t topic_size, unique, unique_size, keys, keys_size, tags, tags_size
+    Py_ssize_t level  # of a record that waits for a delay, 0 for any other
+
+
+cdef inline bint find_texts(const uint8_t *tail, Py_ssize_t size, Py_ssize_t levels, Texts *found) noexcept:
+    """Find the topic and the properties that a usual record's entry and keys are made of; return whether it is one."""
+    cdef Py_ssize_t topic_size = tail[0], begin = topic_size + 3, at, part_size, delay = -1, delay_size = -1
+    cdef bint waits = topic_size == SCHEDULE_TOPIC_SIZE < size and not memcmp(tail + 1, b"SCHEDULE_TOPIC_XXXX", 19)
+    cdef const uint8_t *mark
+    if (
+        topic_size > 127 or waits and not levels or begin > size or tail[begin - 2] > 127
+        or (tail[begin - 2] << 8 | tail[begin - 1]) != size - begin
+    ):
+        return False
+    found.topic_size, found.level = topic_size, 0
+    found.unique_size = found.keys_size = found.tags_size = found.unique = found.keys = found.tags = -1
+    while begin < size:
+        mark = <const uint8_t *>memchr(tail + begin, 2, size - begin)
+        at = size if mark == NULL else mark - tail
+        part_size = at - begin
+        if part_size >= 9 and not memcmp(tail + begin, b"UNIQ_KEY\1", 9):
+            found.unique, found.unique_size = begin + 9, part_size - 9
+        elif part_size >= 5 and not memcmp(tail + begin, b"KEYS\1", 5):
+            found.keys, found.keys_size = begin + 5, part_size - 5
+        elif part_size >= 5 and not memcmp(tail + begin, b"TAGS\1", 5):
+            found.tags, found.tags_size = begin + 5, part_size - 5
+        elif waits and part_size >= 6 and not memcmp(tail + begin, b"DELAY\1", 6):
+            delay, delay_size = begin + 6, part_size - 6
+        begin = at + 1
+    if waits:
+        if not 1 <= delay_size <= 2 or not 49 <= tail[delay] <= 57 or not 48 <= tail[delay + delay_size - 1] <= 57:
+            return False
+        found.level = tail[delay] - 48 if delay_size == 1 else 10 * (tail[delay] - 48) + tail[delay + 1] - 48
+        found.level = min(found.level, levels)
+    return found.unique_size and found.keys_size and found.tags_size  # an empty one needs the careful search
+
+
+cdef inline int64_t code_of(
+    const uint8_t *head, const uint8_t *tail, const Texts *found, tuple delays_ms, uint8_t *seen
+) except? -1:
+    """Return the tags code of a record's entry; ``seen`` gets the bits of its text."""
+    if found.level:
+        return big64(head + 56) + <int64_t>delays_ms[found.level - 1]
+    return <int32_t>hashed_ascii(0, tail + found.tags, found.tags_size, seen) if found.tags_size > 0 else 0
+
+
+cdef inline bytes text_at(const uint8_t *tail, Py_ssize_t at, Py_ssize_t size):
+    return PyBytes_FromStringAndSize(<const char *>tail + at, size) if size >= 0 else None
+
+
+cdef inline void put_entry(uint8_t *at, int64_t physical_offset, int64_t size, int64_t code) noexcept:
+    put64(at, physical_offset)
+    put32(at + 8, size)
+    put64(at + 12, <uint64_t>code)
+
+
+cdef bint are_few(LogState log, int64_t place):
+    """Return whether the log ends behind at most so many records from ``place`` on as are taken one by one."""
+    cdef Py_buffer view
+    cdef Py_ssize_t count = 0
+    cdef uint32_t size = FIXED
+    if type(log._buffer) is not _mmap or place < log._file_start:
+        return False
+    PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE)
+    while count < AT_ONCE and FIXED <= size and place < log.end and place + 4 - log._file_start <= view.len:
+        size = big32(<const uint8_t *>view.buf + place - log._file_start)
+        place += size
+        count += 1
+    PyBuffer_Release(&view)
+    return place == log.end
+
+
+cdef struct Run:  # of records of one queue
+    uint8_t entries[ENTRY * AT_ONCE]
+    Py_ssize_t count
+    int64_t first, end  # the first queue offset, and the physical offset behind the last record
+
+
+cdef bint put_run(DispatchState dispatcher, LaneState lane, const Run *run, list keys) except -1:
+    """Write the entries of adjacent records, and collect their keys; return False, without effect, without room."""
+    if not run.count:
+        return True
+    queue, first = lane.queue, run.first
+    if queue.max_offset != first or queue.has_room(run.count) is not True:
+        return False
+    dispatcher.unflushed.add(queue)
+    queue.append_many(first, PyBytes_FromStringAndSize(<const char *>run.entries, ENTRY * run.count))
+    # Nothing from here on runs Python code, so a signal comes before all of it, or behind.
+    dispatcher.records.extend(keys)
+    lane.next_queue_offset = max(lane.next_queue_offset, run.first + run.count)
+    dispatcher.followed = run.end
+    return True
+
+
+def follow(
+    DispatchState dispatcher not None, LogState log not None, dict lanes not None, uint32_t unusual_flags,
+    tuple delays_ms not None
+):
+    """Dispatch the last records of the log, if they are few, while they are usual, and the next ones of queues with room.
+
+    Return whether all of them were. ``lanes`` are by topic and queue id in a record's form.
+    """
+    cdef Py_buffer view
+    cdef uint8_t head[HEADER]
+    cdef uint8_t tail[MOST_TAIL]
+    cdef uint8_t seen = 0
+    cdef Texts found
+    cdef Run run
+    cdef int64_t place = dispatcher.followed, at, size, tail_size, code
+    cdef uint64_t body_size
+    cdef LaneState lane, last = None
+    cdef list keys = []
+    global derived
+    run.count = 0
+    if not are_few(log, place):
+        return False
+    while place < log.end:
+        at = place - log._file_start
+        PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE)
+        size = tail_size = 0
+        if at + FIXED <= view.len:
+            memcpy(head, <const uint8_t *>view.buf + at, HEADER)
+            size, body_size = big32(head), big32(head + 84)
+            if FIXED <= size <= min(log.end - place, view.len - at) and body_size <= <uint64_t>size - FIXED:
+                tail_size = size - <int64_t>body_size - HEADER
+                if tail_size <= MOST_TAIL:
+                    memcpy(tail, <const uint8_t *>view.buf + at + size - tail_size, tail_size)
+        PyBuffer_Release(&view)
+        if (
+            not 0 < tail_size <= MOST_TAIL or big32(head + 4) != MAGIC or big32(head + 36) & unusual_flags
+            or big64(head + 28) != place or not find_texts(tail, tail_size, PyTuple_GET_SIZE(delays_ms), &found)
+        ):
+            break
+        code = code_of(head, tail, &found, delays_ms, &seen)
+        name = PyBytes_FromStringAndSize(<const char *>tail + 1, found.topic_size), <int32_t>big32(head + 12)
+        lane = lanes.get(name)
+        if seen > 127 or lane is None or (lane.plain_queue is not lane.queue and not is_plain(lane)):
+            break
+        if lane is not last or run.count == AT_ONCE or big64(head + 20) != run.first + run.count:
+            if not put_run(dispatcher, last, &run, keys):
+                return False
+            last, keys = lane, []
+            run.first, run.count = big64(head + 20), 0
+        put_entry(run.entries + ENTRY * run.count, place, size, code)
+        keys.append((
+            place, big64(head + 56), lane.prefix_hash, text_at(tail, found.unique, found.unique_size),
+            text_at(tail, found.keys, found.keys_size),
+        ))
+        run.count += 1
+        run.end = place = place + size
+        derived += 1
+    return put_run(dispatcher, last, &run, keys) and dispatcher.followed == log.end
 
 
 def derive(
-    buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, uint32_t unusual_flags, bint check_body
+    buffer, int64_t start, int64_t place, int64_t end, Py_ssize_t most, uint32_t unusual_flags, bint check_body,
+    tuple delays_ms
 ):
     """Return what the usual records of a log file define, from ``place`` on, up to ``most`` of them.
 
     ``start`` is the physical offset of the file's first byte. The result is the place behind the last one; for each
     queue its topic, queue id, first queue offset and packed entries; and places, times, records of keys and hashes of
     keys as bytes of 64-bit numbers. A record is unusual if its texts are not ASCII, if it does not name its own place,
-    if it does not continue the count of its queue, or if, with ``check_body``, its body does not match its checksum.
+    if it does not continue the count of its queue, or if, with ``check_body``, its body does not match its checksum. One
+    that waits has a level of ``delays_ms``.
     """
     cdef Py_buffer view
-    cdef Py_ssize_t room = 4 * most + 64, count = 0, keys = 0, number = -1, at, size, topic_size, tail_size, begin, stop
-    cdef Py_ssize_t kept
-    cdef const uint8_t *mark
+    cdef Py_ssize_t room = 4 * most + 64, count = 0, keys = 0, number = -1, at, tail_size, begin, stop, kept
+    cdef Texts texts
     cdef bytearray places = bytearray(8 * most), times = bytearray(8 * most), packed = bytearray(20 * most)
     cdef bytearray owners = bytearray(8 * room), hashes = bytearray(8 * room)
     cdef bytearray numbers_of = bytearray(8 * most), following = bytearray(8 * most), counted = bytearray(8 * most)
@@ -1883,11 +1910,11 @@ def derive(
     cdef uint8_t seen
     cdef uint64_t record_size, body_size, limit
     cdef int64_t queue_offset, queue_id, last_queue = -1
-    cdef uint32_t prefix = 0, code
-    cdef Py_ssize_t last_topic_size = -1, unique_begin, unique_size, keys_begin, keys_size, tags_begin, tags_size
+    cdef uint32_t prefix = 0
+    cdef int64_t code
+    cdef Py_ssize_t last_topic_size = -1, topic_size
     cdef dict found = {}
     cdef list queues = [], made = []
-    cdef uint8_t *entry
     cdef bytes entries
     global derived
     if not 0 <= place <= end:
@@ -1909,27 +1936,9 @@ def derive(
             if tail_size > MOST_TAIL:
                 break
             memcpy(tail, <const uint8_t *>view.buf + place + HEADER + body_size, tail_size)
-            topic_size = tail[0]
-            begin = topic_size + 3
-            if (
-                topic_size > 127 or topic_size == SCHEDULE_TOPIC_SIZE or begin > tail_size or tail[begin - 2] > 127
-                or (tail[begin - 2] << 8 | tail[begin - 1]) != tail_size - begin
-            ):
+            if not find_texts(tail, tail_size, PyTuple_GET_SIZE(delays_ms), &texts):
                 break
-            unique_size = keys_size = tags_size = unique_begin = keys_begin = tags_begin = -1
-            while begin < tail_size:
-                mark = <const uint8_t *>memchr(tail + begin, 2, tail_size - begin)
-                at = tail_size if mark == NULL else mark - tail
-                size = at - begin
-                if size >= 9 and not memcmp(tail + begin, b"UNIQ_KEY\1", 9):
-                    unique_begin, unique_size = begin + 9, size - 9
-                elif size >= 5 and not memcmp(tail + begin, b"KEYS\1", 5):
-                    keys_begin, keys_size = begin + 5, size - 5
-                elif size >= 5 and not memcmp(tail + begin, b"TAGS\1", 5):
-                    tags_begin, tags_size = begin + 5, size - 5
-                begin = at + 1
-            if not unique_size or not keys_size or not tags_size:
-                break  # an empty one needs the careful search
+            topic_size = texts.topic_size
             if check_body and body_size and (
                 rmq_crc32(<const uint8_t *>view.buf + place + HEADER, body_size, FOLDS) & 0x7FFFFFFF != big32(head + 8)
             ):
@@ -1956,16 +1965,14 @@ def derive(
                     number = known
             if next_at[number] != queue_offset:
                 break
-            code = 0
-            if tags_size > 0:
-                code = hashed_ascii(0, tail + tags_begin, tags_size, &seen)
+            code = code_of(head, tail, &texts, delays_ms, &seen)
             kept = keys
-            if unique_size > 0 and keys < room:
+            if texts.unique_size > 0 and keys < room:
                 owner_at[keys] = count
-                hash_at[keys] = index_hash(hashed_ascii(prefix, tail + unique_begin, unique_size, &seen))
+                hash_at[keys] = index_hash(hashed_ascii(prefix, tail + texts.unique, texts.unique_size, &seen))
                 keys += 1
-            begin, stop = keys_begin, keys_begin + keys_size
-            for at in range(keys_begin, stop + 1 if keys_size > 0 else keys_begin):
+            begin, stop = texts.keys, texts.keys + texts.keys_size
+            for at in range(texts.keys, stop + 1 if texts.keys_size > 0 else texts.keys):
                 if at < stop and tail[at] != 32:
                     continue
                 if at > begin:
@@ -1978,10 +1985,7 @@ def derive(
                 keys = kept
                 break
             place_at[count], time_at[count], number_at[count] = start + place, big64(head + 56), number
-            entry = packed_at + 20 * count
-            put64(entry, start + place)
-            put32(entry + 8, record_size)
-            put64(entry + 12, <uint64_t><int64_t><int32_t>code)
+            put_entry(packed_at + 20 * count, start + place, record_size, code)
             next_at[number] += 1
             count_at[number] += 1
             count += 1

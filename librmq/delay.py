@@ -40,7 +40,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, BrokerTables, MessageStore
-from librmq.store.engine.copies import CopyTarget, Prepared
+from librmq.store.engine.copies import Prepared
 from librmq.store.engine.read import records_of
 
 __all__ = ["DelaySchedule"]
@@ -51,13 +51,7 @@ _ENTRIES_A_READ: Final = 64  # entries read together
 _HASHES: Final = -(1 << 31), 1 << 31  # no time in ms of this century is among them
 
 
-COPIED_PROPERTIES: Final = (
-    PropertyName.REAL_TOPIC,
-    PropertyName.REAL_QUEUE_ID,
-    PropertyName.UNIQUE_KEY,
-    PropertyName.KEYS,
-    PropertyName.TAGS,
-)
+COPIED_PROPERTIES: Final = (PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID)
 """The properties that a delivery reads."""
 
 
@@ -496,14 +490,13 @@ class DelaySchedule:
                 self._layouts.record_names(tuple(properties))
             else:
                 raw = encode_properties(properties)
-        topic, queue_text, unique_key, keys, tags = values
+        topic, queue_text = values
         queue_id = _queue_id(queue_text or "")
         if queue_id is None:
             raise MessageIllegalError(f"REAL_QID: expected a queue id, found {queue_text!r:.80}")
         if topic in (SystemTopic.HALF, SystemTopic.SCHEDULE):
             raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
-        target: CopyTarget = _new(CopyTarget, (topic or "", queue_id, raw, unique_key, keys, tags))
-        return self._store.copies.prepare_again(waiting, target)
+        return self._store.copies.prepare_again(waiting, topic or "", queue_id, raw)
 
     def _write(
         self, level: _Level, waiting: Sequence[StoredMessage], copies: Sequence[Prepared], places: Sequence[int]

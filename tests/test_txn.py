@@ -620,6 +620,7 @@ def test_no_copies_are_written_for_halves_that_all_wait_for_a_producer(desk: Des
 def test_deleted_halves_are_skipped(desk: Desk) -> None:
     for number in range(60):
         desk.prepare(number)
+    desk.store.flush()
     desk.store.log.delete_before(4096)
     queue = desk.store.queue(SystemTopic.HALF, 0)
     assert queue is not None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 21
+_API: Final = 22
 _SWITCH: Final = "LIBRMQ_CORE"
 _NO_FUNCTIONS: Final = ("module", "state", "is_missed", "items")
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
@@ -56,6 +56,8 @@ class Core:
     """Writes entries of an index file (`librmq.store.format.indexfile`)."""
     derive: Callable[..., Any] | None = None
     """The entries and keys of many records (`librmq.store.engine.derivation`)."""
+    follow: Callable[..., bool] | None = None
+    """Dispatches a few records (`librmq.store.engine.store_parts`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decoding`)."""
     advise: Callable[..., None] | None = None

@@ -201,6 +201,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
             store.abandon()
             MessageStore.open(store.path, background=False).close()
         else:
+            store.appender.dispatcher.followed = log.end
             store.appender.dispatcher.dispatched_timestamp_ms = now_ms
             store.appender.dispatcher.order.add_few([now_ms], last)
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Final
 
 from librmq.clock import Clock
@@ -17,7 +17,7 @@ from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
 from librmq.store.engine._entry_checks import EntryChecks, Transfer
-from librmq.store.engine.derivation import Pending, RawPending
+from librmq.store.engine.derivation import KeyBlock
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format._checkpoint import Checkpoint
@@ -84,8 +84,8 @@ class StoreHandle(ABC):
         """Return the parts, with everything that was acknowledged before the call, as far as the disk has room."""
 
     @abstractmethod
-    def with_index(self) -> tuple[Parts, Collection[Pending | RawPending]]:
-        """Return the parts like `up_to_date`, and the records whose keys the index can lack, the last ones."""
+    def with_index(self) -> tuple[Parts, Sequence[KeyBlock]]:
+        """Return the parts like `up_to_date`, and the keys that the index can lack, those of the last records."""
 
     @property
     @abstractmethod

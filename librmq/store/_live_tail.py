@@ -31,7 +31,7 @@ from librmq.message.topics import validate_queue
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
-from librmq.store.engine.derivation import Derivation, RawPending
+from librmq.store.engine.derivation import Derivation, Pending
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
@@ -350,7 +350,7 @@ class FollowedParts:
     """Parts that follow a log to which another process writes. One thread at a time opens it and calls its methods."""
 
     parts: Parts
-    unindexed: Collection[RawPending] = ()
+    unindexed: Collection[Pending] = ()
     """The keys of the last records, which the index can lack."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, is_written: bool) -> None:
@@ -406,7 +406,7 @@ class LiveParts(FollowedParts):
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
         )
         self._queues = LiveQueues(path, config, files, self._log)
-        self.unindexed = self._unindexed = deque[RawPending](maxlen=KEPT)
+        self.unindexed = self._unindexed = deque[Pending](maxlen=KEPT)
         self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
         self._derivation = Derivation(self._levels, lambda place, _: _refuse(place))
         self._make_parts(self._queues, self._index, self._queues.open_queue)

@@ -38,7 +38,7 @@ from librmq.store.engine.derivation import (
     MULTI_DISPATCH,
     Derivation,
     DerivedRecord,
-    RawPending,
+    Pending,
     key_block,
 )
 from librmq.store.engine.store_parts import QueueTable
@@ -209,7 +209,7 @@ class DerivedParts(FollowedParts):
         self._by_raw_name: dict[tuple[bytes, int], DerivedQueue | None] = {}
         self._changed: set[DerivedQueue] = set()
         self._has_keys = False
-        self._keys: list[RawPending] = []
+        self._keys: list[Pending] = []
         self._make_parts(self._queues, self._index, self._queues.queue)
         self._derive_all(is_written)
 

@@ -23,7 +23,7 @@ import itertools
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -44,7 +44,7 @@ from librmq.runtime.locks import Lock
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts
-from librmq.store.engine.derivation import BitmapOf, RawPending
+from librmq.store.engine.derivation import BitmapOf, KeyBlock, key_block
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.store_parts import (
     Parts,
@@ -339,12 +339,13 @@ class ReadOnlyView(StoreHandle):
         return self.parts
 
     @override
-    def with_index(self) -> tuple[Parts, Collection[RawPending]]:
+    def with_index(self) -> tuple[Parts, Sequence[KeyBlock]]:
         self.check_open()
         self.complete()
         parts = self.up_to_date()
         unindexed = () if self._live is None else list(self._live.unindexed)
-        return parts, [keys for keys in unindexed if keys[0] < parts.log.end]
+        records = [keys for keys in unindexed if keys[0] < parts.log.end]
+        return parts, [key_block(records)] if records else []
 
     @property
     @override

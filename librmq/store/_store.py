@@ -420,7 +420,7 @@ class MessageStore(Closing):
             view = self._view
             if view is not None:
                 return view.read((topic, queue_id), queue_offset, max_messages, matching, checked=checked)
-            self.appender.write_entries_that_fit()
+            self.appender.write_entries()
             name, checks = (topic, queue_id), handle.checks
             queue = handle.queues.find(name)
             return read_queue(checks, queue, name, queue_offset, max_messages, matching, joined=joined, checked=checked)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
+from librmq.errors import CorruptionError, FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
 from librmq.files import Damage, FileLock, Files, TemporaryFolder
 from librmq.files.interface import flush_all, make_folders
 from librmq.override import override
@@ -25,7 +25,7 @@ from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine._entry_checks import EntryChecks
-from librmq.store.engine.derivation import BitmapOf, Pending
+from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
@@ -176,6 +176,7 @@ class Writer(StoreHandle):
         appender.room_until = -1
         parts.log.check_owner = self._check_lock
         noted = noted_order(self.path, self.files, parts.log)
+        parts.dispatcher.followed = end
         parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
         marks = MarkWriter(self.path, self.files, self.config, parts)
         self.durability = Durability(
@@ -204,7 +205,7 @@ class Writer(StoreHandle):
             self.log,
             self.durability.commit,
             self.durability.flush,
-            parts.dispatcher.entries_a_queue,
+            self._entries_a_queue,
             self._expire,
             self.clock.now_ms(),
         )
@@ -247,8 +248,12 @@ class Writer(StoreHandle):
     def written_queues(self) -> QueueTable:
         """Return the queues with the entries of all messages appended before, as far as the disk has room."""
         if self.closed is None:
-            self.appender.write_entries_that_fit()
+            self.appender.write_entries()
         return self.queues
+
+    def _entries_a_queue(self) -> int:
+        self.appender.write_entries()
+        return self.appender.dispatcher.entries_a_queue()
 
     @override
     def up_to_date(self) -> Parts:
@@ -257,7 +262,7 @@ class Writer(StoreHandle):
         return self.appender.open_parts()
 
     @override
-    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
+    def with_index(self) -> tuple[Parts, Sequence[KeyBlock]]:
         self.check_open()
         unindexed = self.appender.drain_what_fits()
         return self.appender.open_parts(), unindexed
@@ -417,6 +422,7 @@ class Writer(StoreHandle):
             physical_offset = max(physical_offset, log.end)
         if not log.sequence.starts:
             log.begin_at(physical_offset)
+            self.appender.dispatcher.followed = physical_offset
         if physical_offset != log.end:
             raise ValueError(f"physical_offset: expected the log's end {log.end}, found {physical_offset}")
         from librmq.store.engine.copies import append_log  # few stores are copies
@@ -467,7 +473,8 @@ class Writer(StoreHandle):
                 if appender.shared is not None:
                     appender.shared.shut()
                 with critical:
-                    appender.catch_up()
+                    with suppress(CorruptionError):  # the recovery looks at the log again
+                        appender.catch_up()
                     self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
                     self._close_parts()
                 before = len(self.recovered)

@@ -155,6 +155,7 @@ class Fuzzer:
                 most,
                 chance.choice((0, 188)),
                 chance.random() < 0.5,
+                chance.choice(((), (1000, 5000), (1,) * 99)),
             )
 
     def items(self, data: bytes, place: int, beyond: int, check_body: bool) -> list[Any]:
@@ -236,10 +237,29 @@ class Fuzzer:
             messages, befores * chance.choice((1, 1, 1, 30)), chance.choice((places, places, odd))
         )
 
+    def follow(self) -> None:
+        """Dispatch the last records of a log that were damaged before."""
+        chance, store = self.chance, self.open_store()
+        sent = [
+            store.append(
+                Message("T", b"x", tags="t", keys="k", delay_level=chance.choice((0, 0, 3))),
+                1,
+                sys_flag=chance.choice((0, 0, 0, 4)),
+            )
+            for _ in range(chance.choice((1, 3, 17)))
+        ]
+        begin = sent[chance.randrange(len(sent))].physical_offset
+        buffer = store.log.sequence.file(0).buffer
+        data = buffer[begin : store.log.end]
+        if chance.random() < 0.7:
+            buffer[begin : store.log.end] = damaged(chance, data).ljust(len(data), b"\0")[: len(data)]
+        with suppress(RmqError):
+            store.read("T", 1, 0)
+
     def index(self) -> None:
         """Hash keys, and write index entries over slots that lead anywhere."""
         chance = self.chance
-        texts = [None, *TEXTS, b"", b"k1 k2", b"\xff", 5, " ".join("abcdefgh"), "k " * 50]
+        texts = [None, *(text.encode("utf-8", "surrogatepass") for text in TEXTS), b"", b"k1 k2", b"\xff", b"k " * 50]
         rows = [
             (number, number, chance.choice((0, -(1 << 31), 1 << 31)), chance.choice(texts), chance.choice(texts))
             for number in range(chance.randrange(40))
@@ -283,8 +303,8 @@ class Fuzzer:
     def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
         """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
-            self.append, self.scan, self.derive, self.pull, self.wait, self.index, self.checksum, self.columns,
-            lambda: self.read_body(self.log[:300]),
+            self.append, self.scan, self.derive, self.pull, self.wait, self.follow, self.index,
+            self.checksum, self.columns, lambda: self.read_body(self.log[:300]),
         ]  # fmt: skip
         clock, made = SystemClock(), 0
         end_ms = clock.now_ms() + seconds * 1000

@@ -59,7 +59,9 @@ def code(compiled: bool) -> Iterator[None]:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
             patch.setattr(Appender, "append_waiting", None)
-            for module in ("engine.derivation", "engine.read", "format._keyindex", "format.indexfile"):
+            for module in (
+                "engine.derivation", "engine.read", "engine.store_parts", "format._keyindex", "format.indexfile"
+            ):  # fmt: skip
                 patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
             patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
         yield
@@ -242,6 +244,7 @@ def delivered(damage: list[tuple[int, int, int]], compiled: bool) -> tuple[Conte
         store.append(Message("T", b""), 10)
         work.send_later(["T", "T", "U"], [0, 40], {"p": "q"}, 40)
         places = [result.physical_offset for result in work.results[-40:]]
+        store.flush()  # what is derived from them is there
         buffer = store.log.sequence.file(0).buffer
         for number, at, value in damage:
             buffer[places[number] + at] = value

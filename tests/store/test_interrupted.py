@@ -17,7 +17,6 @@ from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.store import MessageStore, verify
-from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.dispatch import Dispatcher
 from tests.budget import many
 from tests.interrupting import at_each_call, interrupted_at_call
@@ -45,12 +44,7 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
     "append a batch that is written at once": lambda store: store.append_batch(at_once),
     "append copies": lambda store: store.copies.append(
-        [
-            store.copies.prepare_again(
-                one, CopyTarget("copies", 1, one.properties_raw, one.unique_key, one.keys[0], "a")
-            )
-            for one in taken(store)
-        ]
+        [store.copies.prepare_again(one, "copies", 1, one.properties_raw) for one in taken(store)]
     ),
     "flush": lambda store: store.flush(),
     "read": lambda store: store.read("T", 0, 0),
@@ -78,7 +72,7 @@ def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
         key = f"k{1 + next(numbers)}"
         if "at once" in name:
             store.find_by_key("T", key)  # writes what is due
-            at_once[:] = [message() for _ in range(Dispatcher.BATCH)]
+            at_once[:] = [message() for _ in range(min(Dispatcher.BATCH, 256))]
             key = at_once[1].keys[0]
         came = next(at_each_call(partial(CALLS[name], store), first=number))
         if not store.is_closed and number % 3:  # a reader comes before the next append

@@ -16,6 +16,7 @@ from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files._disk import DiskFiles
@@ -402,8 +403,11 @@ def test_rubbish_after_the_end_is_not_damage(pair: Pair) -> None:
 
 def lanes_only(pair: Pair) -> None:
     """Write the entries of one queue, but not yet those of the other, nor the index."""
-    lane = pair.writer.appender.lanes["TopicA", 0]
-    lane.queue.append_many(lane.next_queue_offset - len(lane.pending), b"".join(lane.pending))
+    log, queue = pair.writer.log, pair.writer.queues["TopicA", 0]
+    derive = Derivation(pair.writer.levels).derive
+    records = [derive(place, size, raw) for place, size, raw in log.scan(0, log.end) if raw is not None]
+    entries = [ENTRY.pack(one.physical_offset, one.size, one.tags_code) for one in records if not one.queue_id]
+    queue.append_many(queue.max_offset, b"".join(entries[queue.max_offset :]))
 
 
 def without_header(pair: Pair) -> None:

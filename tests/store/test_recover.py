@@ -24,7 +24,6 @@ from librmq.files.interface import Damage, File, file_size, is_folder
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import Checkpoint, MessageStore
-from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.recovery import salvage
 from librmq.store.recovery._verify import verify
@@ -378,6 +377,7 @@ def test_each_of_many_queues_is_opened_once_after_a_kill(monkeypatch: pytest.Mon
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
     for number in range(300):
         store.append(Message("TopicA", b"body"), number % 100)
+    assert len(store.read("TopicA", 99, 0).messages) == 3  # the entries are written
     again = CountingFiles(contents(died(files)))
     with MessageStore.open(ROOT, replace(SMALL, mapped_files=4), files=again, clock=ManualClock(START_MS)) as store:
         queues = {path: count for path, count in again.opened.items() if "/consumequeue/" in path}
@@ -1087,7 +1087,7 @@ def test_messages_prepared_before_a_recovery_are_queued() -> None:
             store.append(Message("TopicA", b"%d" % number))
         first = store.message_at(0)
         assert first is not None
-        prepared = store.copies.prepare_again(first, CopyTarget("TopicA", 0, b"", None, None, None))
+        prepared = store.copies.prepare_again(first, "TopicA", 0, b"")
         store.recover()
         copy = store.copies.append([prepared])[0]
         after = store.append(Message("TopicA", b"after"))

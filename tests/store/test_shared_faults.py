@@ -20,7 +20,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.store import AppendResult
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
-from librmq.store.engine.copies import CopyTarget, Prepared
+from librmq.store.engine.copies import Prepared
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
 from tests.store.shared_store import CONFIG, Shared, within_a_write
@@ -216,10 +216,9 @@ def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared
     (record, *_) = shared.store.messages("orders", 0)
 
     def copies(queue_id: int, count: int) -> list[Prepared]:
-        target = CopyTarget("orders", queue_id, b"", None, None, None)
-        return [writer.prepare_again(record, target) for _ in range(count)]
+        return [writer.prepare_again(record, "orders", queue_id, b"") for _ in range(count)]
 
-    size = writer.prepare_again(record, CopyTarget("orders", 0, b"", None, None, None)).size
+    size = writer.prepare_again(record, "orders", 0, b"").size
     left = (shared.store.log.file_size - shared.store.log.end) // size
     writer.append([*copies(0, 300), *copies(1, left - 300 + 20)])
     end = shared.store.queue_range("orders", 0)[1]

@@ -15,10 +15,8 @@ from librmq.message.ids import Host, decode_host, encode_host, offset_message_id
 from librmq.message.message import BATCH_FIXED_SIZE, body_too_large, check_batch_size, delayed_batch
 from librmq.message.properties import (
     PropertyName,
-    decode_properties,
     encode_all,
     encode_properties,
-    tags_code,
 )
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
@@ -83,9 +81,6 @@ class PreparedBatch(NamedTuple):
     """Packed."""
     raws: list[bytes]
     checksums: list[int]
-    tags_codes: list[int]
-    unique_keys: list[str | None]
-    keys: list[str | None]
 
 
 def prepare_batch(
@@ -98,20 +93,16 @@ def prepare_batch(
     """
     if properties and parse_level(properties.get(PropertyName.DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
-    decoded = [message.properties for message in messages]
-    raws = encode_all(decoded)
+    raws = encode_all([message.properties for message in messages])
     bodies = [message.body for message in messages]
     body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
     encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
     if properties:
         added = encode_properties(properties)
         raws = [join_properties(raw, added) for raw in raws]
-        decoded = list(map(decode_properties, raws))
         raw_sizes = list(map(len, raws))
     check_sizes(max(body_sizes), max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
-    tags = [pairs.get("TAGS") for pairs in decoded]
-    code_of = {tag: tags_code(tag) for tag in set(tags)}  # few in most batches
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -120,9 +111,6 @@ def prepare_batch(
         list(map(_pack_short, raw_sizes)),
         raws,
         list(map(record_format.body_checksum, bodies)),
-        [code_of[tag] for tag in tags],
-        [pairs.get("UNIQ_KEY") for pairs in decoded],
-        [pairs.get("KEYS") for pairs in decoded],
     )
 
 

@@ -41,8 +41,8 @@ MANY_FILES: Final = 64
 """Files from about which on flushing the whole file system is faster than flushing each of them."""
 _MANY: Final = 16
 _AT_A_TIME: Final = 8
-_WORTH_PARTS: Final = 64
-"""Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
+_WORTH_A_PAUSE: Final = 64
+"""Least number of records behind whose dispatch a flush lets appends that wait come first."""
 
 
 def flush_all(queues: set[ConsumeQueue], flush_disks: Callable[..., bool] = lambda *folders: False) -> None:
@@ -224,7 +224,7 @@ class Durability:
         self,
         parts: Parts,
         lock: AppendLock,
-        advance: Callable[[int], object],
+        advance: Callable[[], object],
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
@@ -233,8 +233,8 @@ class Durability:
     ) -> None:
         """Take the functions to call, and the writer of marks.
 
-        ``advance(least)`` takes ``lock`` and does one of three parts of writing due entries and keys, if they are of at
-        least so many records; ``catch_up()`` does all of it under ``lock``; ``check_lock()`` raises if another process
+        ``advance()`` takes ``lock`` and writes due entries and keys; ``catch_up()`` does so under ``lock``;
+        ``check_lock()`` raises if another process
         has taken over the store; ``on_failure()`` is called once, when a flush of the log has failed;
         ``flush_disks(*folders)`` flushes the whole file systems of folders, and returns False if it can't.
         """
@@ -263,11 +263,9 @@ class Durability:
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
         lock.check_reentry()
         with lock.flushing:
-            # Give the lock back between the parts of a drain, so that no append waits for all of them.
-            for _ in range(3):
-                if len(dispatcher.records) >= _WORTH_PARTS:
-                    self._advance(_WORTH_PARTS)
-                    lock.pause()
+            if dispatcher.due >= _WORTH_A_PAUSE:
+                self._advance()
+                lock.pause()  # for appends that wait
             with lock.mutex:
                 self._catch_up()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms

@@ -84,6 +84,8 @@ class SharedAppends(TurnState):
         self.offered: dict[str, int] = {}
         """Topics that take messages as they come, and their numbers of queues."""
         self._numbers: dict[Lane, int] = {}
+        self.moved: list[Lane] = []
+        """Queues to which this process has appended in its turn."""
         self._adopted: AdoptedRecords = {}
         self._sure = self._adopted_end = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
@@ -190,10 +192,11 @@ class SharedAppends(TurnState):
         """Write the end of the log, the room behind it and the offsets of queues to the page."""
         page, appender = self._page, self._appender
         log, numbers, offsets = appender.log, page.numbers, page.offsets
-        for lane in appender.dispatcher.lanes or list(self._numbers):  # without any, a drain may have come since
+        for lane in self.moved:
             number = self._numbers.get(lane)
             if number is not None:
                 offsets[number] = lane.next_queue_offset
+        self.moved.clear()
         numbers[page_format.ROOM] = min(self._sure, appender.room_until)
         if self._drops or not appender.accepts:  # after it, because another thread sets these, then withdraws the room
             numbers[page_format.ROOM] = -1

@@ -17,16 +17,13 @@ from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
 from librmq.message import Message, StoredMessage, frames
 from librmq.message import record as record_format
-from librmq.message.properties import tags_code
-from librmq.runtime import critical
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendResult
-from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
-from librmq.store.engine.dispatch import Dispatcher, Lane
+from librmq.store.engine.derivation import has_queue_entry
+from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
-_pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _new = tuple.__new__
 
@@ -56,60 +53,31 @@ class Prepared(NamedTuple):
     body_size: int
     tail: bytes
     """Everything from the body on."""
-    properties_raw: bytes
-    tags_code: int
-    unique_key: str | None
-    keys: str | None
-
-
-class CopyTarget(NamedTuple):
-    """The queue that a copy of a stored message goes to, and the properties of the copy."""
-
-    topic: str
-    queue_id: int
-    properties_raw: bytes
-    unique_key: str | None
-    """As ``properties_raw`` has it; the caller vouches for that, as for keys and tags."""
-    keys: str | None
-    tags: str | None
 
 
 class PlacedCopies(NamedTuple):
     """Copies with their places in one file of the log, as the writer needs them."""
 
     data: list[bytes]
-    entries_of: dict[Lane, list[bytes]]
-    records: list[Pending]
+    queued: dict[Lane, int]
+    """The number of those that are in a queue."""
     results: list[AppendResult]
 
 
-def place_copies(
-    copies: Sequence[Prepared], physical_offset: int, file_end: int, now: int, dispatcher: Dispatcher
-) -> PlacedCopies:
+def place_copies(copies: Sequence[Prepared], physical_offset: int, file_end: int, now: int) -> PlacedCopies:
     """Place the first copies, as many as fit between two physical offsets, at a store time; under the writer's lock."""
-    placed = PlacedCopies([], {}, [], [])
-    data, entries_of, records, results = placed
-    entries: list[bytes] = []
-    last: Lane | None = None
-    next_queue_offset = 0
-    for (
-        lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail, raw, code, unique_key, keys
-    ) in copies:  # fmt: skip
+    placed = PlacedCopies([], {}, [])
+    data, queued, results = placed
+    for lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail in copies:
         if physical_offset + size > file_end:
             break
-        if lane is not last:
-            last, entries = lane, entries_of.setdefault(lane, [])
-            next_queue_offset = lane.next_queue_offset + len(entries)
         bits = to_born_host[3]
         if bits & record_format.TRANSACTION_MASK and not has_queue_entry(bits):
             queue_offset = 0
         else:
-            queue_offset = next_queue_offset
-            next_queue_offset += 1
-            if lane.queue.ext is not None:
-                with critical:
-                    code = dispatcher.add_unit(lane, code, now, raw)
-            entries.append(_pack_entry(physical_offset, size, code))
+            before = queued.get(lane, 0)
+            queue_offset = lane.next_queue_offset + before
+            queued[lane] = before + 1
         data += (
             _pack_header[bits & 48](
                 size, record_format.MESSAGE_MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
@@ -117,7 +85,6 @@ def place_copies(
             ),
             tail,
         )  # fmt: skip
-        records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
         results.append(_new(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
         physical_offset += size
     return placed
@@ -179,14 +146,13 @@ class CopyWriter:
             wait=False,
         )
 
-    def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
-        """Return the message of a record as `append` takes it, for another queue and with other properties.
+    def prepare_again(self, record: StoredMessage, topic: str, queue_id: int, raw: bytes) -> Prepared:
+        """Return the message of a record as `append` takes it, for another queue and with ``raw`` as its properties.
 
         Raises:
             MessageIllegalError: The message can't be appended.
             RecordError: The bytes are not a record.
         """
-        topic, queue_id, raw, unique_key, keys, tags = target
         lane = self._appender.lanes.get((topic, queue_id)) or self._appender.lane(topic, queue_id)
         data = _raw(record)
         record._check_body()
@@ -198,15 +164,12 @@ class CopyWriter:
             raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
         bits = data[39]
         born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
-        if bits & record_format.TRANSACTION_MASK and not is_indexed(bits):
-            unique_key = keys = None
         return _new(
             Prepared,
             (
                 lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
                 record_format.body_checksum(body), end - begin,
-                b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
-                tags_code(tags) if tags else 0, unique_key, keys,
+                b"".join((body, lane.topic_field, _pack_short(raw_size), raw)),
             ),
         )  # fmt: skip
 
@@ -257,8 +220,8 @@ class CopyWriter:
         log = self._appender.log
         physical_offset = log.claim(copies[0].size)
         file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
-        placed = place_copies(copies, physical_offset, file_end, now, self._appender.dispatcher)
-        self._appender.write(b"".join(placed.data), placed.entries_of, placed.records)
+        placed = place_copies(copies, physical_offset, file_end, now)
+        self._appender.write(b"".join(placed.data), len(placed.results), placed.queued)
         results += placed.results
 
 
@@ -310,21 +273,20 @@ def append_log(parts: Parts, data: bytes, *, is_checked: bool = False) -> Copied
     size = len(data)
     if not size:
         return CopiedRecords(log.end, (), parts.is_regular)
-    begin = dispatcher.writing_at = log.end
-    if is_checked and begin + size <= log.sure and frames.SIZE_AND_MAGIC.unpack_from(data)[0] == size:
+    parts.follow()
+    dispatcher.writing_at = log.end
+    if is_checked and log.end + size <= log.sure and frames.SIZE_AND_MAGIC.unpack_from(data)[0] == size:
         log.copy_in(data, size)  # one record, for which a send waits
-        name = parts.dispatch(begin, size, data)
-        queues: Collection[tuple[str, int]] = () if name is None else (name,)
     else:
         try:
             log.append_copy(data, is_checked=is_checked)
         except RmqError:
             dispatcher.writing_at = -1  # nothing was appended
             raise
-        queues = {name for _, _, came in parts.dispatched(begin, log.end) for name, _, _ in came}
+    queues = {lane.name for _, queued in parts.dispatched(log.end) for lane, _, _ in queued}
     dispatcher.writing_at = -1
-    if len(dispatcher.records) >= Dispatcher.BATCH:
-        dispatcher.drain()
+    if parts.is_regular:
+        parts.follow()
     return CopiedRecords(log.end, queues, parts.is_regular)
 
 
@@ -336,15 +298,17 @@ def adopt(parts: Parts, end: int, adopted: AdoptedRecords) -> None:
     Raises:
         CorruptionError: The bytes are not records that continue their queues.
     """
-    log, dispatcher = parts.log, parts.dispatcher
-    for last, following, came in parts.dispatched(log.end, end):
+    log = parts.log
+    parts.follow()
+    for last, queued in parts.dispatched(end):
         if not parts.is_regular:
             what = "expected the next one of its queue"
-            raise CorruptionError(log.sequence.folder, last, "queue offset", what)
-        for name, count, size in came:
-            before, total = adopted.get(name, (0, 0))
-            adopted[name] = before + count, total + size
-        log.last_write, log.end = last, following  # not before: readers of queues look at the end first
-    if len(dispatcher.records) >= Dispatcher.BATCH:
-        with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
-            dispatcher.drain()
+            raise CorruptionError(log.sequence.folder, parts.irregular_at, "queue offset", what)
+        for lane, _, entries in queued:
+            before, total = adopted.get(lane.name, (0, 0))
+            sizes = [size for _, size, _ in ENTRY.iter_unpack(entries)]
+            adopted[lane.name] = before + len(sizes), total + sum(sizes)
+        # Not before: readers of queues look at the end first.
+        log.last_write, log.end = last, parts.dispatcher.followed
+    with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
+        parts.follow()

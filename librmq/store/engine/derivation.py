@@ -32,9 +32,15 @@ from librmq.java.lang import (
 )
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.delays import parse_level
+from librmq.message.delays import NO_LEVELS, parse_level
 from librmq.message.message import is_batch
-from librmq.message.properties import PropertyName, decode_properties, find_keys_and_tags, split_keys, tags_code
+from librmq.message.properties import (
+    PropertyName,
+    decode_properties,
+    find_keys_and_tags,
+    split_keys,
+    tags_code,
+)
 from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -67,15 +73,12 @@ def topic_hash(topic: str | bytes) -> int:
     return string_hash(f"{topic if isinstance(topic, str) else java_decode(topic)}#")
 
 
-def key_hashes(prefix_hash: int, unique_key: str | bytes | None, keys: str | bytes | None) -> Sequence[int]:
-    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`.
-
-    Bytes are texts in a record.
-    """
-    texts = [unique_key if isinstance(unique_key, str) else java_decode(unique_key)] if unique_key else []
+def key_hashes(prefix_hash: int, unique_key: bytes | None, keys: bytes | None) -> Sequence[int]:
+    """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`."""
+    hashes = [_index_hash(hash_append(prefix_hash, java_decode(unique_key)))] if unique_key else []
     if keys:
-        texts += split_keys(keys if isinstance(keys, str) else java_decode(keys))
-    return [_index_hash(hash_append(prefix_hash, text)) for text in texts]
+        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in split_keys(java_decode(keys))]
+    return hashes
 
 
 def is_indexed(sys_flag: int) -> bool:
@@ -87,11 +90,15 @@ def _index_hash(value: int) -> int:
     return abs(value) if value != -(1 << 31) else 0
 
 
-Pending = tuple[int, int, int, str | None, str | None]
+Pending = tuple[int, int, int, bytes | None, bytes | None]
 """The keys of a record that are not in the index yet: physical offset, store time, prefix hash, unique id, keys."""
 
-RawPending = tuple[int, int, int, bytes | None, bytes | None]
-"""The same, with texts in a record's form."""
+
+def without_first_keys(record: Pending, count: int) -> Pending:
+    """Return a record without those of its keys that the index has."""
+    place, stored_ms, prefix_hash, unique, keys = record
+    texts = [*([unique] if unique else []), *(key for key in (keys or b"").split(b" ") if key)]
+    return place, stored_ms, prefix_hash, None, b" ".join(texts[count:])
 
 
 class KeyBlock(NamedTuple):
@@ -102,9 +109,24 @@ class KeyBlock(NamedTuple):
     record_of_key: NDArray[np.int64]
     key_hashes: NDArray[np.int64]
 
+    def behind(self, last: int, count: int) -> KeyBlock:
+        """Return what is behind the first ``count`` keys of the record at ``last``."""
+        record = int(np.searchsorted(self.physical_offsets, last))
+        is_there = record < len(self.physical_offsets) and self.physical_offsets[record] == last
+        key = int(np.searchsorted(self.record_of_key, record)) + (count if is_there else 0)
+        places, times, owners, hashes = self
+        return KeyBlock(places[record:], times[record:], owners[key:] - record, hashes[key:])
 
-def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
-    """Return the keys of many records (`Pending`); texts can be in stored form, in all or in none."""
+    def places_of(self, key_hash: int, begin_ms: int, end_ms: int) -> list[int]:
+        """Return the places of records with a key of this hash, stored from ``begin_ms`` to ``end_ms``."""
+        found = np.unique(self.record_of_key[self.key_hashes == key_hash])
+        times = self.timestamps[found]
+        places: list[int] = self.physical_offsets[found[(begin_ms <= times) & (times <= end_ms)]].tolist()
+        return places
+
+
+def key_block(records: Sequence[Pending]) -> KeyBlock:
+    """Return the keys of many records (`Pending`)."""
     columns = None if CORE.key_hashes is None or type(records) is not list else CORE.key_hashes(records)
     if columns is not None:
         return KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
@@ -117,7 +139,7 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         uniques, keys = [uniques[number] for number in indexed], [keys[number] for number in indexed]
         with_keys = np.array(indexed, np.int64)
         prefix_hashes = prefix_hashes[with_keys]
-    if uniques and all(uniques) and all(keys) and not _has_blank(keys):
+    if uniques and all(uniques) and all(keys) and b" " not in b"".join(keys):
         # Most records have a unique id and one key each, and take this fast path.
         record_of_key = np.repeat(with_keys, 2)
         hashes = np.empty(len(record_of_key), np.int64)
@@ -130,9 +152,7 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         texts: list[str] = []
         owners: list[int] = []
         for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)):
-            key_texts = split_keys(key if key is None or isinstance(key, str) else java_decode(key))
-            if unique:
-                key_texts = [unique if isinstance(unique, str) else java_decode(unique), *key_texts]
+            key_texts = [*([java_decode(unique)] if unique else []), *split_keys(java_decode(key or b""))]
             texts += key_texts
             owners += [number] * len(key_texts)
         record_of_key = np.array(owners, np.int64)
@@ -144,12 +164,6 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
 def _int64s(numbers: Sequence[int]) -> NDArray[np.int64]:
     """Return an array of numbers, in a third of the time that NumPy takes to find out what they are."""
     return np.frombuffer(struct.pack(f"{len(numbers)}q", *numbers), np.int64)
-
-
-def _has_blank(keys: Sequence[str] | Sequence[bytes]) -> bool:
-    if isinstance(keys[0], bytes):
-        return b" " in b"".join(keys)  # type: ignore[arg-type]
-    return " " in "".join(keys)  # type: ignore[arg-type]
 
 
 # ---- records
@@ -164,7 +178,8 @@ _new_record = tuple.__new__
 _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
-_UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
+UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
+"""Flags of records that are not derived together with others."""
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
 _TAGS_KEPT: Final = 10_000
@@ -236,7 +251,7 @@ class DerivedRecord(NamedTuple):
     keys: bytes | None
     """Its keys, None if they are not indexed."""
 
-    def pending(self) -> RawPending:
+    def pending(self) -> Pending:
         """Return what the index needs of the record."""
         return self.physical_offset, self.store_timestamp_ms, topic_hash(self.topic), self.unique_key, self.keys
 
@@ -258,29 +273,45 @@ class DerivedBlock(NamedTuple):
 
 
 def derived_block(
-    log: CommitLog, begin: int, end: int, max_records: int, *, check_body: bool = False
+    log: CommitLog,
+    begin: int,
+    end: int,
+    max_records: int,
+    *,
+    check_body: bool = False,
+    levels: DelayLevels = NO_LEVELS,
 ) -> DerivedBlock | None:
     """Return what usual records define, at most ``max_records``, from ``begin`` on; None if the first ones are unusual.
 
     With ``check_body`` they are compared with the checksums of their bodies. A record is unusual if its keys or tags
-    are not ASCII, if it does not name its own place, or if it does not continue the count of its queue.
+    are not ASCII, if it does not name its own place, if it does not continue the count of its queue, or if it waits for
+    none of the delay ``levels``.
     """
     file = log.sequence.file_at(begin)
     if file is None:
         return None
     start = begin - begin % log.file_size
     limit = min(end - start, log.file_size)
-    return block_of_file(file.buffer, start, begin - start, limit, max_records, check_body=check_body)
+    return block_of_file(file.buffer, start, begin - start, limit, max_records, check_body=check_body, levels=levels)
 
 
 def block_of_file(
-    buffer: Buffer, start: int, place: int, limit: int, max_records: int, *, check_body: bool
+    buffer: Buffer,
+    start: int,
+    place: int,
+    limit: int,
+    max_records: int,
+    *,
+    check_body: bool,
+    levels: DelayLevels = NO_LEVELS,
 ) -> DerivedBlock | None:
     """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
     limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
-        return _derive_in_arrays(buffer[place:limit], start + place, max_records, check_body)
-    place, queues, *columns = CORE.derive(buffer, start, place, limit, max_records, _UNUSUAL_IN_BLOCKS, check_body)
+        return _derive_in_arrays(buffer[place:limit], start + place, max_records, levels, check_body=check_body)
+    place, queues, *columns = CORE.derive(
+        buffer, start, place, limit, max_records, UNUSUAL_IN_BLOCKS, check_body, levels.delays_ms
+    )
     if not queues:
         return None
     return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
@@ -299,7 +330,9 @@ def block_of_records(records: Sequence[DerivedRecord]) -> DerivedBlock:
     )
 
 
-def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: bool) -> DerivedBlock | None:
+def _derive_in_arrays(
+    data: bytes, begin: int, max_records: int, levels: DelayLevels, *, check_body: bool
+) -> DerivedBlock | None:
     """Do what the compiled core does with the bytes of a log file from physical offset ``begin`` on.
 
     None also if an unusual record is among the first quarter of ``max_records``, because then a loop takes less time.
@@ -324,7 +357,6 @@ def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: boo
     properties_at = tails_at + topic_sizes + 3
     is_usual = (
         (topic_sizes <= record_format.MAX_TOPIC_SIZE)
-        & (topic_sizes != len(_SCHEDULE_TOPIC))
         & (record_format.gather(raw, properties_at - 2, ">i2") == tails_end - properties_at)
         & (properties_at <= tails_end)
     )
@@ -364,13 +396,19 @@ def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: boo
     codes = np.zeros(count, np.int64)
     codes[rows[2]] = part_hashes(raw, tags_at, tags_end - tags_at, codes[rows[2]])
     is_usual &= codes >= 0
+    waits = np.array([topic == _SCHEDULE_TOPIC for topic, _ in numbers])[queue_of]
+    codes = codes.astype(np.uint32).view(np.int32).astype(np.int64)
+    if waits.any():
+        waits_ms = _waits_ms(raw, *_find_values(raw, parts, b"DELAY\1", count), levels.delays_ms)
+        is_usual &= ~waits | (waits_ms >= 0)
+        codes = np.where(waits, head["store_timestamp"] + waits_ms, codes)
 
     count = _count_first(is_usual)
     if count < min_records:
         return None
     head, entries = head[:count], np.empty(count, entry_dtype())
     entries["physical_offset"], entries["size"] = head["physical_offset"], head["size"]
-    entries["tags_code"] = codes[:count].astype(np.uint32).view(np.int32)
+    entries["tags_code"] = codes[:count]
     by_queue = by_queue[by_queue < count]
     packed = entries[by_queue].tobytes()
     queue_ends = np.cumsum(np.bincount(queue_of[:count])).tolist()
@@ -395,7 +433,7 @@ def _usual_frames(
         & (ends <= len(data))
         & (head["body_length"] >= 0)
         & (tails_at + 3 <= ends)
-        & (head["sys_flag"] & _UNUSUAL_IN_BLOCKS == 0)
+        & (head["sys_flag"] & UNUSUAL_IN_BLOCKS == 0)
         & (head["physical_offset"] == places + begin)
     )
     frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
@@ -440,6 +478,20 @@ def _find_values(
     return values_at, values_end
 
 
+def _waits_ms(
+    raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], delays_ms: Sequence[int]
+) -> NDArray[np.int64]:
+    """Return how long records of delay levels wait, by the texts of their levels, -1 for an unusual one."""
+    sizes, last = ends - begins, raw[ends - 1].astype(np.int64) - 48
+    tens = np.where(sizes == 2, raw[begins].astype(np.int64) - 48, 0)
+    levels = 10 * tens + last
+    is_level = (last >= 0) & (last <= 9) & (tens <= 9) & np.where(sizes == 2, tens > 0, (sizes == 1) & (last > 0))
+    waits_ms = np.full(len(begins), -1)
+    if delays_ms:
+        waits_ms[is_level] = np.array(delays_ms)[np.minimum(levels[is_level], len(delays_ms)) - 1]
+    return waits_ms
+
+
 def _count_first(is_usual: NDArray[np.bool_]) -> int:
     """Return the number of true values before the first false one."""
     return len(is_usual) if is_usual.all() else int(is_usual.argmin())
@@ -473,8 +525,9 @@ class Derivation:
         unique, key, tags = _find_keys_and_tags(properties)
         code: int | None = None
         if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-            if topic == _SCHEDULE_TOPIC:
-                code = derived_tags_code(StoredMessage(raw), self._levels)
+            wait_ms = self._wait_ms(properties) if topic == _SCHEDULE_TOPIC else None
+            if wait_ms is not None:
+                code = stored + wait_ms
             else:
                 code = self._tags_codes.get(tags)
                 if code is None:
@@ -488,6 +541,11 @@ class Derivation:
             DerivedRecord,
             (physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key),
         )
+
+    def _wait_ms(self, properties: bytes) -> int | None:
+        """Return how long a record of a delay level waits, None if it names no level."""
+        level = self._levels.cap(parse_level(decode_properties(properties).get(PropertyName.DELAY)))
+        return self._levels.delay_ms(level) if level > 0 else None
 
 
 # ---- a walk over the log, which takes many usual records together where that takes less time

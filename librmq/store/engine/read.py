@@ -11,7 +11,7 @@ import enum
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._entry_checks import ADVICE, EntryChecks, is_usual, usual_tail
-from librmq.store.engine.derivation import Pending, RawPending, has_queue_entry, key_hashes, topic_hash
+from librmq.store.engine.derivation import KeyBlock, has_queue_entry
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 
 if TYPE_CHECKING:
@@ -648,7 +648,7 @@ _EVER: Final = (1 << 63) - 1
 def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, and where it looks)
     checks: EntryChecks,
     parts: Parts,
-    unindexed: Collection[Pending | RawPending],
+    unindexed: Sequence[KeyBlock],
     topic: str,
     key: str,
     begin_ms: int,
@@ -667,14 +667,8 @@ def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, 
     if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
         places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
     if unindexed:
-        topic_prefix, key_hash = topic_hash(topic), index_key_hash(topic, key)
-        last_places = {
-            place
-            for place, stored_ms, prefix, unique, keys in unindexed
-            if prefix == topic_prefix
-            and begin_ms <= stored_ms <= end_ms
-            and key_hash in key_hashes(prefix, unique, keys)
-        }
+        key_hash = index_key_hash(topic, key)
+        last_places = {place for keys in unindexed for place in keys.places_of(key_hash, begin_ms, end_ms)}
         places = [*sorted(last_places.difference(places), reverse=True), *places][: max(max_messages, 0)]
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
@@ -710,7 +704,7 @@ def _with_records_before_jump(
 def find_by_id(
     checks: EntryChecks,
     parts: Parts,
-    unindexed: Collection[Pending | RawPending],
+    unindexed: Sequence[KeyBlock],
     message_id: str,
     known_topics: Callable[[], AbstractSet[str]],
 ) -> list[StoredMessage]:

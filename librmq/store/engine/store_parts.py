@@ -13,20 +13,25 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ConsumeQueue, files_of
-from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype, places_and_sizes
+from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, places_and_sizes
 from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
-from librmq.java.lang import JAVA_ERRORS, java_decode
+from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, frames
 from librmq.message import record as record_format
 from librmq.override import override
 from librmq.runtime import critical
-from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock, RLock
-from librmq.store.engine.derivation import Derivation, derived_block
-from librmq.store.engine.dispatch import Dispatcher, Lane
+from librmq.store.engine.derivation import (
+    UNUSUAL_IN_BLOCKS,
+    Derivation,
+    KeyBlock,
+    derived_block,
+    derived_blocks,
+)
+from librmq.store.engine.dispatch import Dispatcher, Lane, Queued
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
@@ -350,16 +355,18 @@ class PartFiles:
         )
 
 
-_FEW: Final = 16 if CORE.module else 96
+_FEW: Final = 16 if CORE.module else 48
 """Number of records from which on it takes less time to dispatch them together."""
 
 _BLOCK: Final = 1024
 """Most of them: a block costs as much by itself as some 200 of its records."""
 
 
-Dispatched = tuple[int, int, Sequence[tuple[QueueName, int, int]]]
-"""Adjacent records of the log whose entries and keys are made: the place of the last one, the physical offset behind
-it, and the number of messages of each queue with the bytes of their records."""
+_READ: Final = 1 << 14
+"""Bytes of single records that are read together."""
+
+Dispatched = tuple[int, Sequence[Queued]]
+"""The place of the last one of some adjacent records that are dispatched, and the entries of each queue."""
 
 
 @dataclass(slots=True)
@@ -387,10 +394,22 @@ class Parts:
     repairs: list[Damage] = field(default_factory=list)
     """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
     lanes: dict[QueueName, Lane] = field(default_factory=dict)
-    is_regular: bool = True
-    """Whether each dispatched record was the next one in its queue."""
+    irregular_at: int = -1
+    """Place of the first dispatched record that was not the next one in its queue, -1 for none."""
     _lanes_of_records: dict[tuple[bytes, int], Lane] = field(default_factory=dict)
-    _derivation: Derivation | None = None
+    _derivation: Derivation = field(init=False)
+    _apart: int = _FEW
+    """Number of records that are dispatched one by one behind a block that was of no use."""
+    _block_from: int = 0
+    """Place of the next block."""
+
+    def __post_init__(self) -> None:
+        self._derivation = Derivation(self.levels)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether each dispatched record was the next one in its queue."""
+        return self.irregular_at < 0
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Return a queue, made at its first use."""
@@ -404,6 +423,7 @@ class Parts:
         lane = self.lanes.get((topic, queue_id))
         if lane is None:
             lane = self.lanes[topic, queue_id] = Lane(topic, queue_id, self.queue(topic, queue_id))
+            self._lanes_of_records[lane.topic_field[1:], queue_id] = lane
         return lane
 
     def derive_again(self) -> None:
@@ -412,8 +432,7 @@ class Parts:
         Only the writer calls it, under its lock, in a critical block. After an error such as a full disk the next call
         continues.
         """
-        log, dispatcher = self.log, self.dispatcher
-        begin = dispatcher.writing_at
+        log, begin = self.log, self.dispatcher.writing_at
         walk = log.walk(begin)
         if walk.damage is not None:
             log.truncate(walk.physical_offset)
@@ -421,103 +440,115 @@ class Parts:
             log.sequence.flush_part(log.file_start, walk.physical_offset, log.file_start + log.file_size)
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
-        dispatcher.rewind(begin, self.lanes.values())
-        self.dispatch_written()
-
-    def dispatch_written(self) -> None:
-        """Dispatch what the log has from the mark of the running append on, and remove the mark."""
-        for _ in self.dispatched(self.dispatcher.writing_at, self.log.end):
-            pass
+        while self.dispatcher.followed < log.end:
+            self._dispatch(log.end)
+        for lane in self.lanes.values():
+            lane.next_queue_offset = lane.queue.max_offset
         self.dispatcher.writing_at = -1
 
-    def dispatched(self, begin: int, end: int) -> Iterator[Dispatched]:
-        """Dispatch the records of the log between two places; yield after each part of them.
+    def follow(self) -> None:
+        """Dispatch all records of the log; some of their keys stay collected.
+
+        After an error such as a full disk the next call continues there.
+
+        Raises:
+            CorruptionError: A record is unreadable, or does not continue its queue.
+        """
+        log, dispatcher = self.log, self.dispatcher
+        if CORE.follow is None or not CORE.follow(
+            dispatcher, log, self._lanes_of_records, UNUSUAL_IN_BLOCKS, self.levels.delays_ms
+        ):
+            while dispatcher.followed < log.end:
+                self._dispatch(log.end)
+            if self.irregular_at >= 0:
+                what = "expected a record that continues its queue: close the store, and open it again"
+                raise CorruptionError(log.sequence.path_at(self.irregular_at), self.irregular_at, "queue offset", what)
+        if dispatcher.collected >= Dispatcher.BATCH:
+            dispatcher.drain()
+        dispatcher.due = dispatcher.collected
+
+    def drain(self) -> None:
+        """Dispatch all records of the log with their keys; after an error the next call continues there."""
+        self.follow()
+        self.dispatcher.drain()
+        self.dispatcher.due = 0
+
+    def unindexed(self) -> list[KeyBlock]:
+        """Return the keys that the index may lack."""
+        derived = derived_blocks(self.log, self.levels, self.dispatcher.followed)
+        return [*self.dispatcher.unindexed(), *(block.keys for block in derived)]
+
+    def dispatched(self, end: int) -> Iterator[Dispatched]:
+        """Dispatch the records of the log up to a place; yield after each part of them.
 
         Raises:
             CorruptionError: A record is unreadable.
         """
-        log, at, read = self.log, begin, record_format.BLANK_SIZE
-        left, apart = 0, _FEW  # where blocks are of no use, looking for others takes longer than it saves
-        while at < end:
-            raw = log.data_at(at, read)
-            size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw)
-            if magic == record_format.BLANK_MAGIC:
-                at += log.file_size - at % log.file_size
-                continue
-            if not 0 < size <= end - at:
-                raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
-            if not left and (most := (end - at) // size) >= _FEW:
-                part = self._dispatch_block(at, end, min(max(most, Dispatcher.BATCH), _BLOCK))
-                if part is not None:
-                    yield part
-                    (_, at, _), apart = part, _FEW
-                    continue
-                left = apart = 2 * apart
-            if size != read:
-                raw, read = log.data_at(at, size), size  # many records have one size
-            name = self.dispatch(at, size, raw)
-            yield at, at + size, () if name is None else ((name, 1, size),)
-            at, left = at + size, max(left - 1, 0)
+        while self.dispatcher.followed < end:
+            part = self._dispatch(end)
+            if part is not None:
+                yield part
+
+    def _dispatch(self, end: int) -> Dispatched | None:
+        """Dispatch some of the records up to a place; return None at the end of a file."""
+        log, dispatcher = self.log, self.dispatcher
+        at = dispatcher.followed
+        raw = log.data_at(at, min(end - at, _READ))
+        if len(raw) < record_format.BLANK_SIZE:
+            raise CorruptionError(log.sequence.folder, at, "missing", "expected a record")
+        size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw)
+        if magic == record_format.BLANK_MAGIC:
+            dispatcher.followed = at + log.file_size - at % log.file_size
+            return None
+        if not 0 < size <= end - at:
+            raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
+        if at >= self._block_from and (most := (end - at) // size) >= _FEW:
+            part = self._dispatch_block(at, end, min(most, _BLOCK))
+            if part is not None:
+                self._apart = _FEW
+                return part
+            # Where blocks are of no use, looking for others takes longer than it saves.
+            self._apart = min(2 * self._apart, _BLOCK)
+            self._block_from = at + self._apart * size
+        return self._dispatch_few(at, raw if size <= len(raw) else log.data_at(at, size))
 
     def _dispatch_block(self, begin: int, end: int, most: int) -> Dispatched | None:
-        """Dispatch usual records together; return None if they are far fewer than ``most``, or the disk is full.
-
-        An error leaves `Dispatcher` in a state in which each record can be dispatched again.
-        """
-        dispatcher = self.dispatcher
-        block = derived_block(self.log, begin, end, most)
+        """Dispatch usual records together; return None if they are far fewer than ``most``."""
+        block = derived_block(self.log, begin, end, most, levels=self.levels)
         if block is None:
             return None
-        entries_of: list[tuple[Lane, bytes]] = []
-        for topic, queue_id, queue_offset, entries in block.queues:
-            lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
-            if queue_offset != lane.next_queue_offset or lane.queue.ext is not None:
-                return None
-            entries_of.append((lane, entries))
-        try:
-            with critical:
-                dispatcher.drain()
-                dispatcher.add_block(entries_of, block.keys)
-        except StoreIOError:  # the records are in the log; the next append raises the error
-            return None
-        sizes = [np.frombuffer(entries, entry_dtype())["size"] for _, entries in entries_of]
-        came = [
-            (lane.name, len(of_lane), int(of_lane.sum())) for (lane, _), of_lane in zip(entries_of, sizes, strict=True)
+        of_records = self._lanes_of_records
+        queued = [
+            (of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id), first, entries)
+            for topic, queue_id, first, entries in block.queues
         ]
-        return int(block.keys.physical_offsets[-1]), block.end, came
+        with critical:
+            if not self.dispatcher.add_block(queued, block.keys, block.end):
+                return None
+        return int(block.keys.physical_offsets[-1]), queued
 
-    def dispatch(self, physical_offset: int, size: int, raw: bytes) -> QueueName | None:
-        """Collect the entry and the keys of the log's next record; return its queue.
+    def _dispatch_few(self, at: int, raw: bytes) -> Dispatched:
+        """Dispatch records of any kind one by one; ``raw`` has a whole one, and what follows it.
 
-        Return None for a record without an entry. One that is not the next one in its queue is left out, which
-        `is_regular` says.
+        One that is not the next one in its queue is left out, which `irregular_at` says.
         """
-        if self._derivation is None:
-            self._derivation = Derivation(self.levels)
-        record = self._derivation.derive(physical_offset, size, raw)
-        _, _, _, topic, queue_id, queue_offset, code, stored_ms, properties, unique, keys = record
-        lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
-        dispatcher = self.dispatcher
-        if code is not None:
-            if queue_offset != lane.next_queue_offset:
-                if lane.next_queue_offset:
-                    self.is_regular = False
-                    return None
-                lane.next_queue_offset = queue_offset  # the log begins with a later message of the queue
-            if lane.queue.ext is not None:
-                with critical:
-                    code = dispatcher.add_unit(lane, code, stored_ms, properties)
-            dispatcher.add_entry(lane, ENTRY.pack(physical_offset, size, code))
-        dispatcher.records.append(
-            (
-                physical_offset,
-                stored_ms,
-                lane.prefix_hash,
-                unique.decode("utf-8", JAVA_ERRORS) if unique else None,
-                keys.decode("utf-8", JAVA_ERRORS) if keys else None,
-            )
-        )
-        return None if code is None else lane.name
+        dispatcher, begin = self.dispatcher, at
+        queued: list[Queued] = []
+        while (left := len(raw) + begin - at) >= record_format.BLANK_SIZE:
+            size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw, at - begin)
+            if magic == record_format.BLANK_MAGIC or not 0 < size <= left:
+                break
+            record = self._derivation.derive(at, size, raw[at - begin : at - begin + size])
+            _, _, _, topic, queue_id, _, _, _, _, _, _ = record
+            lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
+            added = dispatcher.add_record(lane, record)
+            if added is not None:
+                queued.append(added)
+            else:
+                self.irregular_at = at if self.is_regular else self.irregular_at
+                dispatcher.followed = at + size
+            last, at = at, at + size
+        return last, queued
 
     def lane_of(self, topic: bytes, queue_id: int) -> Lane:
         """Return the lane of a record's queue, by its topic in a record's form."""

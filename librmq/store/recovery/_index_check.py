@@ -13,18 +13,17 @@ from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.files import Damage
-from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
-from librmq.message.properties import split_keys
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import (
     COMPARED,
     DerivedRecord,
     KeyBlock,
-    RawPending,
+    Pending,
     derived_blocks,
     key_block,
     key_hashes,
+    without_first_keys,
 )
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import (
@@ -95,7 +94,7 @@ class IndexCheck:
         self._following: tuple[IndexFile, int] | None = (
             None  # where the next entry is; while this is set, `_run` is out of date
         )
-        self._records: list[RawPending] = []  # these are compared together
+        self._records: list[Pending] = []  # these are compared together
         self._missing: list[KeyBlock] = []
         self._lacking = 0
         self._at_end = False  # the index ends before the next record
@@ -183,16 +182,14 @@ class IndexCheck:
         file._release_pages(begin, end)
         return True
 
-    def _compare_record(self, record: RawPending) -> None:
-        physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
+    def _compare_record(self, record: Pending) -> None:
+        physical_offset, store_timestamp_ms, prefix_hash, unique_key, keys = record
         run = self._run
         if run is None:
             if self._ends_before(physical_offset):
                 self._at_end = True
                 self._add_missing(key_block([record]))
             return
-        unique_key = None if raw_unique_key is None else java_decode(raw_unique_key)
-        keys = None if raw_keys is None else java_decode(raw_keys)
         while run is not None and run.physical_offset < physical_offset:
             self._damaged(run, f"points to {run.physical_offset}, where there is no record with keys")
             run = self._run = next(self._runs, None)
@@ -213,9 +210,7 @@ class IndexCheck:
         if run is not None or not stored_hashes or stored_hashes != expected[: len(stored_hashes)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
         else:  # a crash came between the keys of the last indexed record
-            texts = [*([unique_key] if unique_key else []), *split_keys(keys)][len(stored_hashes) :]
-            keys_left = " ".join(texts).encode()
-            self._add_missing(key_block([(physical_offset, store_timestamp_ms, prefix_hash, None, keys_left)]))
+            self._add_missing(key_block([without_first_keys(record, len(stored_hashes))]))
 
     def _is_illegible(self, physical_offset: int) -> bool:
         raw = self._log.read(physical_offset)
