@@ -300,9 +300,6 @@ def test_file_that_is_damaged(rubbish: bytes) -> None:
     files = MemoryFiles()
     open_broker(files, ManualRunner()).close()
     files.write("/b/librmq/cancelled.json", rubbish)
-    if not rubbish:  # as after a power failure that only lost its bytes
-        open_broker(files, ManualRunner()).close()
-        return
     with pytest.raises(CorruptionError, match=r"cancelled\.json"):
         open_broker(files, ManualRunner())
 

@@ -227,14 +227,18 @@ def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = _MOS
 
 def _document(path: str, files: Files, *max_size: int) -> bytes | None:
     """Return the bytes of a document, None if it is missing; librmq leaves no empty one."""
+    if files.status(path) is None:
+        return None
     data = read_replaced(files, path, *max_size)
-    if data or files.status(path) is None:
-        return data or None
-    return read_replaced(files, path, *max_size)  # it can have been made since
+    if data or files.status(path) is not None:
+        return data
+    return None  # it was deleted meanwhile
 
 
 def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
     """Return the fields of a document that was read from ``path``, as `read_document` does."""
+    if not data:
+        raise CorruptionError(path, 0, "config", f"expected a document, found a file without bytes; {_advice(path)}")
     data = checked(path, data)
     try:
         document = json.loads(data)
