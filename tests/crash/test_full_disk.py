@@ -516,10 +516,10 @@ def test_all_messages_are_found_while_entries_and_keys_wait_for_room(before: int
         store.flush()
         files.is_full = True
         with suppress(StoreIOError):
-            for number in range(count, count + 1000):
+            for number in range(count, count + 3000):
                 store.append(Message("T", b"%d" % number, keys=[f"k{number}", "all"], unique_key=f"U{number}"))
                 count = number + 1
-        assert before + 5 < count < 1000
+        assert before + 5 < count < 3000
         for number in (0, before, 63, count - 1):
             expected = [b"%d" % number]
             assert [message.body for message in store.find_by_key("T", f"k{number}")] == expected

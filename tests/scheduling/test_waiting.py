@@ -95,6 +95,7 @@ def test_a_damaged_record_is_skipped(part: type[ByTime], caplog: pytest.LogCaptu
     waiting = part()
     waiting.put_soon()
     waiting.put_soon(b"sound")
+    waiting.store.flush()
     waiting.store.log.patch(4, b"oops")
     waiting.pass_to(10_000)
     assert caplog.records[0].levelno == logging.ERROR
@@ -106,6 +107,7 @@ def test_messages_deleted_by_retention_are_skipped(part: type[ByTime]) -> None:
     waiting = part()
     for _ in range(40):
         waiting.put_soon(bytes(100))
+    waiting.store.flush()
     waiting.store.log.delete_before(4096)
     waiting.pass_to(20_000)
     gone = waiting.told[0][0].queue_offset

@@ -19,7 +19,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY
-from librmq.errors import StoreIOError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
 from librmq.message.delays import NO_LEVELS, DelayLevels
@@ -214,6 +214,17 @@ def test_a_batch_whose_repair_fails_too_is_there_once(store: MessageStore, monke
         assert len(store.find_by_key("T", f"u{number}")) == (1 if number else 2)
     assert [message.keys for message in store.messages("T", 0)] == [("k0",), *(one.keys for one in messages)]
     assert store.verify().sound
+
+
+@pytest.mark.parametrize(("at", "byte"), [(89, b"V"), (23, b"\x07"), (4, b"x"), (3, b"\x01")])
+def test_a_record_that_changes_before_it_is_dispatched_is_told(at: int, byte: bytes) -> None:
+    """Its topic, its queue offset, its magic or its size: its queue would lack it in silence."""
+    store = MessageStore.open(ROOT, files=MemoryFiles(), background=False)
+    store.append(Message("T", b"x"))
+    store.log.patch(at, byte)
+    for call in store.flush, store.close:
+        with pytest.raises(CorruptionError):
+            call()
 
 
 def test_an_interrupted_wait_for_the_writer_frees_the_lock(store: MessageStore) -> None:

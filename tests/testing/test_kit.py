@@ -1072,6 +1072,7 @@ def test_on_disk_its_store_is_a_brokers(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_unsound_store_fails_the_test(tmp_path: Path) -> None:
     rmq = Kit(tmp_path / "broker")
     rmq.producer().send("orders", b"x", queue=0)
+    rmq.broker.store.flush()
     log = tmp_path / "broker" / "commitlog" / f"{0:020}"
     with log.open("r+b") as file:
         file.seek(90)

@@ -256,6 +256,7 @@ class Durability:
 
         Raises:
             FlushFailedError: This or an earlier flush of the log failed: the store accepts nothing more.
+            CorruptionError: A record has changed in the log before it was dispatched.
             StoreIOError: This or an earlier flush of queues or index failed: the next open rebuilds them.
             StoreClosedError: The store was closed meanwhile.
         """
@@ -268,6 +269,7 @@ class Durability:
                 lock.pause()  # for appends that wait
             with lock.mutex:
                 self._catch_up()
+                parts.check_counts()
                 end, stored = parts.log.end, dispatcher.dispatched_timestamp_ms
                 indexed = index.full_timestamp_ms
                 queues, dispatcher.unflushed = dispatcher.unflushed, set()

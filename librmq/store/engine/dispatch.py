@@ -116,7 +116,9 @@ class Dispatcher(DispatchState):
         place, size, _, _, _, queue_offset, code, stored_ms, properties, unique, keys = record
         queue, entry = lane.queue, b""
         if code is not None:
-            is_next = queue_offset == queue.max_offset or not queue.max_offset  # the log can begin with a later message
+            is_next = queue_offset == queue.max_offset
+            if not queue.max_offset and not lane.next_queue_offset:
+                is_next = True  # the log of a copy can begin with a later message
             if is_next and queue.ext is not None:
                 with critical:
                     code = self._add_unit(lane, code, stored_ms, properties)

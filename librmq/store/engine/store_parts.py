@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, places_and_sizes
-from librmq.errors import CorruptionError, StoreError, StoreIOError
+from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import java_decode
@@ -473,6 +474,18 @@ class Parts:
         self.dispatcher.drain()
         self.dispatcher.due = 0
 
+    def check_counts(self) -> None:
+        """Compare the queues with what was appended, after a `drain`.
+
+        Raises:
+            CorruptionError: A record has changed between its append and its dispatch, so that its queue lacks it.
+        """
+        for lane in self.lanes.values():
+            if lane.next_queue_offset != lane.queue.max_offset:
+                at, expected = lane.queue.max_offset, lane.next_queue_offset
+                what = f"expected {expected} messages in {lane.topic}/{lane.queue_id}, found {at}: open the store again"
+                raise CorruptionError(self.log.sequence.folder, self.dispatcher.followed, "changed", what)
+
     def unindexed(self) -> list[KeyBlock]:
         """Return the keys that the index may lack."""
         derived = derived_blocks(self.log, self.levels, self.dispatcher.followed)
@@ -538,7 +551,10 @@ class Parts:
             size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw, at - begin)
             if magic == record_format.BLANK_MAGIC or not 0 < size <= left:
                 break
-            record = self._derivation.derive(at, size, raw[at - begin : at - begin + size])
+            try:
+                record = self._derivation.derive(at, size, raw[at - begin : at - begin + size])
+            except (RecordError, struct.error, IndexError) as error:
+                raise CorruptionError(self.log.sequence.path_at(at), at, "record", str(error)) from error
             _, _, _, topic, queue_id, _, _, _, _, _, _ = record
             lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
             added = dispatcher.add_record(lane, record)
