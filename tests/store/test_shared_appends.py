@@ -80,6 +80,18 @@ def test_the_logs_end_moves_behind_the_entries_of_peers(shared: Shared, monkeypa
     assert ends == [begin]
 
 
+def test_an_owner_alone_notes_no_queues_for_peers(shared: Shared) -> None:
+    """Nobody would take them from the list, which would grow by each message."""
+    appender = shared.store.appender
+    page = appender.shared
+    assert page is not None
+    with appender.lock.mutex:
+        page.shut()
+    appender.append(Message("orders", b"x"))
+    appender.append_batch([Message("orders", b"x")] * 3)
+    assert page.moved == []
+
+
 @pytest.mark.parametrize(
     "read",
     [

@@ -286,7 +286,7 @@ class Appender(AppendState):
                     log.copy_in(header + tail, size)
                     if counted:
                         lane.next_queue_offset = queue_offset + 1
-                        if self.shared is not None:
+                        if self.shared is not None and self.shared.is_open:
                             self.shared.moved.append(lane)
                     dispatcher.due += 1
                     dispatcher.writing_at = -1
@@ -387,7 +387,7 @@ class Appender(AppendState):
         log.copy_many_in(data, size)
         for lane, in_queue in queued.items():
             lane.next_queue_offset += in_queue
-        if self.shared is not None:
+        if self.shared is not None and self.shared.is_open:
             self.shared.moved += queued
         dispatcher.due += count
         dispatcher.writing_at = -1
