@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from benchmarks.frame import Bench, Case, Run, Setup, Target, Timed, main
 from librmq.config import StoreConfig
+from librmq.consumequeue_entries import ENTRY
 from librmq.message.message import Message
 from librmq.store import MessageStore
 
@@ -51,7 +52,9 @@ def filled(bench: Bench, count: int) -> Iterator[Path]:
             if holes:
                 files = holes * RECORD // size
                 store.log.begin_at(files * size)
-                store.appender.lane(TOPIC, 0).next_queue_offset = holes
+                lane = store.appender.lane(TOPIC, 0)
+                lane.queue.append_many(holes - 1, ENTRY.pack(0, RECORD, 0))  # of a message that was deleted
+                lane.next_queue_offset, store.appender.dispatcher.followed = holes, files * size
             for first in range(holes, count, BATCH):
                 store.append_batch(make_messages(first, min(BATCH, count - first)))
         queue = path / "consumequeue" / TOPIC / "0"
