@@ -216,7 +216,7 @@ def test_a_batch_whose_repair_fails_too_is_there_once(store: MessageStore, monke
     assert store.verify().sound
 
 
-@pytest.mark.parametrize(("at", "byte"), [(89, b"V"), (23, b"\x07"), (4, b"x"), (3, b"\x01")])
+@pytest.mark.parametrize(("at", "byte"), [(89, b"V"), (23, b"\x07"), (20, b"\xff"), (4, b"x"), (3, b"\x01")])
 def test_a_record_that_changes_before_it_is_dispatched_is_told(at: int, byte: bytes) -> None:
     """Its topic, its queue offset, its magic or its size: its queue would lack it in silence."""
     store = MessageStore.open(ROOT, files=MemoryFiles(), background=False)

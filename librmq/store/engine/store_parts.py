@@ -553,11 +553,11 @@ class Parts:
                 break
             try:
                 record = self._derivation.derive(at, size, raw[at - begin : at - begin + size])
-            except (RecordError, struct.error, IndexError) as error:
+                _, _, _, topic, queue_id, _, _, _, _, _, _ = record
+                lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
+                added = dispatcher.add_record(lane, record)
+            except (RecordError, struct.error, IndexError, ValueError) as error:
                 raise CorruptionError(self.log.sequence.path_at(at), at, "record", str(error)) from error
-            _, _, _, topic, queue_id, _, _, _, _, _, _ = record
-            lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
-            added = dispatcher.add_record(lane, record)
             if added is not None:
                 queued.append(added)
             else:
