@@ -836,10 +836,7 @@ cdef class AppendState:
         """
         cdef list reports = _append_waiting(self, messages, befores, places)
         if reports is not None:
-            end = self.log.end
-            if self.dispatcher.due >= BATCH:
-                self.write_due()
-            self.finish_append(end, False)
+            self.finish_append(self.log.end, False)
         return reports
 
     def append_usual(
@@ -1761,6 +1758,29 @@ cdef inline bint find_texts(const uint8_t *tail, Py_ssize_t size, Py_ssize_t lev
     return found.unique_size and found.keys_size and found.tags_size  # an empty one needs the careful search
 
 
+cdef inline uint64_t copy_parts(
+    const uint8_t *data, uint64_t place, uint64_t limit, int64_t address, uint32_t unusual_flags, uint8_t *head,
+    uint8_t *tail, Py_ssize_t *tail_size
+) noexcept:
+    """Copy a record's header and what follows its body; return its size, 0 if it is unusual or names another place.
+
+    Copies are looked at, because another process can change the mapping.
+    """
+    cdef uint64_t size, body_size
+    if place + FIXED > limit:
+        return 0
+    memcpy(head, data + place, HEADER)
+    size, body_size = big32(head), big32(head + 84)
+    if (
+        size < FIXED or size > limit - place or body_size > size - FIXED or size - body_size - HEADER > MOST_TAIL
+        or big32(head + 4) != MAGIC or big32(head + 36) & unusual_flags or big64(head + 28) != address
+    ):
+        return 0
+    tail_size[0] = size - body_size - HEADER
+    memcpy(tail, data + place + HEADER + body_size, tail_size[0])
+    return size
+
+
 cdef inline int64_t code_of(
     const uint8_t *head, const uint8_t *tail, const Texts *found, tuple delays_ms, uint8_t *seen
 ) except? -1:
@@ -1832,8 +1852,8 @@ def follow(
     cdef uint8_t seen = 0
     cdef Texts found
     cdef Run run
-    cdef int64_t place = dispatcher.followed, at, size, tail_size, code
-    cdef uint64_t body_size
+    cdef int64_t place = dispatcher.followed, limit, size, code
+    cdef Py_ssize_t tail_size = 0
     cdef LaneState lane, last = None
     cdef list keys = []
     global derived
@@ -1841,21 +1861,13 @@ def follow(
     if not are_few(log, place):
         return False
     while place < log.end:
-        at = place - log._file_start
         PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE)
-        size = tail_size = 0
-        if at + FIXED <= view.len:
-            memcpy(head, <const uint8_t *>view.buf + at, HEADER)
-            size, body_size = big32(head), big32(head + 84)
-            if FIXED <= size <= min(log.end - place, view.len - at) and body_size <= <uint64_t>size - FIXED:
-                tail_size = size - <int64_t>body_size - HEADER
-                if tail_size <= MOST_TAIL:
-                    memcpy(tail, <const uint8_t *>view.buf + at + size - tail_size, tail_size)
+        limit = min(log.end - log._file_start, <int64_t>view.len)
+        size = copy_parts(
+            <const uint8_t *>view.buf, place - log._file_start, limit, place, unusual_flags, head, tail, &tail_size
+        )
         PyBuffer_Release(&view)
-        if (
-            not 0 < tail_size <= MOST_TAIL or big32(head + 4) != MAGIC or big32(head + 36) & unusual_flags
-            or big64(head + 28) != place or not find_texts(tail, tail_size, PyTuple_GET_SIZE(delays_ms), &found)
-        ):
+        if not size or not find_texts(tail, tail_size, PyTuple_GET_SIZE(delays_ms), &found):
             break
         code = code_of(head, tail, &found, delays_ms, &seen)
         name = PyBytes_FromStringAndSize(<const char *>tail + 1, found.topic_size), <int32_t>big32(head + 12)
@@ -1923,19 +1935,13 @@ def derive(
     cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
     try:
         limit = min(end, view.len)
-        while count < most and <uint64_t>place + FIXED <= limit:
-            # Copies are looked at, because another process can change the mapping.
-            memcpy(head, <const uint8_t *>view.buf + place, HEADER)
-            record_size, body_size = big32(head), big32(head + 84)
-            if (
-                record_size < FIXED or record_size > limit - place or body_size > record_size - FIXED
-                or big32(head + 4) != MAGIC or big32(head + 36) & unusual_flags or big64(head + 28) != start + place
-            ):
+        while count < most:
+            record_size = copy_parts(
+                <const uint8_t *>view.buf, place, limit, start + place, unusual_flags, head, tail, &tail_size
+            )
+            if not record_size:
                 break
-            tail_size = record_size - body_size - HEADER
-            if tail_size > MOST_TAIL:
-                break
-            memcpy(tail, <const uint8_t *>view.buf + place + HEADER + body_size, tail_size)
+            body_size = big32(head + 84)
             if not find_texts(tail, tail_size, PyTuple_GET_SIZE(delays_ms), &texts):
                 break
             topic_size = texts.topic_size

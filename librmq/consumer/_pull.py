@@ -627,7 +627,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         bounds, messages = (response.min_offset, response.max_offset), response.messages
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        records = StoredRecords.of(messages)
+        records = StoredRecords.raw_records(messages)
         offsets: Iterable[int] = range(begin, end)
         if len(records) != end - begin:  # else none was passed, and to ask each takes a tenth of the time
             offsets = [message.queue_offset for message in messages]

@@ -363,7 +363,7 @@ class StoredRecords(Sequence[StoredMessage]):
                 begin += size
 
     @staticmethod
-    def of(messages: Iterable[StoredMessage]) -> Sequence[bytes]:
+    def raw_records(messages: Iterable[StoredMessage]) -> Sequence[bytes]:
         """Return the records of messages; of `StoredRecords` the chunks, which are the records if each has one."""
         return messages.chunks if isinstance(messages, StoredRecords) else [message.raw for message in messages]
 

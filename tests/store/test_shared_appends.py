@@ -81,7 +81,7 @@ def test_the_logs_end_moves_behind_the_entries_of_peers(shared: Shared, monkeypa
 
 
 def test_an_owner_alone_notes_no_queues_for_peers(shared: Shared) -> None:
-    """Nobody would take them from the list, which would grow by each message."""
+    """Only a turn clears the list, and an owner without peers has none: the list would grow with each message."""
     appender = shared.store.appender
     page = appender.shared
     assert page is not None

@@ -60,11 +60,14 @@ def has_queue_entry(sys_flag: int) -> bool:
 def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
     """Return the tags code of a record's queue entry; for a delayed record it is the delivery time (ms)."""
     properties = message.properties
-    if message.topic == SystemTopic.SCHEDULE:
-        level = parse_level(properties.get(PropertyName.DELAY))
-        if level > 0:
-            return levels.deliver_timestamp_ms(levels.cap(level), message.store_timestamp_ms)
-    return tags_code(properties.get(PropertyName.TAGS))
+    wait_ms = _wait_ms(properties, levels) if message.topic == SystemTopic.SCHEDULE else None
+    return tags_code(properties.get(PropertyName.TAGS)) if wait_ms is None else message.store_timestamp_ms + wait_ms
+
+
+def _wait_ms(properties: Mapping[str, str], levels: DelayLevels) -> int | None:
+    """Return how long a record of the schedule topic waits, None if it names no level."""
+    level = levels.cap(parse_level(properties.get(PropertyName.DELAY)))
+    return levels.delay_ms(level) if level > 0 else None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -525,7 +528,7 @@ class Derivation:
         unique, key, tags = _find_keys_and_tags(properties)
         code: int | None = None
         if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-            wait_ms = self._wait_ms(properties) if topic == _SCHEDULE_TOPIC else None
+            wait_ms = _wait_ms(decode_properties(properties), self._levels) if topic == _SCHEDULE_TOPIC else None
             if wait_ms is not None:
                 code = stored + wait_ms
             else:
@@ -541,11 +544,6 @@ class Derivation:
             DerivedRecord,
             (physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key),
         )
-
-    def _wait_ms(self, properties: bytes) -> int | None:
-        """Return how long a record of a delay level waits, None if it names no level."""
-        level = self._levels.cap(parse_level(decode_properties(properties).get(PropertyName.DELAY)))
-        return self._levels.delay_ms(level) if level > 0 else None
 
 
 # ---- a walk over the log, which takes many usual records together where that takes less time

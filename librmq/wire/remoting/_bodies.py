@@ -71,7 +71,7 @@ def _key(key: object) -> str:
 
 def records_body(messages: Iterable[StoredMessage]) -> bytes:
     """Return messages as their records in the log, one after the other."""
-    return b"".join(StoredRecords.of(messages))
+    return b"".join(StoredRecords.raw_records(messages))
 
 
 def read_request(body: bytes, what: str) -> dict[str, Any]:
