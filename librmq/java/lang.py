@@ -44,8 +44,7 @@ _SIGN = 0x80000000
 _DIGITS = b"0123456789abcdefghijklmnopqrstu"
 _QUOTIENTS = bytes(_DIGITS[c // 31] if c < 128 else 0 for c in range(256))
 _REMAINDERS = bytes(_DIGITS[c % 31] if c < 128 else 0 for c in range(256))
-LONGEST_FIXED_KEY = 128
-_CHUNK = LONGEST_FIXED_KEY  # the time of int() grows with the square of the length
+_CHUNK = 128  # the time of int() grows with the square of the length
 
 _POWERS = tuple(pow(31, n, 1 << 32) for n in range(_CHUNK + 1))
 _NAN_BITS = 0x7FF8000000000000
@@ -153,25 +152,9 @@ def _surrogates(match: re.Match[str]) -> str:
     return chr(0xD800 + (code >> 10)) + chr(0xDC00 + (code & 0x3FF))
 
 
-def string_hashes(keys: Sequence[str] | Sequence[bytes]) -> npt.NDArray[np.int32]:
-    """Return `string_hash` of many keys at once, as an array as long as ``keys``.
-
-    Byte strings are decoded by `java_decode`. Keys of one length are hashed together, at a fraction of the cost of
-    single calls. If one key is not ASCII, all keys are hashed one by one.
-    """
-    joined = _joined_ascii(keys)
-    if joined is None:
-        texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
-        return np.fromiter(map(string_hash, texts), np.int32, len(keys))
-    lengths = np.fromiter(map(len, keys), np.int64, len(keys))
-    starts, prefix_hashes = np.cumsum(lengths) - lengths, np.zeros(len(keys), np.int64)
-    hashes = part_hashes(np.frombuffer(joined, np.uint8), starts, lengths, prefix_hashes)
-    return hashes.astype(np.uint32).view(np.int32)
-
-
 def part_hashes(
     raw: npt.NDArray[np.uint8],
-    begins: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.signedinteger],
     lengths: npt.NDArray[np.int64],
     prefix_hashes: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
@@ -204,18 +187,11 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
         pairs = zip(prefixes.tolist(), texts, strict=True)
         sums = np.array([hash_append(prefix, key) for prefix, key in pairs], np.int64)
     elif one_length:
-        return fixed_key_hashes(prefixes, joined, longest)
+        sums = prefixes * _POWERS[longest] + _table_hashes(joined, longest)
     else:  # leading characters 0 do not change a hash
         padded = b"".join([data.rjust(longest, b"\0") for data in _pieces(joined, lengths)])
         sums = prefixes * np.array(_POWERS)[lengths] + _table_hashes(padded, longest)
     return absolute_hashes(sums)
-
-
-def fixed_key_hashes(
-    prefix_hashes: npt.NDArray[np.int64], joined: bytes | npt.NDArray[np.uint8], length: int
-) -> npt.NDArray[np.int64]:
-    """Return `index_key_hashes` of joined ASCII keys that have one length, from 1 to `LONGEST_FIXED_KEY`."""
-    return absolute_hashes(prefix_hashes * _POWERS[length] + _table_hashes(joined, length))
 
 
 def absolute_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -224,7 +200,7 @@ def absolute_hashes(sums: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return (np.abs(sums.astype(np.uint32).view(np.int32)) & 0x7FFFFFFF).astype(np.int64)
 
 
-def _table_hashes(joined: bytes | npt.NDArray[np.uint8], length: int) -> npt.NDArray[np.int64]:
+def _table_hashes(joined: bytes, length: int) -> npt.NDArray[np.int64]:
     """Return `string_hash` modulo 2**32 of many ASCII texts of one length, at most `_CHUNK`."""
     table = np.frombuffer(joined, np.uint8).reshape(-1, length)
     # Floating point is several times as fast, and exact, because no sum comes near 2**53.

@@ -25,12 +25,11 @@ from librmq.columns.decoding import HEADER
 from librmq.config import suggest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import (
-    LONGEST_FIXED_KEY,
-    fixed_key_hashes,
+    absolute_hashes,
+    hash_append,
     hash_map_order,
-    index_key_hashes,
+    part_hashes,
     string_hash,
-    string_hashes,
 )
 from librmq.message import Message, record
 from librmq.message.ids import encode_host, parse_host
@@ -348,8 +347,9 @@ def _topic_fields(lanes: Sequence[QueueName]) -> pa.Array:
 def tags_codes(tags: pa.Array) -> pa.Int64Array:
     """Return the tags code of each queue entry: the Java hash of its tags, 0 for none."""
     encoded = tags.dictionary_encode()
-    names = encoded.dictionary.to_pylist()
-    codes = pa.array(string_hashes(names).astype(np.int64) if names else [], pa.int64())
+    names = encoded.dictionary
+    hashes = _hashes(np.zeros(len(names), np.int64), names)
+    codes = pa.array(hashes.astype(np.uint32).view(np.int32).astype(np.int64), pa.int64())
     return codes.take(encoded.indices).fill_null(0)
 
 
@@ -374,19 +374,18 @@ def hash_keys(
     of_row = prefixes[lane]
     hashes = np.concatenate((_hashes(of_row[unique_rows], uniques.drop_null()), _hashes(of_row[key_rows], keys)))
     order = np.argsort(owner, kind="stable")
-    return owner[order], hashes[order]
+    return owner[order], absolute_hashes(hashes[order])
 
 
 def _hashes(prefixes: Ints, keys: pa.Array) -> Ints:
-    """Return `index_key_hashes` of a column without nulls."""
-    sizes = _sizes(keys)
-    if len(keys) and 0 < sizes[0] <= LONGEST_FIXED_KEY and (sizes == sizes[0]).all():
-        _, offsets, data = keys.buffers()
-        first = int(np.frombuffer(offsets, np.int32, 1, keys.offset * 4)[0])
-        joined = np.frombuffer(data, np.uint8, len(keys) * int(sizes[0]), first)
-        if joined.max() < 0x80:
-            return fixed_key_hashes(prefixes, joined, int(sizes[0]))
-    return index_key_hashes(prefixes, keys.to_pylist())
+    """Return `hash_append` of each text of a column without nulls to its prefix, modulo 2**32."""
+    if not len(keys):
+        return np.zeros(0, np.int64)
+    begins = np.frombuffer(keys.buffers()[1], np.int32, len(keys), keys.offset * 4)
+    hashes = part_hashes(_bytes_of(keys), begins, _sizes(keys), prefixes)
+    for at in np.flatnonzero(hashes < 0):
+        hashes[at] = hash_append(int(prefixes[at]), keys[at].as_py()) & 0xFFFFFFFF
+    return hashes
 
 
 def map_counts(properties: pa.Array) -> Ints:

@@ -7,7 +7,7 @@ from base64 import b64decode
 import pytest
 
 from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
-from librmq.java.lang import hash_append, index_key_hash, string_hash, string_hashes
+from librmq.java.lang import hash_append, index_key_hash, string_hash
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delays import DelayLevels
@@ -46,8 +46,6 @@ def test_string_hash() -> None:
         assert tags_code(text) == row["tags_code"] == row["tags_code_multi"]
         for at in range(len(text) + 1):
             assert hash_append(string_hash(text[:at]), text[at:]) == row["hash_code"]
-    assert string_hashes([row["s"] for row in rows]).tolist() == [row["hash_code"] for row in rows]
-    assert string_hashes([row["s"].encode() for row in rows]).tolist() == [row["hash_code"] for row in rows]
 
 
 def test_index_key_hash() -> None:

@@ -25,8 +25,8 @@ from librmq.java.lang import (
     java_int,
     java_long,
     parse_double,
+    part_hashes,
     string_hash,
-    string_hashes,
 )
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))
@@ -69,21 +69,14 @@ def test_the_one_hash_without_an_absolute_value() -> None:
     assert index_key_hash("TopicTest", "zp1Axdzf") == 0
 
 
-@given(st.lists(ANY_TEXT))
-def test_many_at_once_are_the_same_as_one_by_one(keys: list[str]) -> None:
-    hashes = string_hashes(keys)
-    assert hashes.dtype == np.int32
-    assert hashes.tolist() == [slow_hash(key) for key in keys]
-
-
-@given(st.lists(st.text(st.characters(max_codepoint=127))))
-def test_many_of_ascii(keys: list[str]) -> None:
-    assert string_hashes(keys).tolist() == [slow_hash(key) for key in keys]
-    assert string_hashes([key.encode() for key in keys]).tolist() == [slow_hash(key) for key in keys]
-
-
-def test_many_byte_strings_that_are_not_ascii() -> None:
-    assert string_hashes(["é".encode(), b"a", b"\xff"]).tolist() == [slow_hash(s) for s in ("é", "a", "\ufffd")]
+@given(st.lists(st.tuples(ANY_TEXT, st.text())))
+def test_parts_of_one_text_are_hashed_as_one_by_one(pairs: list[tuple[str, str]]) -> None:
+    parts = [text.encode() for _, text in pairs]
+    lengths = np.array([len(part) for part in parts], np.int64)
+    prefixes = np.array([string_hash(prefix) for prefix, _ in pairs], np.int64)
+    hashes = part_hashes(np.frombuffer(b"".join(parts), np.uint8), np.cumsum(lengths) - lengths, lengths, prefixes)
+    expected = [slow_hash(prefix + text) % 2**32 if text.isascii() else -1 for prefix, text in pairs]
+    assert hashes.tolist() == expected
 
 
 def has_surrogate(text: str) -> bool:
