@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.frame import Bench, Case, Part, Run, Target, Timed, from_setup, last_line, main
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.rolling import file_name
-from librmq.filter.registrations import Registrations
+from librmq.filter._registrations import Registrations
 from librmq.message import record as record_format
 from librmq.message.properties import decode_properties, encode_properties, tags_code
 from librmq.store.format.broker_tables import BrokerTables

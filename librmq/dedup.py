@@ -32,9 +32,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, TypeGu
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
-from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
-from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
-from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background, run_in_background
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
+from librmq.idempotence import Claim, DedupStore, dedup_key, purge_step, unique_id
+from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, run_in_background
 from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator, returned_failure
 from librmq.metrics import Metrics, outside
 from librmq.runtime.event_log import EventLog
@@ -248,8 +248,7 @@ class DedupListener:
         self._is_async = is_coroutine_function(listener)
         self._lock = Lock()
         self._renewing = Lock()
-        lock_owners.add(self)
-        _renewing_guards.add(self)
+        _guards.add(self)
 
     def __call__(self, message: Any) -> Any:  # noqa: ANN401 (a message or a list; what the listener returns)
         """Consume a message, or a list of them; a coroutine if the listener is one.
@@ -258,7 +257,7 @@ class DedupListener:
             ReconsumeLater: Another consumer holds the message. Errors of the listener propagate.
         """
         if self._purges:
-            purge_in_background(self.store, self._clock)
+            run_in_background(self.store, _purge_until_closed, self._clock, "librmq-dedup-purge")
         if self._renews:
             run_in_background(self, DedupListener._renew_running, self._clock, "librmq-dedup-renew")
         if not isinstance(message, (list, tuple)):
@@ -714,7 +713,18 @@ class DedupListener:
             self._metrics.count("duplicates", topic=topic, group=self._group, outcome=_OUTCOMES[what])
 
 
-_renewing_guards: Final[Inherited[DedupListener]] = Inherited(lambda guard: setattr(guard, "_renewing", Lock()))
+def _renew_locks(guard: DedupListener) -> None:
+    guard._lock, guard._renewing = Lock(), Lock()
+
+
+_guards: Final[Inherited[DedupListener]] = Inherited(_renew_locks)
+
+
+def _purge_until_closed(store: DedupStore, now_ms: int) -> int | None:
+    try:
+        return purge_step(store)(now_ms)
+    except StoreClosedError:
+        return None
 
 
 class GuardedStep:

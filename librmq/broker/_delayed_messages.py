@@ -10,8 +10,8 @@ from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
-from librmq.message import Message, StoredMessage
-from librmq.message.delays import NO_LEVELS, delete_key, deliver_time_ms, level_of_queue_id, without_time
+from librmq.message import DelayLevels, Message, StoredMessage
+from librmq.message.delays import delete_key, deliver_time_ms, level_of_queue_id, without_time
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
@@ -225,7 +225,7 @@ class Deliveries(BrokerPart):
             # A moment named by a property, and a timer's seconds, stay out of the levels.
             is_moment = PropertyName.TIMER_DELIVER_MS in properties and not is_deliver_at
             is_timed_only = is_moment or (self._timer_config is not None and PropertyName.TIMER_DELAY_SEC in properties)
-            levels = NO_LEVELS if is_timed_only else self._store.levels
+            levels = DelayLevels() if is_timed_only else self._store.levels
             if level := levels.level_for(message.topic, delay_ms, self._refusal):
                 delayed = without_time(message)
                 delayed.properties[PropertyName.DELAY] = str(level)

@@ -42,7 +42,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import offset_at_place
-from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
+from librmq.store.format.documents import LetterIdentity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")
 
@@ -287,11 +287,11 @@ class FailedMessages(BrokerPart):
             times = resent_times(store.path, store.files)
             letters = list(store.topic_messages(dead_letter_topic(group)))
             sent, unknown = _sent_without_note(store, group, letters, times)
-            unnoted = list(map(letter_identity, sent))
+            unnoted = list(map(LetterIdentity.of, sent))
             if unnoted and not request.dry_run:
                 self._note_resent(unnoted)
             before = times.keys() | set(unnoted)
-            identities = map(letter_identity, letters)
+            identities = map(LetterIdentity.of, letters)
             return ResentLetters(tuple(letter for letter in identities if letter not in before), unknown)
         with self._runner.lock:
             claimed = set(request.letters) - self._resending
@@ -320,7 +320,7 @@ class FailedMessages(BrokerPart):
                             self._send(requests[0])  # alone, the error says why it is refused
                         except (BrokerError, MessageIllegalError) as error:
                             raise refused_copy(left[0], error) from None
-                    sent += map(letter_identity, left[: count or 1])
+                    sent += map(LetterIdentity.of, left[: count or 1])
                     left = left[count or 1 :]
         finally:
             if sent and not dry_run:
@@ -334,10 +334,10 @@ class FailedMessages(BrokerPart):
     def _letter(self, identity: LetterIdentity) -> StoredMessage | None:
         """Return a dead letter; None if another broker has it, or retention has deleted it."""
         try:
-            letter = self._store.message_at(identity[0])
+            letter = self._store.message_at(identity.physical_offset)
         except CorruptionError:  # no record begins there
             return None
-        return letter if letter is not None and letter_identity(letter) == identity else None
+        return letter if letter is not None and LetterIdentity.of(letter) == identity else None
 
     def _dead_letters_of(self, group: GroupSettings) -> str:
         with self._runner.lock:
@@ -374,7 +374,7 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     for name in (*_DELIVERY_PROPERTIES, PropertyName.RESENT_LETTER):
         retry.properties.pop(name, None)
     if len(letter.properties_raw) < _ROOM:
-        retry.properties[PropertyName.RESENT_LETTER] = _name_of(letter_identity(letter))
+        retry.properties[PropertyName.RESENT_LETTER] = _name_of(LetterIdentity.of(letter))
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
     flags = letter.sys_flag & (record_format.COMPRESSED | record_format.COMPRESSION_MASK)
@@ -397,7 +397,7 @@ def resend_letters(
     if letters is not None:
         # `retry_of` refuses other messages than dead letters, before anything asks for their places.
         checked = [(retry_of(letter, group), letter) for letter in letters]
-        requests = {letter_identity(letter): request for request, letter in checked}
+        requests = {LetterIdentity.of(letter): request for request, letter in checked}
     if requests is None or only_unsent:
         unsent = UnsentLetters(route, group, messages)
         if unsent.unknown:
@@ -427,7 +427,7 @@ class UnsentLetters:
         if len(answers) > 1 and any(answer.letters for answer in answers.values()):
             logs = map(messages, (dead_letter_topic(group), retry_topic(group)))
             letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
-            sent.update(map(letter_identity, letters))
+            sent.update(map(LetterIdentity.of, letters))
         self._by_broker = {
             name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()
         }
@@ -479,7 +479,7 @@ def _sent_without_note(
     A copy is in the retry topic, and has failed in no delivery before it was stored, unlike a retry. The number is that
     of other letters that may have been sent.
     """
-    unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
+    unnoted = {_ids(letter) for letter in letters if LetterIdentity.of(letter) not in times}
     if not unnoted:
         return [], 0
     letters = [letter for letter in letters if _ids(letter) in unnoted]  # a message that died twice has several
@@ -492,8 +492,8 @@ def _sent_without_note(
     )
     records = heapq.merge(letters, *retries, key=lambda record: record.physical_offset)
     sent, unknown = letters_sent_again(records, group)
-    return [letter for letter in sent if letter_identity(letter) not in times], sum(
-        letter_identity(letter) not in times for letter in unknown
+    return [letter for letter in sent if LetterIdentity.of(letter) not in times], sum(
+        LetterIdentity.of(letter) not in times for letter in unknown
     )
 
 
@@ -509,7 +509,7 @@ def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[li
     order: list[tuple[str, _Ids]] = []  # letters by name, and copies without one
     for record in records:
         if record.topic == dead_letter_topic(group):
-            name = _name_of(letter_identity(record))
+            name = _name_of(LetterIdentity.of(record))
             letters[name] = record
             order.append((name, _ids(record)))
         elif not record.reconsume_times:

@@ -29,12 +29,12 @@ from base64 import b64decode
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from librmq.clock import LAST_MS
 from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.filter import TagFilter
-from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
+from librmq.filter import TAG, TagFilter
 from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.delays import level_of_queue_id
@@ -391,8 +391,8 @@ class _Outcomes:
         self._held = {held[:4]: held for held in pop_holds(view).held}
         self._acknowledged_ms = _acknowledgements(received)
         self._skips = skipped(view)
-        now_ms = (view.now_ms or 0) + DEAD_ON_LOAD_MS  # so that a group that lived at the last save counts as alive
-        self._registrations = view.tables.registrations(now_ms) if view.broker is None else view.broker.store.filters
+        # So late a load lets a group that lived at the last save count as alive.
+        self._registrations = view.tables.registrations(LAST_MS) if view.broker is None else view.broker.store.filters
 
     def outcome_of(
         self, group: str, message: StoredMessage, progress: int | None
@@ -456,7 +456,7 @@ class _Outcomes:
         broker = self._view.broker
         connections = None if broker is None else broker.connections(group)
         subscription = None if connections is None else connections.subscriptions.get(message.topic)
-        if subscription is not None and is_tag_type(subscription.expression_type):
+        if subscription is not None and subscription.expression_type in ("", TAG):
             tags = TagFilter(subscription.expression)
             return "" if tags.matches(message.tags) else f"the group's tags are {subscription.expression}"
         registration = None if self._registrations is None else self._registrations.get(message.topic, group)

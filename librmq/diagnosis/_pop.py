@@ -61,8 +61,8 @@ from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import ConfigTable, topic_and_group
-from librmq.store.format.directory import CONFIG, is_database
-from librmq.store.format.rocksdb import opened_database, pop_records
+from librmq.store.format.directory import CONFIG
+from librmq.store.format.rocksdb import pop_records
 
 REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
 _CHECK_POINT: Final = "ck"
@@ -371,11 +371,8 @@ def _receives_in_order(view: StoreView) -> Iterator[HeldMessage | UnusableRecord
 
 def _records_of_database(view: StoreView) -> Iterator[HeldMessage | UnusableRecord]:
     """Yield the messages in flight that the broker keeps in RocksDB; nothing without the extra ``rocksdb``."""
-    folder = os.path.join(view.store.path, _ROCKSDB)
-    if not is_database(folder, view.store.files):
-        return
     try:
-        for visible_ms, row in pop_records(folder, view.store.files):
+        for visible_ms, row in pop_records(os.path.join(view.store.path, _ROCKSDB), view.store.files):
             try:
                 yield HeldMessage(
                     _text("groupId", row.get("groupId")),
@@ -517,20 +514,13 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                 {"messages": together, "due_timestamp_ms": visible_ms},
                 "Acknowledge messages as they are handled, or receive fewer at once with different invisible times.",
             )  # fmt: skip
-    folder = os.path.join(view.store.path, _ROCKSDB)
-    if is_database(folder, view.store.files) and (why := _unread(folder, view)) is not None:
+    try:
+        next(pop_records(os.path.join(view.store.path, _ROCKSDB), view.store.files), None)
+    except (MissingExtraError, CorruptionError) as error:
         yield Finding(
             "unseen-pop-records", "info", f"store {view.store.path}",
-            f"The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which was not read: {why}.",
+            f"The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which was not "
+            f"read: {error}.",
             {"folder": _ROCKSDB},
             "Messages in flight are missing in pending, lag and story; RocketMQ's mqadmin exportPopRecord lists them.",
         )  # fmt: skip
-
-
-def _unread(folder: str, view: StoreView) -> str | None:
-    """Return why a database can't be read, None if it can."""
-    try:
-        with opened_database(folder, view.store.files):
-            return None
-    except (MissingExtraError, CorruptionError) as error:
-        return str(error)

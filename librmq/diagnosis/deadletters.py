@@ -15,7 +15,7 @@ from librmq.message import StoredMessage, retry_topic
 from librmq.message.properties import PropertyName, cause_of
 from librmq.message.topics import TopicPrefix
 from librmq.runtime.event_log import counted
-from librmq.store.format.documents import LetterIdentity, letter_identity
+from librmq.store.format.documents import LetterIdentity
 
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ASKED: Final = 500
@@ -157,7 +157,7 @@ def given_up(
         group=group, original_topic=origin_of(group, message.topic, message.properties), unique_key=message.unique_key,
         reconsume_times=message.reconsume_times, store_timestamp_ms=message.store_timestamp_ms,
         cause=cause_of(message.properties, message.reconsume_times), physical_offset=message.physical_offset,
-        resent_at_ms=times.get(letter_identity(message)) if times else None,
+        resent_at_ms=times.get(LetterIdentity.of(message)) if times else None,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling import Schedule
-from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
+from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, transaction_of
 from librmq.scheduling.schedules import ScheduleRule
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import HOP_GROUP, Cancellations, destination_of, own_time_ms
@@ -51,6 +51,8 @@ from librmq.store.retention import first_behind, last_timestamp_ms
 Kind = Literal["half", "given_up", "delay", "retry", "timer", "pop", "schedule"]
 
 _SAME_KEY: Final = 4096
+_PUT_BACK: Final = frozenset((PropertyName.TRANSACTION_CHECK_TIMES, PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET))
+"""A half that a check has put back, as a copy of an earlier one, has one of these."""
 _TIMEOUT_MS: Final = round(1000 * TransactionConfig().timeout_s)
 
 
@@ -202,10 +204,10 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
     """
     ended = EndedHalves(store, tables)
     places: dict[tuple[object, ...], int] = {}
-    for half in store.messages(SystemTopic.HALF, QUEUE, progress(store, tables, SystemTopic.HALF)):
+    for half in store.messages(SystemTopic.HALF, QUEUE, ended.progress(SystemTopic.HALF)):
         name = transaction_of(half)
         has_ended = half.queue_offset in ended
-        if places.pop(name, None) is None and not has_ended and is_copy(half):
+        if places.pop(name, None) is None and not has_ended and not _PUT_BACK.isdisjoint(half.properties):
             family = family_of_half(store, half)  # an end of any of them can come before a copy
             has_ended = any(member.queue_offset in ended and transaction_of(member) == name for member in family)
         if not has_ended:

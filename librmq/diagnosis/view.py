@@ -39,7 +39,7 @@ from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.engine.store_times import store_times_at
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_of
-from librmq.store.format.documents import LetterIdentity, letter_identity, resent_times
+from librmq.store.format.documents import LetterIdentity, resent_times
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute, Broker
@@ -552,7 +552,7 @@ class StoreView(_LiveView, Closing):
         for identity in self.resent_times:
             with suppress(CorruptionError):  # no record begins there, or a damaged one
                 letter = self.store.message_at(identity[0])
-                if letter is not None and letter_identity(letter) == identity:
+                if letter is not None and LetterIdentity.of(letter) == identity:
                     counts[letter.topic.removeprefix(TopicPrefix.DEAD_LETTER)] += 1
         return counts
 

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from librmq.filter._predicates import Policy as Policy
     from librmq.filter._predicates import PredicateCounts as PredicateCounts
     from librmq.filter._predicates import WatchedPredicate as WatchedPredicate
+    from librmq.filter._registrations import BROKER_BLOOM as BROKER_BLOOM
+    from librmq.filter._registrations import SQL92 as SQL92
+    from librmq.filter._registrations import TAG as TAG
+    from librmq.filter._registrations import BloomFilter as BloomFilter
+    from librmq.filter._registrations import Registration as Registration
+    from librmq.filter._registrations import Registrations as Registrations
     from librmq.filter._tags import TagFilter as TagFilter
     from librmq.filter.filters import FilterWarning as FilterWarning
     from librmq.filter.filters import SqlFilter as SqlFilter
     from librmq.filter.interpreter import Explanation as Explanation
     from librmq.filter.interpreter import Lint as Lint
-    from librmq.filter.registrations import BROKER_BLOOM as BROKER_BLOOM
-    from librmq.filter.registrations import SQL92 as SQL92
-    from librmq.filter.registrations import TAG as TAG
-    from librmq.filter.registrations import BloomFilter as BloomFilter
-    from librmq.filter.registrations import Registration as Registration
-    from librmq.filter.registrations import Registrations as Registrations
     from librmq.message.properties import tags_code as tags_code
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -44,7 +44,7 @@ else:
                 "Explanation",
                 "Lint",
             ),
-            "librmq.filter.registrations": (
+            "librmq.filter._registrations": (
                 "BROKER_BLOOM",
                 "SQL92",
                 "TAG",

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import mmh3
 
@@ -44,7 +44,7 @@ SQL92: Final = "SQL92"
 """Type of a subscription by an SQL92 expression."""
 TAG: Final = "TAG"
 """Type of a subscription by tags."""
-DEAD_ON_LOAD_MS: Final = 30 * 1000
+_DEAD_ON_LOAD_MS: Final = 30 * 1000
 """A group that lived when the file was written counts as dead since this long before the file is read."""
 CLEANED_AFTER_MS: Final = 24 * 3600 * 1000
 
@@ -152,11 +152,6 @@ BROKER_BLOOM: Final = BloomFilter(20, 32)
 # ---- registrations
 
 
-def is_tag_type(expression_type: str | None) -> bool:
-    """Return whether a subscription is by tags, and so needs no registration."""
-    return expression_type in (None, "", TAG)
-
-
 @dataclass(frozen=True, slots=True)
 class Registration:
     """A group's filter on a topic."""
@@ -214,6 +209,17 @@ class Registrations:
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
         self._lock: Final = RLock()
 
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Any], now_ms: int, bloom: BloomFilter | None = None) -> Self:
+        """Return the registrations of a file's ``filterDataByTopic``, by default with the bits that a broker gave them.
+
+        Raises:
+            ConfigError: One is malformed.
+        """
+        registrations = cls(_bloom_of(rows) if bloom is None else bloom)
+        registrations.load({"filterDataByTopic": rows}, now_ms)
+        return registrations
+
     def __iter__(self) -> Iterator[Registration]:
         for groups in self._by_topic.values():
             yield from groups.values()
@@ -253,7 +259,7 @@ class Registrations:
         A subscription by tags needs no registration. An older version changes nothing, nor does the same version while
         the group is alive. An expression that does not compile is refused, and ends the group's former registration.
         """
-        if is_tag_type(expression_type) or not expression:
+        if expression_type in (None, "", TAG) or not expression:
             return False
         assert expression_type is not None
         bloom = self.bloom.bloom_positions(f"{group}#{topic}")
@@ -386,7 +392,7 @@ class Registrations:
                     _log.warning("ignored consumerFilter.json, which was made with other bloom settings")
                     return False
                 if registration.dead_timestamp_ms == 0:
-                    dead = max(now_ms - DEAD_ON_LOAD_MS, registration.born_timestamp_ms)
+                    dead = max(now_ms - _DEAD_ON_LOAD_MS, registration.born_timestamp_ms)
                     registration = replace(registration, dead_timestamp_ms=dead)
                 groups[group] = registration
         with self._lock:
@@ -460,7 +466,7 @@ def _int(data: dict[str, Any], name: str, what: str) -> int:
     return value
 
 
-def bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
+def _bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
     """Return the bloom filter with which a broker wrote the rows of ``consumerFilter.json``, by the first of them."""
     for entry in filters.values():
         groups = entry.get("groupFilterData") if isinstance(entry, dict) else None

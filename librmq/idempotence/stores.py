@@ -158,7 +158,7 @@ class MemoryDedupStore:
         # This is a heap, in which a record's former expiries stay until they pass.
         self._expiries: list[tuple[int, str]] = []
         self._lock = Lock()
-        lock_owners.add(self)
+        _lock_owners.add(self)
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         with self._lock:
@@ -441,18 +441,6 @@ def run_in_background(owner: T, step: Callable[[T, int], int | None], clock: Clo
         weakref.finalize(owner, background.stop).atexit = False
 
 
-def purge_in_background(store: DedupStore, clock: Clock) -> None:
-    """Start a thread, one for each store, that purges ``store`` while it is in use."""
-    run_in_background(store, _purge_until_closed, clock, "librmq-dedup-purge")
-
-
-def _purge_until_closed(store: DedupStore, now_ms: int) -> int | None:
-    try:
-        return purge_step(store)(now_ms)
-    except StoreClosedError:
-        return None
-
-
 def _after_fork() -> None:
     global _backgrounds_lock
     _backgrounds_lock = Lock()
@@ -461,7 +449,7 @@ def _after_fork() -> None:
 
 call_in_child(_after_fork)
 
-lock_owners: Final[Inherited[Any]] = Inherited(lambda owner: setattr(owner, "_lock", Lock()))
+_lock_owners: Final[Inherited[Any]] = Inherited(lambda owner: setattr(owner, "_lock", Lock()))
 """Objects whose ``_lock`` is replaced in a forked child: a thread of the parent may hold it."""
 
 

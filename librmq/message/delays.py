@@ -29,7 +29,7 @@ _LONGEST_MS = 2**62  # so that the sum with a store time fits 64 bits
 class DelayLevels:
     """The delays of levels 1, 2, … in milliseconds. Immutable and thread-safe."""
 
-    delays_ms: tuple[int, ...]
+    delays_ms: tuple[int, ...] = ()
     """Delays from level 1 on, in milliseconds."""
 
     @classmethod
@@ -91,7 +91,6 @@ class DelayLevels:
         return store_timestamp_ms + self.delay_ms(level)
 
 
-NO_LEVELS = DelayLevels(())
 DEFAULT_LEVELS = DelayLevels.parse("1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h")
 
 

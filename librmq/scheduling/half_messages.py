@@ -49,15 +49,6 @@ class TransactionOffsets(Protocol):
         """Store the queue offset of a group's next message."""
 
 
-def progress(store: MessageStore, offsets: TransactionOffsets, topic: str) -> int:
-    """Return the check's progress in the queue of a topic; by default the start of the queue."""
-    stored = offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
-    if stored is not None and stored >= 0:
-        return stored
-    # Unlike other reads this call writes no waiting queue entries, so it works on a full disk.
-    return store.queue_range(topic, QUEUE)[0]
-
-
 def halves_of(op: StoredMessage) -> set[int]:
     """Return the queue offsets of the halves in an op message; −1 for an unreadable one, none without the tag.
 
@@ -74,11 +65,6 @@ def halves_of(op: StoredMessage) -> set[int]:
     op._check_body()  # a damaged number would end another half
     numbers = map(java_long, op.stored_body.decode("utf-8", "replace").rstrip(HALF_SEPARATOR).split(HALF_SEPARATOR))
     return {-1 if queue_offset is None else queue_offset for queue_offset in numbers}
-
-
-def is_copy(half: StoredMessage) -> bool:
-    """Return whether a check has put a half back, as a copy of an earlier one."""
-    return not half.properties.keys().isdisjoint((_CHECK_TIMES, _PREPARED_AT))
 
 
 def transaction_of(half: StoredMessage) -> tuple[object, ...]:
@@ -107,6 +93,14 @@ class EndedHalves:
         self._bits = bytearray()
         self._next_op: int | None = None
         """The first op message that was not read; None until the first question, so that opening a store reads none."""
+
+    def progress(self, topic: str) -> int:
+        """Return the check's progress in the queue of a topic; by default the start of the queue."""
+        stored = self._offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
+        if stored is not None and stored >= 0:
+            return stored
+        # Unlike other reads this call writes no waiting queue entries, so it works on a full disk.
+        return self._store.queue_range(topic, QUEUE)[0]
 
     def __contains__(self, queue_offset: int) -> bool:
         """Return whether the half at ``queue_offset`` has ended; False below the progress.
@@ -145,8 +139,8 @@ class EndedHalves:
         """Read the op messages that were not read yet, those of other writers too; `CorruptionError` as for a read."""
         next_op = self._next_op
         if next_op is None:
-            self._first = progress(self._store, self._offsets, SystemTopic.HALF) & ~7
-            next_op = progress(self._store, self._offsets, SystemTopic.OP)
+            self._first = self.progress(SystemTopic.HALF) & ~7
+            next_op = self.progress(SystemTopic.OP)
         while True:
             batch = self._store.read(SystemTopic.OP, QUEUE, next_op)
             for op in batch.messages:
@@ -256,8 +250,8 @@ class HalfCheck:
         self._uncounted: set[int] = set()
         """The queue offsets of copies whose last check reached no producer."""
         self._put_back_progress()
-        self._next_half = self._progress(SystemTopic.HALF)
-        self._next_op = self._progress(SystemTopic.OP)
+        self._next_half = self._ended.progress(SystemTopic.HALF)
+        self._next_op = self._ended.progress(SystemTopic.OP)
         self._saved = self._next_half, self._next_op
         self._interval_ms = round(1000 * config.interval_s)
         self._last_ms = store.clock.now_ms() if start_ms is None else start_ms
@@ -286,9 +280,6 @@ class HalfCheck:
             stored = self._offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
             if stored is not None and stored > end:
                 self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, end)
-
-    def _progress(self, topic: str) -> int:
-        return progress(self._store, self._offsets, topic)
 
     @property
     def judged_below(self) -> int:
@@ -364,12 +355,12 @@ class HalfCheck:
 
     def _has_new(self) -> bool:
         # The range is read without writing the queue entries that wait, so this works on a full disk too.
-        return self._store.queue_range(SystemTopic.HALF, QUEUE)[1] > self._progress(SystemTopic.HALF)
+        return self._store.queue_range(SystemTopic.HALF, QUEUE)[1] > self._ended.progress(SystemTopic.HALF)
 
     def _begin_pass(self, now_ms: int, config: TransactionConfig) -> _Pass:
         self._make_topic(SystemTopic.HALF)
         # The progress is read again, because other processes, and administrators, can set it.
-        self._next_half, self._next_op = self._progress(SystemTopic.HALF), self._progress(SystemTopic.OP)
+        self._next_half, self._next_op = self._ended.progress(SystemTopic.HALF), self._ended.progress(SystemTopic.OP)
         self._saved = self._next_half, self._next_op
         # The end is read before the op messages, so that each half before it has its end among these.
         queue = self._store.queue(SystemTopic.HALF, QUEUE)

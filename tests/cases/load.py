@@ -36,7 +36,7 @@ from librmq.config import StoreConfig, suggest
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
 from librmq.files._disk import DiskFiles
-from librmq.filter.registrations import Registrations
+from librmq.filter._registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import TimerRefusedError, parse_level

@@ -14,7 +14,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.console import render_page
 from librmq.diagnosis import QueueLag, Report
-from librmq.filter.registrations import Registrations
+from librmq.filter._registrations import Registrations
 from librmq.message.properties import PropertyName
 from tests.cli.stand import Shell
 

@@ -22,7 +22,7 @@ from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.message.delays import NO_LEVELS, DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_COMMIT, Record, check_record, encode_record
 from librmq.runtime import compiled_core
@@ -401,7 +401,7 @@ RECORDS = st.lists(
     st.sampled_from([1, 8]),
     st.booleans(),
     st.sampled_from([compiled_core.CORE, compiled_core.PURE]),
-    st.sampled_from([NO_LEVELS, DelayLevels.parse("1s 5s 1d 9s 9s 9s 9s 9s 9s 9s 9s")]),
+    st.sampled_from([DelayLevels(), DelayLevels.parse("1s 5s 1d 9s 9s 9s 9s 9s 9s 9s 9s")]),
 )
 def test_records_define_the_same_together_as_one_by_one(
     records: list[Record],

@@ -40,7 +40,7 @@ from librmq.formatting import moment
 from librmq.message.topics import SystemTopic, is_own_group
 from librmq.runtime.event_log import counted
 from librmq.store.format.directory import check_kind
-from librmq.store.format.documents import letter_identity
+from librmq.store.format.documents import LetterIdentity
 
 if TYPE_CHECKING:
     from librmq.diagnosis import Consumption, PopHolds
@@ -506,13 +506,13 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         else:
             if unsent.doubt:
                 complain(f"note: {unsent.doubt}")
-            sent = {letter_identity(message) for _, message, _ in letters} - noted - unsent.letters
+            sent = {LetterIdentity.of(message) for _, message, _ in letters} - noted - unsent.letters
             if count := len(sent):
                 complain(
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
-            chosen = [row for row in selected if letter_identity(row[1]) in unsent.letters][: arguments.limit]
-            unsent.send({letter_identity(message) for _, message, _ in chosen})
+            chosen = [row for row in selected if LetterIdentity.of(row[1]) in unsent.letters][: arguments.limit]
+            unsent.send({LetterIdentity.of(message) for _, message, _ in chosen})
         at_ms = broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"

@@ -20,7 +20,6 @@ from librmq.errors import InputError
 from librmq.formatting import visible
 from librmq.runtime.event_log import counted
 from librmq.testing import Anomaly
-from librmq.testing.histories.anomalies import KINDS
 from librmq.testing.histories.events import HistoryEvents, MessageId, Queue, span_of
 
 _HAS_ANOMALIES: Final = 1
@@ -167,9 +166,7 @@ def render_timelines(
         sources: Names of its files.
     """
     kinds = Counter(anomaly.anomaly for anomaly in anomalies)
-    verdict = (
-        ", ".join(f"{kind} {kinds[kind]:,}" for kind in KINDS if kinds[kind]) or "Nothing is wrong in this history."
-    )
+    verdict = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
     sections = [_section(number, anomaly, events) for number, anomaly in enumerate(anomalies[:_ON_PAGE], 1)]
     if len(anomalies) > _ON_PAGE:
         sections.append(f'<p class="note">The page leaves out {len(anomalies) - _ON_PAGE:,} more.</p>')
@@ -179,7 +176,7 @@ def render_timelines(
         style=(files("librmq.console") / "templates" / "console.css").read_text("utf-8"),
         about=escape(f"{names}: {counted(lines, 'line')}. Times are spaced evenly, not to scale."),
         mood="bad" if anomalies else "",
-        verdict=escape(verdict),
+        verdict=escape(verdict or "Nothing is wrong in this history."),
         sections="\n".join(sections),
     )
     return "\n".join(visible(line) for line in page.split("\n"))

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.decoding import LAST_MS
+from librmq.clock import LAST_MS
 from librmq.diagnosis import Consumption, estimate
 from librmq.diagnosis.deadletters import OF_A_LETTER, VARIABLE_PARTS
 from librmq.errors import AllocationError

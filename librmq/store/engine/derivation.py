@@ -32,7 +32,7 @@ from librmq.java.lang import (
 )
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.delays import NO_LEVELS, parse_level
+from librmq.message.delays import parse_level
 from librmq.message.message import is_batch
 from librmq.message.properties import (
     PropertyName,
@@ -182,6 +182,7 @@ _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
+_NO_LEVELS: Final = DelayLevels()
 """Flags of records that are not derived together with others."""
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
@@ -282,7 +283,7 @@ def derived_block(
     max_records: int,
     *,
     check_body: bool = False,
-    levels: DelayLevels = NO_LEVELS,
+    levels: DelayLevels = _NO_LEVELS,
 ) -> DerivedBlock | None:
     """Return what usual records define, at most ``max_records``, from ``begin`` on; None if the first ones are unusual.
 
@@ -306,7 +307,7 @@ def block_of_file(
     max_records: int,
     *,
     check_body: bool,
-    levels: DelayLevels = NO_LEVELS,
+    levels: DelayLevels = _NO_LEVELS,
 ) -> DerivedBlock | None:
     """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
     limit = min(place + _MOST_BYTES, limit)

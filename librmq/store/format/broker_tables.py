@@ -384,11 +384,8 @@ class BrokerTables:
             ConfigError: A filter is malformed.
         """
         from librmq.filter import Registrations  # loads a grammar that few callers need
-        from librmq.filter.registrations import bloom_of
 
-        registrations = Registrations(bloom_of(self.filters) if bloom is None else bloom)
-        registrations.load({"filterDataByTopic": self.filters}, now_ms)
-        return registrations
+        return Registrations.of_rows(self.filters, now_ms, bloom)
 
     def set_filters(self, filters: Mapping[str, Any]) -> None:
         """Replace all filters."""

@@ -444,7 +444,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
                     path=path,
                     recorded=", ".join(f"{name}={value!r:.80}" for name, value in before.settings.items()),
                 )
-                with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
+                with notes_locked(path, files, suffers="settings of retention"):
                     _write_retention(path, files, before._replace(told=folder))
             return
         before = RecordedRetention({}, [])
@@ -454,7 +454,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
     if stricter:
         changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
-    with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
+    with notes_locked(path, files, suffers="settings of retention"):
         # A peer of a former owner can have named some since the look before. They stay, because it relies on them.
         now = RecordedRetention.read(path, files)
         later = {name: now.settings[name] for name in now.named if name not in before.named}
@@ -668,13 +668,20 @@ class MovedJobs:
 
 # ---- dead letters that were sent again
 
-LetterIdentity = tuple[int, str, int]
 _LETTERS: Final[Kinds] = {"letters": (list,)}
 
 
-def letter_identity(letter: StoredMessage) -> LetterIdentity:
-    """Return what distinguishes a dead letter from a record in its place after the log was cut."""
-    return letter.physical_offset, letter.message_id, letter.store_timestamp_ms
+class LetterIdentity(NamedTuple):
+    """What distinguishes a dead letter from a record in its place after the log was cut."""
+
+    physical_offset: int
+    message_id: str
+    store_timestamp_ms: int
+
+    @classmethod
+    def of(cls, letter: StoredMessage) -> Self:
+        """Return that of a dead letter."""
+        return cls(letter.physical_offset, letter.message_id, letter.store_timestamp_ms)
 
 
 def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
@@ -687,19 +694,25 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
     data = _document(notes, files)
     rows = [] if data is None else parse_document(notes, _as_object(data), _LETTERS)["letters"]
     try:
-        return {(int(place), str(message_id), int(stored_ms)): int(at) for place, message_id, stored_ms, at in rows}
+        return {LetterIdentity(int(place), str(name), int(stored_ms)): int(at) for place, name, stored_ms, at in rows}
     except (ValueError, TypeError) as error:
         what = f"expected a list of the dead letters that were sent again: {error}; {_advice(notes)}"
         raise CorruptionError(notes, 0, "config", what) from None
 
 
 @contextmanager
-def notes_locked(path: str, files: Files) -> Iterator[None]:
+def notes_locked(path: str, files: Files, *, suffers: str | None = None) -> Iterator[None]:
     """Keep other threads and processes from changing the notes of a store, which they read and then replace.
+
+    A full disk is no reason to fail for what ``suffers`` names: a warning says that it is not recorded.
 
     Raises:
         StoreLockedError: Another one has not ended its change within 10 s.
     """
+    if suffers is not None:
+        with full_disk_suffered(path, suffers), notes_locked(path, files):
+            yield
+        return
     confine(files, path, OWN_FOLDER)
     folder = os.path.join(path, OWN_FOLDER)
     make_folders(files, folder)
@@ -727,7 +740,7 @@ def note_resent(path: str, files: Files, letters: Iterable[LetterIdentity], at_m
     """
     with notes_locked(path, files):
         times = {**resent_times(path, files), **dict.fromkeys(letters, at_ms)}
-        rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
+        rows = [[*letter, at] for letter, at in sorted(times.items()) if letter.physical_offset >= log_begin]
         write_document(_resent_path(path), files, {"letters": rows})
 
 

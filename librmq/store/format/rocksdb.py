@@ -299,10 +299,14 @@ def queue_entries(folder: str, files: Files) -> Iterator[StoredEntry]:
 def pop_records(folder: str, files: Files) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield when a message that was received is visible again, and its record, in order of these times.
 
+    Without a database in the folder there are none.
+
     Raises:
         MissingExtraError: The extra ``rocksdb`` is not installed.
         CorruptionError: The database is damaged.
     """
+    if not is_database(folder, files):
+        return
     with opened_database(folder, files) as database:
         if POP_FAMILY in database.families:
             for key, value in database.rows(POP_FAMILY):

@@ -24,7 +24,7 @@ from librmq.errors import (
     RmqError,
 )
 from librmq.message import DelayLevels, Message
-from librmq.message.delays import NO_LEVELS, time_properties
+from librmq.message.delays import time_properties
 from librmq.message.properties import PropertyName
 from librmq.override import override
 from librmq.protocol import (
@@ -127,7 +127,7 @@ class BrokerDelays(NamedTuple):
         try:
             levels = DelayLevels.parse(self.level_text)
         except ConfigError:  # a level that librmq does not know
-            levels = NO_LEVELS
+            levels = DelayLevels()
         delay_s, at_ms = message.delay_s, message.deliver_at_ms
         refusal = (
             f"but broker {broker_name} has no timer, and none of its delay levels, "

@@ -183,7 +183,8 @@ def letters_in(body: Mapping[str, Any]) -> tuple[LetterIdentity, ...]:
         MalformedError: They are something else.
     """
     try:
-        return tuple((int(place), str(message_id), int(stored_ms)) for place, message_id, stored_ms in body["letters"])
+        rows = body["letters"]
+        return tuple(LetterIdentity(int(place), str(name), int(stored_ms)) for place, name, stored_ms in rows)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedError(f"letters: expected place, id and store time of each dead letter: {error!r:.80}") from None
 
