@@ -129,7 +129,12 @@ class Instance(Watched):
             and not self._states.causes  # after a failure, the next save also says that storing works again
         ):
             assigned.stored_progress = progress
-        elif self._saving.at is None:
+        else:
+            self._progress_off_page(assigned)
+
+    def _progress_off_page(self, assigned: AssignedQueue) -> None:
+        """Let progress be stored that the page of groups does not have, or not alone."""
+        if self._saving.at is None:
             self._save_soon()
 
     def _save_soon(self) -> None:

@@ -121,8 +121,10 @@ def delivered_messages(
     """Return the messages of records at ``offsets``, in less time than one by one."""
     messages = [*map(DeliveredMessage.__new__, repeat(DeliveredMessage, len(records)))]
     for message, raw, queue_offset in zip(messages, records, offsets, strict=True):
-        message.raw, message.queue, message.queue_offset = raw, queue, queue_offset
-        message.consume_start_timestamp_ms, message._bounds, message._more_times = None, bounds, 0
+        message.raw = raw
+        message.queue_offset = queue_offset
+        message.queue, message._bounds = queue, bounds
+        message.consume_start_timestamp_ms, message._more_times = None, 0
     return messages
 
 

@@ -440,7 +440,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     raise
                 if is_wanted:
                     matching.append(message)
-        if matching:
+        if matching and self.watchers:
             self._note("hand_out", queue=messages[0].queue, messages=matching)
         return matching
 
@@ -757,18 +757,21 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     # ---- progress
 
     @override
-    def _progressed(self, assigned: AssignedQueue, progress: int) -> None:
-        super()._progressed(assigned, progress)
+    def _progress_off_page(self, assigned: AssignedQueue) -> None:
+        super()._progress_off_page(assigned)
         if assigned.is_chosen and assigned.place is not None:
             # The page takes no progress after a seek until the broker has stored the first.
             self._offsets.save([assigned])
 
     def _commit_polled(self) -> None:
-        self._note("settle", result="ok")
+        is_watched = self.watchers  # each poll commits
+        if is_watched:
+            self._note("settle", result="ok")
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
                 self._progressed(assigned, assigned.next_offset)
-        self._note("keep")
+        if is_watched:
+            self._note("keep")
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
         """Store progress now: after all polled messages, or at these queue offsets.

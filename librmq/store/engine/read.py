@@ -55,10 +55,9 @@ _pull: Final = CORE.pull
 _read: Final = CORE.read
 _with_codes: Final = CORE.with_codes
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
-_OWN: Final = record_format.header_struct(
-    *("size", "magic", "body_crc", "queue_id", "queue_offset", "physical_offset", "body_length"),
-    unsigned=("size", "magic", "body_length"),
-)
+_OWN_FIELDS: Final = ("body_crc", "queue_id", "queue_offset", "physical_offset", "body_length")
+_OWN: Final = record_format.header_struct(*_OWN_FIELDS, unsigned=("body_length",)).format.replace("8x", "Q", 1)
+"""The format of a record up to its body, with size and magic as one number."""
 _unpack_body_size = record_format.header_struct("body_length", unsigned=("body_length",)).unpack_from
 _unpack_checksum = record_format.header_struct("body_crc", "sys_flag", "body_length").unpack_from
 _unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
@@ -319,31 +318,48 @@ def _cut_out(
         places, sizes = places[:count], sizes[:count]
     if places[0] < start or places[-1] + sizes[-1] > limit:
         return None
-    if CORE.module is not None:  # for memory files, which it does not read
-        records = [buffer[place - start : place - start + size] for place, size in zip(places, sizes, strict=True)]
-        are_usual = all(map(is_usual, records, places, itertools.count(queue_offset), itertools.repeat(name)))
-        return ([*map(StoredMessage, records)], total) if are_usual else None
     try:
-        usual = _usual_records(buffer, start, places, sizes, name, queue_offset, checked)
+        records = _records_at(buffer, start, places, sizes)
+        if CORE.module is not None:  # for memory files, which it does not read
+            are_usual = all(map(is_usual, records, places, itertools.count(queue_offset), itertools.repeat(name)))
+            return ([*map(StoredMessage, records)], total) if are_usual else None
+        if not _are_usual(records, places, sizes, name, queue_offset, checked):
+            return None
     except struct.error:  # an entry leads out of the file, or to no record
         return None
-    if usual is None:
-        return None
-    if checked and len(usual) > 1:
-        return StoredRecords(usual), total
-    return [*map(StoredMessage if checked else _UncheckedMessage, usual)], total
+    if checked and len(records) > 1:
+        return StoredRecords(records), total
+    return [*map(StoredMessage if checked else _UncheckedMessage, records)], total
 
 
-def _usual_records(
-    buffer: Buffer,
-    start: int,
+def _records_at(buffer: Buffer, start: int, places: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[bytes]:
+    """Return the bytes at places of a file that begins at ``start``; of one size and in a row they take half the time.
+
+    Raises:
+        struct.error: The file ends before the last of a row.
+    """
+    begin, size, count = places[0], sizes[0], len(sizes)
+    end = begin + count * size
+    if places[-1] + size == end and size > 0 and sizes == (size,) * count and places == (*range(begin, end, size),):
+        return _cut_row(size, count)(buffer[begin - start : end - start])
+    pairs = zip(places, sizes)  # noqa: B905 of one length, and quicker so
+    return [buffer[(at := place - start) : at + size] for place, size in pairs]
+
+
+@lru_cache(maxsize=64)
+def _cut_row(size: int, count: int) -> Callable[[bytes], tuple[bytes, ...]]:
+    return struct.Struct(f"{size}s" * count).unpack
+
+
+def _are_usual(
+    records: Sequence[bytes],
     places: Sequence[int],
     sizes: Sequence[int],
     name: QueueName,
     queue_offset: int,
     checked: bool,
-) -> list[bytes] | None:
-    """Return the records from ``queue_offset`` on, None unless each is a usual one, as `is_usual` says.
+) -> bool:
+    """Return whether each record from ``queue_offset`` on is a usual one, as `is_usual` says.
 
     That is inlined, because it runs for each message. A record is unpacked as if its body were as long as that of the
     record before it with this size; `is_usual` compares those with which that is not so.
@@ -351,40 +367,46 @@ def _usual_records(
     Raises:
         struct.error: A record ends before its parts do.
     """
-    records, (topic, queue_id), usual_magic = list[bytes](), name, _MAGIC
-    before, body_size = None, 0
-    for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
-        at = physical_offset - start
-        raw = buffer[at : at + size]
+    (topic, queue_id), before, body_size = name, None, 0
+    for raw, place, size in zip(records, places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:
             before = size
             (body_size,) = _unpack_body_size(raw)
-            tail = usual_tail(topic, size - body_size)
-            unpack = _unpack_usual(body_size if checked else -body_size, len(tail))
-            crc32 = _short_crc32 if body_size <= _SHORT_BODY else _crc32
-        own_size, magic, checksum, own_id, own_offset, own_place, own_body_size, body, own_tail = unpack(raw)
-        if own_size != size or magic != usual_magic:
-            return None
+            usual_head, usual_end, unpack, crc32 = _usual_parts(topic, size, body_size, checked)
+        head, checksum, own_id, own_offset, own_place, own_body_size, body, body_end, last = unpack(raw)
+        if head != usual_head:
+            return False
         if (
-            own_place != physical_offset
+            own_place != place
             or own_offset != queue_offset
             or own_id != queue_id
             or own_body_size != body_size
-            or own_tail != tail
-            or (checked and crc32(body) & 0x7FFFFFFF != checksum)
-            or (checked and raw[-1] == 2 and has_own_checksum(raw))
-        ) and not is_usual(raw, physical_offset, queue_offset, name):
-            return None
+            or body_end != usual_end
+            or (checked and (crc32(body) & 0x7FFFFFFF != checksum or (last == 2 and has_own_checksum(raw))))
+        ) and not is_usual(raw, place, queue_offset, name):
+            return False
         queue_offset += 1
-        records.append(raw)
-    return records
+    return True
 
 
 @lru_cache(maxsize=4096)
-def _unpack_usual(body_size: int, tail_size: int) -> Callable[[bytes], tuple[Any, ...]]:
-    """Return what unpacks `_OWN`, the body, and the bytes behind it; of a negative ``body_size``, an empty body."""
-    body = f"{body_size}s" if body_size >= 0 else f"0s{-body_size}x"
-    return struct.Struct(f"{_OWN.format}{body}{tail_size}s").unpack_from
+def _usual_parts(
+    topic: str, size: int, body_size: int, checked: bool
+) -> tuple[int, bytes, Callable[[bytes], tuple[Any, ...]], Callable[[bytes], int]]:
+    """Return what usual records of these sizes begin with, what follows their bodies, and two functions.
+
+    The first unpacks `_OWN`, the body, what follows it, and the last byte; the second computes a body's checksum. The
+    body is empty unless ``checked``.
+
+    Raises:
+        struct.error: There are no such records.
+    """
+    end = usual_tail(topic, size - body_size)
+    properties_size = size - _BODY_AT - body_size - len(end)
+    body = f"{body_size}s" if checked else f"0s{body_size}x"
+    last = f"{properties_size - 1}xB" if properties_size else "0s"
+    crc32 = _short_crc32 if body_size <= _SHORT_BODY else _crc32
+    return size << 32 | _MAGIC, end, struct.Struct(f"{_OWN}{body}{len(end)}s{last}").unpack, crc32
 
 
 def _read_candidates(

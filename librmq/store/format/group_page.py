@@ -59,10 +59,11 @@ import mmap
 import os
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from librmq.errors import CorruptionError, StoreIOError
@@ -96,6 +97,7 @@ _WINDOW_CELLS: Final = 1 + SLOTS // _CELL
 _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
 _NUMBER: Final = (1 << 48) - 1
+_WORD_MASK: Final = (1 << 64) - 1
 _PRIME: Final = 32749
 """The greatest one below 2 ** 15: no power of 2 has the remainder 0, so each flipped bit changes the remainder."""
 SLOT_PRIME: Final = 127
@@ -132,6 +134,14 @@ def _kind_of_name(data: bytes) -> int:
 
 def _checks_of_flight(data: bytes) -> tuple[int, int]:
     return zlib.crc32(data[:24]) << 8, zlib.crc32(data[24:]) >> 9 << 40
+
+
+@lru_cache(maxsize=16)
+def _rows(count: int) -> tuple[int, int]:
+    """Return two rows of words, as one number each: a row of ones, and the numbers from 0 on."""
+    rows = [1] * count, range(count)
+    ones, numbers = (int.from_bytes(struct.pack(f"={count}q", *row), sys.byteorder) for row in rows)
+    return ones, numbers
 
 
 class _Words(Protocol):
@@ -269,10 +279,12 @@ class Place:
             self.begin(messages)
             return
         words, begin, tag = self.window
-        slot = _begun_slot(tag, first)
-        with suppress(ValueError):  # the broker has ended
-            packed = struct.pack(f"{count}q", *range(slot, slot + count))
-            words[begin + at : begin + at + count] = memoryview(packed).cast("q")
+        ones, numbers = _rows(count)  # each word by itself takes three times as long
+        slots = (_begun_slot(tag, first) & _WORD_MASK) * ones + numbers
+        try:  # noqa: SIM105 (quicker so)
+            words[begin + at : begin + at + count] = memoryview(slots.to_bytes(8 * count, sys.byteorder)).cast("q")
+        except ValueError:  # the broker has ended
+            pass
 
     def end(self, queue_offset: int) -> None:
         """Note that no listener has a message any more, which is not finished."""
