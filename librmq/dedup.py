@@ -266,7 +266,7 @@ class DedupListener:
             flow = self._consume(message)
         else:
             flow = self._consume_list(message) if self._batch else self._consume_one_by_one(message)
-        return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
+        return _run_async(flow, in_threads=self.store.blocking) if self._is_async else _run(flow)
 
     # ---- one message
 
@@ -311,7 +311,7 @@ class DedupListener:
 
     def _consume_claimed(self, claim: _Claimed, listen: Callable[[], object]) -> _Flow:
         try:
-            result = yield _Request(listen, False)
+            result = yield _Request(listen, of_store=False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
             if (failure := returned_failure(result)) is not None:
@@ -481,7 +481,7 @@ class DedupListener:
         if consumption is None or consumption.guard is not self or consumption.is_over:
             raise ConfigError("renew: expected a running listener of this guard")
         flow = self._renew(consumption)
-        return _run_async(flow, self.store.blocking) if self._is_async else _run(flow)
+        return _run_async(flow, in_threads=self.store.blocking) if self._is_async else _run(flow)
 
     def _renew(self, consumption: _Consumption) -> _Flow:
         outcomes = yield from self._run_together([self._renew_claim(claim) for claim in consumption.claims])
@@ -626,7 +626,7 @@ class DedupListener:
             try:
                 messages = [message for _, message, _ in claimed]
                 consumption = _Consumption(self, [claim for _, _, claim in claimed], is_list=True)
-                result = yield _Request(partial(self._call_listener, messages, consumption), False)
+                result = yield _Request(partial(self._call_listener, messages, consumption), of_store=False)
                 done = self._consumed_count(result, len(claimed))
             except (Exception, asyncio.CancelledError) as error:
                 failure = error
@@ -668,7 +668,7 @@ class DedupListener:
             go_on(number, partial(next, flow))
         while requests:
             turn = list(requests.items())
-            answers = yield _Request(partial(self._answers, [request for _, request in turn]), True)
+            answers = yield _Request(partial(self._answers, [request for _, request in turn]), of_store=True)
             for (number, _), answer in zip(turn, answers, strict=True):
                 failed = isinstance(answer, Exception)
                 go_on(number, partial(flows[number].throw if failed else flows[number].send, answer))
@@ -692,7 +692,7 @@ class DedupListener:
         return answers
 
     def _request(self, name: str, *arguments: str | int) -> _Request:
-        return _Request(lambda: getattr(self.store, name)(*arguments), True, (name, arguments))
+        return _Request(lambda: getattr(self.store, name)(*arguments), of_store=True, operation=(name, arguments))
 
     def _consumed_count(self, result: object, count: int) -> int:
         """Return how many of ``count`` messages a listener of lists has consumed, by its result."""
@@ -746,12 +746,14 @@ class GuardedStep:
 
     async def __aenter__(self) -> bool:
         """Like ``__enter__``; a store that can wait is called in a thread."""
-        self._claim = await _run_async(self._guard._begin_step(self._name), self._guard.store.blocking)
+        self._claim = await _run_async(self._guard._begin_step(self._name), in_threads=self._guard.store.blocking)
         return self._claim is not None
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._claim is not None and (kind is None or issubclass(kind, (Exception, asyncio.CancelledError))):
-            await _run_async(self._guard._end_step(self._claim, kind is not None), self._guard.store.blocking)
+            await _run_async(
+                self._guard._end_step(self._claim, kind is not None), in_threads=self._guard.store.blocking
+            )
 
 
 def deduplicated(
@@ -784,13 +786,13 @@ def _run(flow: _Flow) -> Any:  # noqa: ANN401 (what the flow returns)
                 request = flow.throw(error)
             else:
                 if not request.of_store and _is_pending(result):
-                    return _run_async(flow, False, result)
+                    return _run_async(flow, result, in_threads=False)
                 request = flow.send(result)
     except StopIteration as end:
         return end.value
 
 
-async def _run_async(flow: _Flow, in_threads: bool, pending: Awaitable[Any] | None = None) -> Any:  # noqa: ANN401 (what the flow returns)
+async def _run_async(flow: _Flow, pending: Awaitable[Any] | None = None, *, in_threads: bool) -> Any:  # noqa: ANN401 (what the flow returns)
     """Run like `_run`, with a thread for calls of a store that can wait."""
     try:
         request = next(flow) if pending is None else None

@@ -289,18 +289,20 @@ class Deliveries(BrokerPart):
                 self._cancellations.add(last, self._store.log.end, self._runner.now_ms())
                 if last.topic == SystemTopic.TIMER and last.unique_key is not None:
                     self._delete_timer(last, topic, last.unique_key)
-            return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
+            return CancelResult(cancelled=True, why=f"it waited for topic {topic!r}, and is not delivered")
         sends = [message for message in records if PropertyName.TIMER_DELETE_KEY not in message.properties]
         if not sends:
             return NOT_SENT_HERE
         last = sends[-1]
         if last.topic in WAITING_TOPICS and self._cancellations.of_message(last) is not None:
-            return CancelResult(True, "it was cancelled before its time")
+            return CancelResult(cancelled=True, why="it was cancelled before its time")
         if last.topic == SystemTopic.HALF:
-            return CancelResult(False, "half messages can't be cancelled: roll the transaction back")
+            return CancelResult(cancelled=False, why="half messages can't be cancelled: roll the transaction back")
         if last.topic in WAITING_TOPICS:
-            return CancelResult(False, "it no longer waits, and its delivery is not in the log")
-        return CancelResult(False, f"delivered already: {last.topic}/{last.queue_id} has it at {last.queue_offset}")
+            return CancelResult(cancelled=False, why="it no longer waits, and its delivery is not in the log")
+        return CancelResult(
+            cancelled=False, why=f"delivered already: {last.topic}/{last.queue_id} has it at {last.queue_offset}"
+        )
 
     def _records_of(self, message_id: str, topic: str | None) -> list[StoredMessage]:
         """Return the records of a producer's message in log order, without retries and dead letters of groups."""

@@ -132,7 +132,7 @@ def message_line(
     shown = "" if form is None else f',"body":{_body_as(body, sys_flag, form)}'
     delivery = derived_tags_code(StoredMessage(raw), levels) if topic == _SCHEDULE else None
     at = str(place)
-    check = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(is_sound, magic)
+    check = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(magic, is_sound=is_sound)
     born_at, store_fields = _hosts(born_host, store_host, reconsume_times)
     return (
         f'{{"type":"message","phys":{at if physical_offset is None or physical_offset == place else physical_offset},'
@@ -148,11 +148,11 @@ def message_line(
 _PLACE: Final = slice(record.PHYSICAL_OFFSET_AT, record.PHYSICAL_OFFSET_AT + 8)
 
 
-def _checked(is_sound: bool, magic: int) -> str:
+def _checked(magic: int, *, is_sound: bool) -> str:
     return f'"crc_ok":{"true" if is_sound else "false"},"magic":"{magic:08x}"'
 
 
-_USUAL: Final = _checked(True, record.MESSAGE_MAGIC)
+_USUAL: Final = _checked(record.MESSAGE_MAGIC, is_sound=True)
 
 
 # Numbers that are the same in many records are formatted once.

@@ -148,18 +148,18 @@ class TraceWriter:
             transaction = message.properties.get(PropertyName.UNIQUE_KEY) or operation.offset_id
             self.add(
                 traces.EndTransaction(
-                    self._runner.now_ms(),
-                    traces.TRACE_REGION,
-                    self.group,
-                    topic or "",
-                    transaction,
-                    message.properties.get(PropertyName.TAGS),
-                    message.properties.get(PropertyName.KEYS),
-                    _broker_of(operation.offset_id),
-                    traces.COMMITTED,
-                    transaction,
-                    _STATES[operation.kind],
-                    operation.is_check,
+                    at_ms=self._runner.now_ms(),
+                    region=traces.TRACE_REGION,
+                    group=self.group,
+                    topic=topic or "",
+                    id=transaction,
+                    tags=message.properties.get(PropertyName.TAGS),
+                    keys=message.properties.get(PropertyName.KEYS),
+                    broker=_broker_of(operation.offset_id),
+                    message_type=traces.COMMITTED,
+                    transaction=transaction,
+                    state=_STATES[operation.kind],
+                    from_check=operation.is_check,
                 )
             )
         return None
@@ -174,19 +174,19 @@ class TraceWriter:
         is_batch = len(messages) > 1
         properties: Mapping[str, str] = {} if is_batch else messages[0].properties
         record = traces.Pub(
-            begin_ms,
-            traces.TRACE_REGION,
-            operation.group,
-            messages[0].topic,
-            result.message_id,
-            properties.get(PropertyName.TAGS),
-            properties.get(PropertyName.KEYS),
-            _broker_of(result.offset_id),
-            sum(map(encoded_size, messages)) if is_batch else len(messages[0].body),
-            self._runner.now_ms() - begin_ms,
-            _type_of(messages[0]),
-            result.offset_id,
-            result.status is SendStatus.SEND_OK,
+            at_ms=begin_ms,
+            region=traces.TRACE_REGION,
+            group=operation.group,
+            topic=messages[0].topic,
+            id=result.message_id,
+            tags=properties.get(PropertyName.TAGS),
+            keys=properties.get(PropertyName.KEYS),
+            broker=_broker_of(result.offset_id),
+            body_size=sum(map(encoded_size, messages)) if is_batch else len(messages[0].body),
+            took_ms=self._runner.now_ms() - begin_ms,
+            message_type=_type_of(messages[0]),
+            offset_id=result.offset_id,
+            succeeded=result.status is SendStatus.SEND_OK,
         )
         self.add(record)
 
@@ -215,7 +215,18 @@ class TraceWriter:
             for index, name, keys, _ in traced:
                 is_consumed = index < consumed
                 code = traces.result_code(_result(is_consumed, result, failure, is_late=is_late))
-                records.append(traces.SubAfter(request, name, took_ms, is_consumed, keys, code, end_ms, group))
+                records.append(
+                    traces.SubAfter(
+                        request=request,
+                        id=name,
+                        took_ms=took_ms,
+                        succeeded=is_consumed,
+                        keys=keys,
+                        result=code,
+                        at_ms=end_ms,
+                        group=group,
+                    )
+                )
             self.add(*records)
 
         return ended

@@ -45,7 +45,7 @@ class Scale(NamedTuple):
         """Return a scale that keeps the smaller values visible too."""
         positive = sorted(value for value in values if value > 0)
         if not positive:
-            return cls(1, False)
+            return cls(1, is_log=False)
         return cls(positive[-1], positive[-1] > _DWARFED * positive[len(positive) // 2])
 
     def share(self, value: float) -> float:

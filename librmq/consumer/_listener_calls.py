@@ -325,7 +325,7 @@ def _missing_listener(topic: str) -> Listener:
             f"this instance has no listener for topic {topic!r}: subscribe all instances of a group to the same topics"
         )
 
-    return Listener(fail, False, False, False)
+    return Listener(fail, as_list=False, must_return=False, is_async=False)
 
 
 # ---- consumption for a broker

@@ -354,7 +354,7 @@ def _receives_in_order(view: StoreView) -> Iterator[HeldMessage | UnusableRecord
     """Yield the messages of the last receive in order from each queue that are not acknowledged."""
     path = os.path.join(view.store.path, _IN_ORDER)
     try:
-        rows = ConfigTable(path, "table", dict, False, view.store.files).rows
+        rows = ConfigTable(path, "table", dict, versioned=False, files=view.store.files).rows
     except CorruptionError as error:
         yield UnusableRecord(None, str(error))
         return

@@ -113,13 +113,13 @@ class QueuesAtStart:
             condition = store.condition
             dispatched = self._dispatched(states, whole, others) if walk_start is None else walk_start
             dispatched = max(dispatched, store.log.begin)
-            parts = [LostPart(damage.file, damage.what, True) for damage in condition.lost]
+            parts = [LostPart(damage.file, damage.what, is_lost=True) for damage in condition.lost]
             damaged: dict[QueueName, Damage] = {}
             for damage in condition.derived:
                 names = os.path.relpath(damage.file, self._path).split(os.sep)
                 if names[0] == directory.INDEX:
                     what = f"{damage.what}: the broker starts, and finds no message by the keys that were in it"
-                    parts.append(LostPart(damage.file, what, True))
+                    parts.append(LostPart(damage.file, what, is_lost=True))
                 elif names[0] == directory.CONSUMEQUEUE and len(names) > 2 and names[2].isdigit():
                     damaged[names[1], int(names[2])] = damage
             for name in others:
@@ -157,9 +157,9 @@ class QueuesAtStart:
         what = "files of the queue are missing" if damage is None else damage.what
         if before:
             what += f": the broker starts, and groups read on behind {counted(before, 'message')}"
-            yield LostPart(file, what, True)
+            yield LostPart(file, what, is_lost=True)
         elif lost and damage is not None:
-            yield LostPart(file, f"{what}: the broker makes the queue again from the log", False)
+            yield LostPart(file, f"{what}: the broker makes the queue again from the log", is_lost=False)
 
     def _lost_entries(self, queue: ConsumeQueue, name: QueueName, *, looks_into_last: bool) -> list[int]:
         """Return the places of the messages whose entries are in no file, or not in the last one."""

@@ -247,7 +247,7 @@ class DiskFiles:
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
         descriptor, size = self.descriptor(path, writable=writable)
-        return self._map(path, descriptor, size, writable, keep_descriptor)
+        return self._map(path, descriptor, size, writable=writable, keep_descriptor=keep_descriptor)
 
     def descriptor(self, path: str, *, writable: bool = False) -> tuple[int, int]:
         """Open a file as `open` does, and return a descriptor, which the caller closes, and the file's size."""
@@ -272,7 +272,7 @@ class DiskFiles:
             try:
                 # It is opened by its name, because tools call a nameless file deleted.
                 descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
-                return self._map(path, descriptor, size, True, keep_descriptor)
+                return self._map(path, descriptor, size, writable=True, keep_descriptor=keep_descriptor)
             except BaseException:
                 os.unlink(place.name, dir_fd=place.folder)
                 raise
@@ -298,7 +298,7 @@ class DiskFiles:
                 finally:
                     os.close(descriptor)
 
-    def _map(self, path: str, descriptor: int, size: int, writable: bool, keep_descriptor: bool) -> File:
+    def _map(self, path: str, descriptor: int, size: int, *, writable: bool, keep_descriptor: bool) -> File:
         try:
             with SystemCall("map", path):
                 buffer = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
@@ -384,7 +384,7 @@ class DiskFiles:
                 status = os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
                 if joined_folders(path):
-                    return FileStatus(0, True, 1, False)
+                    return FileStatus(0, is_folder=True, links=1, is_untouched=False)
                 place = place_of(path)
                 if place == path:
                     return None
@@ -549,7 +549,7 @@ def _entries(path: str) -> list[FolderEntry]:
         with listing:
             for item in listing:
                 if item.is_dir(follow_symlinks=False):  # needs no further call
-                    entries.append(FolderEntry(item.name, 0, True, False))
+                    entries.append(FolderEntry(item.name, 0, is_folder=True, is_file=False))
                     continue
                 try:
                     status = item.stat()

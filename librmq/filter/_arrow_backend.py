@@ -310,13 +310,13 @@ class _Arrow(ColumnBackend[Any]):
 
     @override
     def every(self, conditions: Sequence[Any]) -> Any:
-        return self._joined(conditions, False, pc.and_kleene)
+        return self._joined(conditions, pc.and_kleene, decisive=False)
 
     @override
     def some(self, conditions: Sequence[Any]) -> Any:
-        return self._joined(conditions, True, pc.or_kleene)
+        return self._joined(conditions, pc.or_kleene, decisive=True)
 
-    def _joined(self, conditions: Sequence[Any], decisive: bool, join: Callable[[Any, Any], Any]) -> Any:
+    def _joined(self, conditions: Sequence[Any], join: Callable[[Any, Any], Any], *, decisive: bool) -> Any:
         """Join conditions, of which the value ``decisive`` alone decides for all rows."""
         result: Any = not decisive
         for condition in conditions:

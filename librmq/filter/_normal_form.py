@@ -56,7 +56,7 @@ class Question:
     may_be_unknown: bool = field(init=False, default=False)
 
 
-def _set(question: Question, may_fail: bool, may_be_unknown: bool) -> None:
+def _set(question: Question, *, may_fail: bool, may_be_unknown: bool = True) -> None:
     object.__setattr__(question, "may_fail", may_fail)
     object.__setattr__(question, "may_be_unknown", may_be_unknown)
 
@@ -68,7 +68,7 @@ class Always(Question):
     answer: Answer
 
     def __post_init__(self) -> None:
-        _set(self, self.answer is Answer.ERROR, self.answer is Answer.UNKNOWN)
+        _set(self, may_fail=self.answer is Answer.ERROR, may_be_unknown=self.answer is Answer.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ class TextIn(Question):
     texts: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _set(self, False, True)
+        _set(self, may_fail=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,7 @@ class TextTrue(Question):
     name: str
 
     def __post_init__(self) -> None:
-        _set(self, False, True)
+        _set(self, may_fail=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ class NumberIs(Question):
     number: int | float
 
     def __post_init__(self) -> None:
-        _set(self, True, True)
+        _set(self, may_fail=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +122,7 @@ class SameText(Question):
     right: str
 
     def __post_init__(self) -> None:
-        _set(self, False, True)
+        _set(self, may_fail=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,7 @@ class OrderOf(Question):
     right: str
 
     def __post_init__(self) -> None:
-        _set(self, True, True)
+        _set(self, may_fail=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +154,7 @@ class Negation(Question):
     operand: Question
 
     def __post_init__(self) -> None:
-        _set(self, self.operand.may_fail, self.operand.may_be_unknown)
+        _set(self, may_fail=self.operand.may_fail, may_be_unknown=self.operand.may_be_unknown)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +162,8 @@ class _Chain(Question):
     terms: tuple[Question, ...]
 
     def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.terms), any(term.may_be_unknown for term in self.terms))
+        may_fail = any(term.may_fail for term in self.terms)
+        _set(self, may_fail=may_fail, may_be_unknown=any(term.may_be_unknown for term in self.terms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +187,7 @@ class Mapped(Question):
 
     def __post_init__(self) -> None:
         outcomes = (self.when_true, self.when_false, self.when_unknown)
-        _set(self, self.operand.may_fail, Answer.UNKNOWN in outcomes)
+        _set(self, may_fail=self.operand.may_fail, may_be_unknown=Answer.UNKNOWN in outcomes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +204,7 @@ class SameAnswer(Question):
 
     def __post_init__(self) -> None:
         may_fail = self.clash or self.left.may_fail or self.right.may_fail
-        _set(self, may_fail, self.left.may_be_unknown)
+        _set(self, may_fail=may_fail, may_be_unknown=self.left.may_be_unknown)
 
 
 def below(question: Question) -> tuple[Question, ...]:

@@ -96,9 +96,9 @@ def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _St
             value = yield node.operand
             return None if value is None else not value
         case And():
-            return (yield from _until(False, node.terms))
+            return (yield from _until(node.terms, decisive=False))
         case Or():
-            return (yield from _until(True, node.terms))
+            return (yield from _until(node.terms, decisive=True))
         case In():
             text = yield node.operand
             return None if text is None else (text in node.values) is not node.negated
@@ -120,7 +120,7 @@ def _steps(selector: Selector, node: Node, properties: Mapping[str, str]) -> _St
             raise AssertionError(node)
 
 
-def _until(decisive: bool, terms: tuple[Node, ...]) -> _Steps:
+def _until(terms: tuple[Node, ...], *, decisive: bool) -> _Steps:
     """Evaluate terms until one decides; an UNKNOWN neither decides nor hides an error after it."""
     result: bool | None = not decisive
     for term in terms:

@@ -165,14 +165,14 @@ class MemoryDedupStore:
             record = self._records.get(key)
             if record is not None and record.owner != owner and record.expires_timestamp_ms > now_ms:
                 return Claim.CONSUMED if record.consumed else Claim.CONSUMING
-            self._put_record(key, DedupRecord(False, owner, expires_at_ms))
+            self._put_record(key, DedupRecord(consumed=False, owner=owner, expires_timestamp_ms=expires_at_ms))
             return Claim.NEW if record is None or record.owner == owner else Claim.TAKEN_OVER
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
         with self._lock:
             if not self._is_held(key, owner, now_ms):
                 return False
-            self._put_record(key, DedupRecord(True, owner, expires_at_ms))
+            self._put_record(key, DedupRecord(consumed=True, owner=owner, expires_timestamp_ms=expires_at_ms))
             return True
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:

@@ -46,7 +46,7 @@ class CancelResult(NamedTuple):
     """The reason, for people."""
 
 
-NOT_SENT_HERE: Final = CancelResult(False, "the broker has no message of a producer with this id")
+NOT_SENT_HERE: Final = CancelResult(cancelled=False, why="the broker has no message of a producer with this id")
 
 
 class PullStatus(enum.Enum):

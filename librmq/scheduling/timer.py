@@ -338,9 +338,9 @@ class Timers:
             topic = message.properties.get(PropertyName.REAL_TOPIC, "")
             if physical_offset < deletion_end(slot.deleted, topic, message.unique_key):
                 return
-        self._deliver_message(message, write_time_ms, rolls, now_ms)
+        self._deliver_message(message, write_time_ms, now_ms, rolls=rolls)
 
-    def _deliver_message(self, message: StoredMessage, enqueue_ms: int, rolls: bool, now_ms: int) -> None:
+    def _deliver_message(self, message: StoredMessage, enqueue_ms: int, now_ms: int, *, rolls: bool) -> None:
         if self._is_cancelled(message, now_ms):
             self._progress.changes += 1
             return
@@ -452,7 +452,7 @@ class Timers:
         write_ms, precision_ms = self._write_ms, self._precision_ms
         out_ms = self._floor(out_ms)
         if out_ms < write_ms:
-            self._deliver_message(message, _NEVER_IN_THE_WHEEL, False, now_ms)
+            self._deliver_message(message, _NEVER_IN_THE_WHEEL, now_ms, rolls=False)
             return
         magic, window_ms, slots = TimerLog.DEFAULT, self._config.window_ms, self._config.window_slots
         if out_ms - write_ms >= window_ms:

@@ -158,11 +158,11 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         selector=selector,
         starting=starting,
         ending=ending,
-        fail_on_data_loss=_flag(values, "failOnDataLoss", True),
+        fail_on_data_loss=_flag(values, "failOnDataLoss", default=True),
         mode=cast(Mode, mode),
-        as_recovered=_flag(values, "asRecovered", False),
+        as_recovered=_flag(values, "asRecovered", default=False),
         min_partitions=_whole_number("minPartitions", values.get("minPartitions", "1"), 1),
-        checksums=_flag(values, "checksums", True),
+        checksums=_flag(values, "checksums", default=True),
         storage_options=storage_options,
         at=_moment(values),
         several=len(paths) > 1 or any(_is_glob(text) for text in (values.get("path", ""), values.get("paths", ""))),
@@ -203,7 +203,7 @@ def parse_names(options: Mapping[str, str]) -> str:
 
 def includes_headers(options: Mapping[str, str]) -> bool:
     """Return whether a read with Kafka's names has the column ``headers``."""
-    return _flag(_recognized(options, ("includeHeaders",)), "includeHeaders", False)
+    return _flag(_recognized(options, ("includeHeaders",)), "includeHeaders", default=False)
 
 
 def parse_columns(options: Mapping[str, str]) -> list[str] | None:
@@ -324,7 +324,7 @@ def _choice(
     return choice
 
 
-def _flag(values: Mapping[str, str], name: str, default: bool) -> bool:
+def _flag(values: Mapping[str, str], name: str, *, default: bool) -> bool:
     text = values.get(name, str(default)).lower()
     if text not in ("true", "false"):
         raise ConfigError(f"option {name}: expected true or false, found {text!r}")

@@ -135,7 +135,7 @@ class _Sums:
                 if row["store"] == folder
             ),
             repeated=tuple(
-                RepeatedKeys(topic, count, resent, keyed, max(0.0, after), False)
+                RepeatedKeys(topic, count, resent, keyed, max(0.0, after), sampled=False)
                 for store, topic, count, resent, keyed, after in sorted(self._repeated)
                 if store == folder
             ),

@@ -375,7 +375,7 @@ class Network:
         self._check_ends(end, other, {name for process in processes for name in (process.name, process.site)})
         self._latencies[frozenset((end, other))] = seconds
 
-    def repeat_frame(self, is_repeated: bool) -> bool:
+    def repeat_frame(self, *, is_repeated: bool) -> bool:
         """Let the next request arrive twice, or no longer; return False if requests do not cross a connection."""
         if self._frames is None:
             return False

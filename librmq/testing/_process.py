@@ -427,12 +427,12 @@ class _Connection(Endpoint):
             is_repeated = kit.observer.before_send(process, first.topic, self._name)
             if process.dead:
                 raise ProcessDied(process.label)
-        has_frames = is_repeated and kit.network.repeat_frame(True)
+        has_frames = is_repeated and kit.network.repeat_frame(is_repeated=True)
         try:
             response = broker.call(request)
         finally:
             if has_frames:
-                kit.network.repeat_frame(False)
+                kit.network.repeat_frame(is_repeated=False)
         if is_repeated:  # for the history a send of its own
             again: Callable[[Any], Any] = (lambda request: response) if has_frames else broker.call
             kit.recorder.call(process.label, self._name, request, again)

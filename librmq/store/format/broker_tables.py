@@ -242,7 +242,7 @@ class BrokerTables:
         ]
         path = os.path.join(self._folder, _STATIC_TOPICS)
         try:
-            static = sorted(ConfigTable(path, "topicQueueMappingInfoMap", dict, True, self._files).rows)
+            static = sorted(ConfigTable(path, "topicQueueMappingInfoMap", dict, versioned=True, files=self._files).rows)
         except CorruptionError as error:
             return [*notes, f"which topics are static is unknown: {error}"]
         return notes + [
@@ -301,7 +301,9 @@ class BrokerTables:
         *,
         versioned: bool = False,
     ) -> ConfigTable:
-        return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files, stored)
+        return ConfigTable(
+            os.path.join(self._folder, file), name, check, versioned=versioned, files=self._files, stored=stored
+        )
 
     @property
     def starts(self) -> ConfigTable:
@@ -467,6 +469,7 @@ class ConfigTable:
         path: str,
         name: str,
         check: Callable[[Rows], Rows],
+        *,
         versioned: bool,
         files: Files,
         stored: StoredTable | None = None,

@@ -364,7 +364,7 @@ class KeptSettings(NamedTuple):
                 files.delete(error.file)
 
 
-_NOTHING_KEPT: Final = KeptSettings({}, False, RecordedRetention({}, []), False)
+_NOTHING_KEPT: Final = KeptSettings({}, is_own=False, retention=RecordedRetention({}, []), lacks_checksums=False)
 
 
 def _check_settings(place: str, settings: Mapping[str, Any]) -> None:

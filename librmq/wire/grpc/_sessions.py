@@ -310,7 +310,7 @@ class Sessions:
             raise
         if is_new:
             _log.info("client %(client)s connected: %(group)s", client=client_id, group=session.group or "a producer")
-            self._report(session, True)
+            self._report(session, is_connected=True)
 
     def stream_ended(self, client_id: str, stream: Commands) -> bool:
         """Note that a stream has ended; return whether it was the client's last, so that the client is gone."""
@@ -342,10 +342,10 @@ class Sessions:
         try:
             self._report_client(client_id)
         finally:
-            self._report(session, False)
+            self._report(session, is_connected=False)
         return True
 
-    def _report(self, session: Session, is_connected: bool) -> None:
+    def _report(self, session: Session, *, is_connected: bool) -> None:
         """Call ``changed``; its errors do not reach the client."""
         try:
             self._changed(session.client_id, session.group, is_connected)

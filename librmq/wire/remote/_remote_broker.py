@@ -110,7 +110,7 @@ class BrokerDelays(NamedTuple):
             BrokerError: A broker of 4.x refuses.
         """
         if answer.code and answer.version >= _FIRST_WITH_TIMER:  # without a timer, it refuses the message itself
-            return cls("", True)
+            return cls("", has_timer=True)
         lines = check(answer).body.decode("utf-8", "replace").splitlines()
         settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
         has_timer = settings.get("timerWheelEnable", "").lower() == "true"
@@ -400,7 +400,7 @@ class RemoteBroker(Endpoint):
         """Derive what has become of a message, which the broker's answer does not say; None if that is unknown."""
         max_times = request.max_reconsume_times
         if request.delay_level < 0:
-            return SentBack(True, max_times or 0)
+            return SentBack(is_dead=True, max_reconsume_times=max_times or 0)
         if max_times is None and (max_times := self._retries_of(request.group)) is None:
             return None
         return SentBack(request.reconsume_times >= max_times, max_times)

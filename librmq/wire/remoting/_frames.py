@@ -97,7 +97,16 @@ def answer_to(
     request: Frame, code: int = 0, remark: str | None = None, *, fields: dict[str, str] | None = None, body: bytes = b""
 ) -> Frame:
     """Return the answer to a request, marked like those of a 4.9.4 broker."""
-    return Frame(code, fields or {}, body, request.opaque, remark, _IS_ANSWER, "JAVA", VERSION, request.is_binary)
+    return Frame(
+        code,
+        fields or {},
+        body,
+        opaque=request.opaque,
+        remark=remark,
+        flag=_IS_ANSWER,
+        language="JAVA",
+        is_binary=request.is_binary,
+    )
 
 
 def encode(frame: Frame) -> bytes:
@@ -231,11 +240,11 @@ def _from_json(header: bytes, body: bytes) -> Frame:
         code,
         fields,
         body,
-        opaque,
-        remark if type(remark) is str else None,
-        flag,
-        language if type(language) is str else "OTHER",
-        version,
+        opaque=opaque,
+        remark=remark if type(remark) is str else None,
+        flag=flag,
+        language=language if type(language) is str else "OTHER",
+        version=version,
     )
 
 
@@ -295,7 +304,17 @@ def _from_binary(header: bytes, body: bytes) -> Frame:
     except (struct.error, UnicodeDecodeError) as error:
         raise MalformedError(f"a header that can't be read: {error}") from None
     name = LANGUAGES[language] if 0 <= language < len(LANGUAGES) else "OTHER"
-    return Frame(code, fields, body, opaque, remark or None, flag, name, version, is_binary=True)
+    return Frame(
+        code,
+        fields,
+        body,
+        opaque=opaque,
+        remark=remark or None,
+        flag=flag,
+        language=name,
+        version=version,
+        is_binary=True,
+    )
 
 
 def _sized(header: bytes, at: int, size: struct.Struct) -> tuple[str, int]:

@@ -227,9 +227,9 @@ def read_recalled(answer: Frame) -> CancelResult:
         BrokerError: The broker has no recall, or forbids it.
     """
     if answer.code == _ILLEGAL:
-        return CancelResult(False, answer.remark or "recall failed")
+        return CancelResult(cancelled=False, why=answer.remark or "recall failed")
     check(answer)
-    return CancelResult(True, "recalled")
+    return CancelResult(cancelled=True, why="recalled")
 
 
 # ---- at the server
@@ -293,7 +293,7 @@ class PopRequests:
         runner, poll_ms = self._broker.runner, min(header.poll_time, _LONGEST_POLL_MS)
         is_answered = False
 
-        def end(has_message: bool) -> None:
+        def end(*, has_message: bool) -> None:
             nonlocal is_answered
             if not is_answered:
                 is_answered = True
@@ -304,11 +304,11 @@ class PopRequests:
                 call.channel.run_later(partial(call.channel.write, call.answer(NotifiedHeader(has_message))))
 
         def notify() -> None:
-            end(True)
+            end(has_message=True)
 
         def give_up() -> None:
             with suppress(RmqError):  # the client has left, or the broker is closed
-                end(False)
+                end(has_message=False)
 
         subscription = Subscription(header.topic, header.exp or "*", header.exp_type or "TAG")
         with runner.lock:
