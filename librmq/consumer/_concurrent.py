@@ -23,7 +23,7 @@ from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown
-from librmq.message import StoredMessage
+from librmq.message import StoredMessage, StoredRecords
 from librmq.override import override
 from librmq.protocol import BEGUN, SLOT_PRIME, SLOTS, MessageModel, Suspect
 from librmq.runtime import Step
@@ -273,7 +273,7 @@ class ConcurrentDelivery:
         """
         if len(messages) == 1 and assigned.left is None and self.try_begin(assigned, messages[0].raw, bounds, now_ms):
             return
-        new = assigned.messages.put_and_take([message.raw for message in messages], bounds)
+        new = assigned.messages.put_and_take(StoredRecords.raw_records(messages), bounds)
         if new:
             self._enqueue(assigned, new)
             self.go_on(now_ms)

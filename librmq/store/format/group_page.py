@@ -64,7 +64,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, overload
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import Buffer, File, Files, file_size
@@ -145,7 +145,10 @@ def _rows(count: int) -> tuple[int, int]:
 
 
 class _Words(Protocol):
+    @overload
     def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, at: slice, /) -> memoryview[int]: ...
 
     def __setitem__(self, at: Any, value: Any, /) -> None: ...  # noqa: ANN401 (a word, or a slice of them)
 
@@ -163,7 +166,13 @@ class _SeenWords:
             raise ValueError("released")
         return self._buffer
 
-    def __getitem__(self, at: int, /) -> int:
+    @overload
+    def __getitem__(self, at: int, /) -> int: ...
+    @overload
+    def __getitem__(self, at: slice, /) -> memoryview[int]: ...
+    def __getitem__(self, at: int | slice, /) -> int | memoryview[int]:
+        if isinstance(at, slice):
+            return memoryview(bytes(self._held()[8 * at.start : 8 * at.stop])).cast("q")
         number: int = _WORD.unpack_from(self._held(), 8 * at)[0]
         return number
 
@@ -255,7 +264,10 @@ class Place:
         if self.window is None:
             return set()
         words, begin, tag = self.window
-        position, slots = max(self.position, 0), list(map(words.__getitem__, range(begin, begin + SLOTS)))
+        slots = words[begin : begin + SLOTS].tolist()
+        if not any(slots):  # the group has just come to the queue
+            return set()
+        position = max(self.position, 0)
         offsets = {(word & _NUMBER) - 1 for word in slots if word & _NUMBER > position}
         return {offset for offset in offsets if slots[offset % SLOTS] == word_of(tag, offset)}
 
