@@ -47,7 +47,6 @@ from librmq.message.topics import SystemTopic
 from librmq.override import override
 from librmq.protocol import (
     ChannelClosed,
-    CheckSubscription,
     CopiedTables,
     Endpoint,
     QueueData,
@@ -68,8 +67,9 @@ if TYPE_CHECKING:
     from librmq.broker._transactions import BrokerTransactions, DiscardHook
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
-    from librmq.broker.long_polling import Arrivals
+    from librmq.broker.long_polling import Arrivals, Selection
     from librmq.metrics import Metrics
+    from librmq.protocol import Subscription
     from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
@@ -275,7 +275,7 @@ class Broker(StoreRoute, Endpoint):
             pulling = PullHandler(context, sending, replication, damaged)
             self._progress = progress = Progress(context)
             self._receives = receives = LaterPart(
-                partial(_make_receives, context, sending, progress, pulling.check_subscription, damaged)
+                partial(_make_receives, context, sending, progress, partial(pulling.selection, by_text=True), damaged)
             )
             schedules = LaterPart(partial(_make_schedules, context, sending.put))
             self._answers = request_table(
@@ -731,9 +731,9 @@ def _make_receives(
     context: BrokerContext,
     sending: SendHandler,
     progress: Progress,
-    check_subscription: Callable[[CheckSubscription], None],
+    selection: Callable[[Subscription], Selection],
     damaged: LaterPart[DamagedMessages],
 ) -> ReceiveHandler:
     from librmq.broker.handlers._receive import ReceiveHandler
 
-    return ReceiveHandler(context, sending, progress, check_subscription, damaged)
+    return ReceiveHandler(context, sending, progress, selection, damaged)

@@ -125,8 +125,8 @@ def selection_of(expression: str, expression_type: str, *, by_text: bool) -> Sel
     return ALL if tags.takes_all else Selection(ByTags(tags, exact=by_text), tags)
 
 
-def parse_selection(subscription: Subscription) -> Selection:
-    """Parse a subscription; `BrokerError` if that fails."""
+def parse_selection(subscription: Subscription, *, by_text: bool = False) -> Selection:
+    """Parse a subscription; `BrokerError` if that fails. Tags are compared as `selection_of` says."""
     expression_type = subscription.expression_type or "TAG"
     if expression_type == "TAG" and subscription.expression in ("*", ""):
         return ALL
@@ -136,7 +136,7 @@ def parse_selection(subscription: Subscription) -> Selection:
             f"topic {subscription.topic!r}: expected a filter of type TAG or SQL92, found {expression_type!r:.80}",
         )
     try:
-        return selection_of(subscription.expression, expression_type, by_text=False)
+        return selection_of(subscription.expression, expression_type, by_text=by_text)
     except FilterSyntaxError as error:
         raise BrokerError(ResponseCode.SUBSCRIPTION_PARSE_FAILED, f"topic {subscription.topic!r}: {error}") from error
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
-from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry
+from librmq.broker.handlers._in_flight import ALONE, Flight, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
@@ -229,12 +229,12 @@ class FailedMessages(BrokerPart):
         message.topic = self._dead_letters_of(group)
         return 0
 
-    def store_again(self, key: QueueKey, flight: Flight, *, is_suspect: bool) -> None:
+    def store_again(self, flight: Flight, *, is_suspect: bool) -> None:
         """Store a received message that was not acknowledged in time, as 5.x does when it revives one.
 
         ``is_suspect`` says that the process which received it has ended by surprise.
         """
-        group, topic, queue_id = key
+        group, topic, queue_id = flight.queue.key
         message = self._store.message_at(flight.physical_offset)
         if message is None:
             _log.warning(

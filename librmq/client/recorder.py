@@ -299,7 +299,7 @@ class Recorder:
             if request.acknowledged:
                 self._acknowledged(request.acknowledged, has_page)
             for received in response.messages:
-                self._received(process, broker_name, request.group, received)
+                self._received(process, broker_name, request, received)
         elif isinstance(request, Acknowledge):
             valid = (receipt for receipt, is_valid in zip(request.receipts, answer, strict=True) if is_valid)
             self._acknowledged(valid, has_page)
@@ -320,12 +320,10 @@ class Recorder:
             is_kept = has_page and not Receipt.parse(receipt).is_ordered
             self._end_flight(receipt, "ok", is_kept=is_kept)
 
-    def _received(self, process: str, broker_name: str, group: str, received: Received) -> None:
-        message = received.message
-        queue = MessageQueue(message.topic, broker_name, message.queue_id)
-        event = self._delivery(
-            process, group, message, received.topic, queue, message.queue_offset, received.attempt - 1
-        )
+    def _received(self, process: str, broker_name: str, request: Receive, received: Received) -> None:
+        message, group, times = received.message, request.group, received.attempt - 1
+        queue = MessageQueue(received.stored_topic, broker_name, message.queue_id)
+        event = self._delivery(process, group, message, request.topic, queue, message.queue_offset, times)
         self.end_invisible_times(event)
         if received.attempt > 1 and (group, queue) in self._lapsed:
             # A group in order: the queue is read again from its first message without an acknowledgement, and those

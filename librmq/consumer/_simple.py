@@ -81,11 +81,11 @@ class ReceivedMessage(DeliveredMessage):
 
     __slots__ = ("_topic", "attempt", "receipt", "visible_timestamp_ms")
 
-    def __init__(self, received: Received, broker_name: str) -> None:
+    def __init__(self, received: Received, topic: str, broker_name: str) -> None:
         message = received.message
-        queue = MessageQueue(message.topic, broker_name, message.queue_id)
+        queue = MessageQueue(received.stored_topic, broker_name, message.queue_id)
         super().__init__(message.raw, queue, message.queue_offset, (0, 0))
-        self._topic = received.topic
+        self._topic = topic
         self.receipt: str = received.receipt
         """Identifies this delivery at the broker."""
         self.attempt: int = received.attempt
@@ -576,7 +576,8 @@ class SimpleConsumer(Member):
                     raise
                 self._states.failing(("receive", name), f"receiving from {name}", error)
                 continue
-            self._states.works(("receive", name), f"receiving from {name}")
+            if self._states.causes:
+                self._states.works(("receive", name), f"receiving from {name}")
             if response.is_held:
                 waits.held.append((endpoint, notify))
             if response.suspect_deaths:
@@ -585,7 +586,7 @@ class SimpleConsumer(Member):
                         self._suspect = _SuspectToReceive(self, response.suspect_deaths)
                         self._turns.ask(self._suspect.turn)
             if response.messages:
-                received = [ReceivedMessage(message, name) for message in response.messages]
+                received = [ReceivedMessage(message, topic, name) for message in response.messages]
                 self._note_received(received, suspect)
                 return received
         if suspect is not None:  # another process has received it
@@ -654,6 +655,8 @@ class SimpleConsumer(Member):
 
     def _wanted(self, received: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Return the messages for which their topic's predicate is true, and acknowledge those for which it is not."""
+        if not self._predicates:
+            return received
         matching: list[ReceivedMessage] = []
         unwanted: list[ReceivedMessage] = []
         for message in received:

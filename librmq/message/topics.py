@@ -200,8 +200,8 @@ def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
     return f"{TopicPrefix.RETRY}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
 
 
-def check_receive_retry_topic(group: str, topic: str) -> None:
-    """Refuse a group and a topic whose `receive_retry_topic` would be no topic. Ordered groups need none.
+def check_receive_retry_topic(group: str, topic: str) -> str:
+    """Return the `receive_retry_topic`; refuse names that make none. Ordered groups need none.
 
     Raises:
         MessageIllegalError: Together their names are too long.
@@ -214,6 +214,7 @@ def check_receive_retry_topic(group: str, topic: str) -> None:
             f"their retry topic {retries[:20]!r}… would have more than {_MAX_SIZE}; choose a shorter name, or make the "
             "group ordered"
         )
+    return retries
 
 
 def group_of_retries(retry_topic: str, groups: Collection[str], topics: Collection[str]) -> str:

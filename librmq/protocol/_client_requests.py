@@ -448,8 +448,8 @@ class Received:
     """A message that a receive has handed out."""
 
     message: StoredMessage
-    topic: str
-    """The topic of the receive, for a redelivery too."""
+    stored_topic: str
+    """The topic of its queue: for a redelivery the group's retry topic."""
     receipt: str
     """Names this delivery to `Acknowledge` and the like."""
     attempt: int

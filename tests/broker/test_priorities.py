@@ -264,8 +264,8 @@ def test_no_schedule_breaks_the_order_of_priorities() -> None:
 def test_queues_in_turn_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     in_turn = ReceiveHandler.queues_in_turn
 
-    def rotated(handler: ReceiveHandler, group: Any, topic: Any) -> list[tuple[str, int]]:
-        queues = in_turn(handler, group, topic)
+    def rotated(handler: ReceiveHandler, group: Any, topic: Any, retries: str) -> list[tuple[str, int]]:
+        queues = in_turn(handler, group, topic, retries)
         return queues[1:] + queues[:1]
 
     monkeypatch.setattr(ReceiveHandler, "queues_in_turn", rotated)

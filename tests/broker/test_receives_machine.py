@@ -76,7 +76,7 @@ class ReceivesMachine(RuleBasedStateMachine):
         assert len(set(certain)) == len(certain)
         for one in found:
             known = self.known[one.message.body]
-            assert one.topic == "t"
+            assert one.stored_topic == one.message.topic
             assert one.visible_timestamp_ms == self.now_ms + invisible_ms
             if known.is_certain:
                 assert not known.is_done

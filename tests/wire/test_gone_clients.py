@@ -277,10 +277,10 @@ def test_message_that_cannot_be_sent_hides_no_other(
 ) -> None:
     convert = messages_module.to_received
 
-    def fails(one: Any, invisible_ms: int) -> Any:
+    def fails(one: Any, topic: str, invisible_ms: int) -> Any:
         if one.message.body == b"a":
             raise CorruptionError("f", 0, "record", "the body can't be unpacked")
-        return convert(one, invisible_ms)
+        return convert(one, topic, invisible_ms)
 
     monkeypatch.setattr(receives_module, "to_received", fails)
     assert received(service) == [(b"b", 1)]

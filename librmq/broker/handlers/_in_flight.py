@@ -48,13 +48,12 @@ class RetryOwners:
         self._groups = groups
         self._owners: dict[str, str] = {}
 
-    def check_owner(self, group: str, topic: str) -> None:
-        """Refuse a group whose retry topic belongs to another group: each would get the other's messages.
+    def check_owner(self, group: str, topic: str, retries: str) -> None:
+        """Refuse a group whose retry topic of ``topic`` belongs to another group: each would get the other's messages.
 
         Raises:
             BrokerError: Another group owns the retry topic.
         """
-        retries = receive_retry_topic(group, topic)
         owner = self._owners.get(retries)
         if owner is None:
             owner = next((other for other in self._groups(retries) if other != group), group)
@@ -78,6 +77,8 @@ def receiver_of(client_id: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class Flight:
+    queue: QueueFlights
+    queue_offset: int
     physical_offset: int
     received_ms: int
     """Time of the delivery, which its receipt names like `invisible_ms`."""
@@ -103,10 +104,13 @@ class QueueFlights:
     goes from it only when it is acknowledged or stored again.
     """
 
-    __slots__ = ("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "deaths", "flights", "place")
+    __slots__ = (
+        *("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "deaths", "flights", "key", "place"),
+    )
 
-    def __init__(self, next_offset: int, place: Place | None) -> None:
+    def __init__(self, key: QueueKey, next_offset: int, place: Place | None) -> None:
         """Begin at a queue offset; without a place, what is in flight comes again after a kill."""
+        self.key = key
         self.place = place
         self._page = None if place is None else place.page
         self.next_offset = next_offset
@@ -122,7 +126,9 @@ class QueueFlights:
         self.attempt_id = ""
 
     @classmethod
-    def restored(cls, place: Place, progress: int, end: int, *, is_ordered: bool, was_killed: bool) -> QueueFlights:
+    def restored(
+        cls, key: QueueKey, place: Place, progress: int, end: int, *, is_ordered: bool, was_killed: bool
+    ) -> QueueFlights:
         """Return the state that a page has.
 
         ``progress`` is that of the group, and ``end`` the queue's end: a recovery can have cut messages.
@@ -130,13 +136,14 @@ class QueueFlights:
         """
         noted = place.next_offset
         next_offset = progress if noted is None else min(max(noted, progress), max(end, progress))
-        queue, page = cls(next_offset, place), place.page
+        queue, page = cls(key, next_offset, place), place.page
         for row in sorted(page.flights.pop(place.number, []), key=lambda row: row.queue_offset):
             offset = row.queue_offset
             is_in_flight = noted is not None and row.is_in_flight and progress <= offset < next_offset
             attempt = row.attempt & _MOST_ATTEMPTS
             if is_in_flight and offset not in queue.flights:
-                flight = Flight(row.physical_offset, row.received_ms, row.invisible_ms, attempt, row.visible_ms)
+                times = row.received_ms, row.invisible_ms, attempt, row.visible_ms
+                flight = Flight(queue, offset, row.physical_offset, *times)
                 if was_killed:
                     flight.receiver = row.attempt >> 38 << 38
                 flight.cell, queue.flights[offset] = row.cell, flight
@@ -167,26 +174,26 @@ class QueueFlights:
         """The smallest unacknowledged queue offset."""
         return next(iter(self.flights), self._next_offset)
 
-    def add_flight(self, queue_offset: int, flight: Flight, *, is_ordered: bool = False) -> None:
+    def add_flight(self, flight: Flight, *, is_ordered: bool = False) -> None:
         """Note a delivery; queue offsets only rise until `read_again`."""
         if self._cells:
-            flight.cell = self._cells.pop(queue_offset, None)
-        self.note_flight(queue_offset, flight)
-        self.flights[queue_offset] = flight
+            flight.cell = self._cells.pop(flight.queue_offset, None)
+        self.note_flight(flight)
+        self.flights[flight.queue_offset] = flight
         if is_ordered:
-            self.counts[queue_offset] = flight.attempt
+            self.counts[flight.queue_offset] = flight.attempt
 
-    def note_flight(self, queue_offset: int, flight: Flight) -> None:
+    def note_flight(self, flight: Flight) -> None:
         """Write the numbers of a delivery to the page."""
         place, attempt = self.place, min(flight.attempt, _MOST_ATTEMPTS)
         if place is not None:
             if self.deaths:
-                deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
+                deaths, deaths_alone = self.deaths.get(flight.queue_offset, (0, 0))
                 attempt |= deaths << 24 | deaths_alone << 31
             flight.cell = place.page.add_flight(
                 place.number,
                 flight.cell,
-                queue_offset,
+                flight.queue_offset,
                 flight.physical_offset,
                 flight.received_ms,
                 flight.invisible_ms,
@@ -194,13 +201,14 @@ class QueueFlights:
                 flight.visible_ms,
             )
 
-    def remove_flight(self, queue_offset: int) -> None:
+    def remove_flight(self, flight: Flight) -> None:
         """Remove a message that was processed."""
-        cell = self.flights.pop(queue_offset).cell
+        del self.flights[flight.queue_offset]
+        cell = flight.cell
         if self._page is not None and cell is not None:
-            if queue_offset in self.counts:
+            if flight.queue_offset in self.counts:
                 self._page.end_flight(cell)
-                self._cells[queue_offset] = cell
+                self._cells[flight.queue_offset] = cell
             else:
                 self._page.free_flight(cell)
         if self.counts:
@@ -216,13 +224,13 @@ class QueueFlights:
             return process_deaths(message.properties)
         return self.deaths.get(message.queue_offset, (0, 0))
 
-    def note_death(self, queue_offset: int, flight: Flight) -> None:
+    def note_death(self, flight: Flight) -> None:
         """Note that the process of a message's receiver has ended by surprise; it counts once."""
-        deaths, deaths_alone = self.deaths.get(queue_offset, (0, 0))
+        deaths, deaths_alone = self.deaths.get(flight.queue_offset, (0, 0))
         was_alone = flight.receiver & ALONE != 0
-        self.deaths[queue_offset] = min(deaths + 1, _MOST_DEATHS), min(deaths_alone + was_alone, _MOST_DEATHS)
+        self.deaths[flight.queue_offset] = min(deaths + 1, _MOST_DEATHS), min(deaths_alone + was_alone, _MOST_DEATHS)
         flight.receiver = 0
-        self.note_flight(queue_offset, flight)
+        self.note_flight(flight)
 
     def is_locked(self, now_ms: int) -> bool:
         """Return whether a queue in order waits for the end of a delivery."""

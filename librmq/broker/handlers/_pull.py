@@ -251,8 +251,7 @@ class PullHandler(BrokerPart):
                 f"topic {name!r} has {topic.read_queues} readable queues, but no queue {request.queue_id}",
             )
         if request.subscription is not None:
-            self._check_type(request.subscription)
-            return parse_selection(request.subscription)
+            return self.selection(request.subscription)
         members = self._clients.consumers.get(group.name)
         if members is None:
             raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
@@ -303,8 +302,12 @@ class PullHandler(BrokerPart):
 
     def check_subscription(self, request: CheckSubscription) -> None:
         """Refuse a subscription that can't be pulled."""
-        self._check_type(request.subscription)
-        parse_selection(request.subscription)
+        self.selection(request.subscription)
+
+    def selection(self, subscription: Subscription, *, by_text: bool = False) -> Selection:
+        """Return the selection of a subscription, as `parse_selection`; refuse one that can't be pulled."""
+        self._check_type(subscription)
+        return parse_selection(subscription, by_text=by_text)
 
     def _check_type(self, subscription: Subscription) -> None:
         if subscription.expression_type not in ("", "TAG") and not self._store.config.enable_property_filter:

@@ -15,7 +15,7 @@ Without them, messages in flight are delivered again immediately.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from librmq.broker._administration import Progress
@@ -32,11 +32,11 @@ from librmq.broker.handlers._in_flight import (
     receiver_of,
 )
 from librmq.broker.handlers._send import SendHandler
-from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
+from librmq.broker.long_polling import ALL, Deadlines, Selection
 from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message.ids import IN_ORDER, Receipt
-from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
+from librmq.message.topics import check_receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
@@ -44,7 +44,6 @@ from librmq.protocol import (
     Acknowledge,
     CancelReceive,
     ChangeInvisible,
-    CheckSubscription,
     ForwardToDeadLetters,
     GroupSettings,
     QueryOffset,
@@ -53,6 +52,7 @@ from librmq.protocol import (
     ReceiveResponse,
     ResponseCode,
     SendBack,
+    Subscription,
     Takes,
     Unregister,
     ended_cause,
@@ -79,17 +79,17 @@ class ReceiveHandler(BrokerPart):
         context: BrokerContext,
         sending: SendHandler,
         progress: Progress,
-        check_subscription: Callable[[CheckSubscription], None],
+        selection: Callable[[Subscription], Selection],
         damaged: LaterPart[DamagedMessages],
     ) -> None:
-        """``check_subscription(request)`` refuses a filter that the broker does not serve."""
+        """``selection(subscription)`` refuses a filter that the broker does not serve."""
         super().__init__(context)
         self._sending = sending
         self._progress = progress
-        self._check_subscription = check_subscription
+        self._selection = selection
         self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
-        self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
+        self._visible: Deadlines[Flight] = Deadlines()
         self._retry_owners = RetryOwners(context.offsets.groups)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
@@ -109,14 +109,15 @@ class ReceiveHandler(BrokerPart):
             is_ordered = settings is not None and settings.is_ordered
             end = self._store.queue_range(name.topic, name.queue_id)[1]
             progress_or_none = -1 if progress is None else progress
-            queue = QueueFlights.restored(place, progress_or_none, end, is_ordered=is_ordered, was_killed=was_killed)
+            queue = QueueFlights.restored(
+                name, place, progress_or_none, end, is_ordered=is_ordered, was_killed=was_killed
+            )
             if progress is not None and (queue.flights or queue.counts):
                 self._queues[name] = queue
                 queue.committed = progress
-                self._commit_progress(name, queue)
-        for key, queue in self._queues.items():
-            for queue_offset, flight in queue.flights.items():
-                self._wake_at(flight.visible_ms, key, queue_offset)
+                self._commit_progress(queue)
+        for flight in self._flights():
+            self._wake_at(flight)
 
     # ---- requests
 
@@ -164,21 +165,19 @@ class ReceiveHandler(BrokerPart):
         receipt = self._parse(text)
         if receipt is None:
             return False
-        key = self._key(group, topic, receipt)
-        queue = self._current(key)
-        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
-        if queue is None or flight is None or not flight.has(receipt):  # acknowledged before, or by an older receipt
+        flight = self._flight(group, topic, receipt)
+        if flight is None:  # acknowledged before, or by an older receipt
             return receipt.received_ms + receipt.invisible_ms > now_ms
         if flight.visible_ms <= now_ms:
             return False
-        self._finish_flight(key, queue, receipt.queue_offset)
+        self._finish_flight(flight)
         return True
 
     def change(self, request: ChangeInvisible) -> str:
         """Change the time at which a message is delivered again."""
         _check_number("invisible_ms", request.invisible_ms, 0, MAX_INVISIBLE_MS)
         now_ms = self._runner.now_ms()
-        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
         flight.visible_ms = now_ms + request.invisible_ms
         flight.receiver &= ~ALONE  # it has run for a while, and its process may do something else too
         if not request.keeps_receipt:
@@ -186,8 +185,8 @@ class ReceiveHandler(BrokerPart):
                 flight.received_ms = now_ms
             # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
             flight.invisible_ms = flight.visible_ms - flight.received_ms
-        self._wake_at(flight.visible_ms, key, receipt.queue_offset)
-        self._queues[key].note_flight(receipt.queue_offset, flight)
+        self._wake_at(flight)
+        flight.queue.note_flight(flight)
         self._offsets.saving.save_soon()
         return str(
             receipt._replace(
@@ -200,9 +199,10 @@ class ReceiveHandler(BrokerPart):
 
     def forward(self, request: ForwardToDeadLetters) -> None:
         """Make a message a dead letter."""
-        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        _, flight = self._in_flight(request.group, request.topic, request.receipt)
         self._make_dead_letter(request.group, flight.physical_offset, request.cause)
-        self._finish_message(key, receipt.queue_offset)
+        if self._is_in_flight(flight):
+            self._finish_flight(flight)
 
     # ---- checks
 
@@ -216,18 +216,15 @@ class ReceiveHandler(BrokerPart):
         group, topic = self._groups.consuming(request.group), self._topics.readable(name)
         if not topic.read_queues:
             raise not_readable(name)
-        selection = ALL
-        if request.subscription is not None:
-            self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))
-            subscribed = request.subscription
-            selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
+        selection = ALL if request.subscription is None else self._selection(request.subscription)
+        retries = ""
         if not group.is_ordered:
-            check_receive_retry_topic(group.name, name)
-            self._retry_owners.check_owner(group.name, name)
+            retries = check_receive_retry_topic(group.name, name)
+            self._retry_owners.check_owner(group.name, name, retries)
         self._warn_of_pulls(group.name, name)
         if topic.message_type == "FIFO" and not group.is_ordered:
             self._warn_of_order(group.name, name)
-        return group, self.queues_in_turn(group, topic), selection
+        return group, self.queues_in_turn(group, topic, retries), selection
 
     def _warn_of_order(self, group: str, topic: str) -> None:
         """Log once that a group without order receives from a topic whose messages are sent in order."""
@@ -276,7 +273,7 @@ class ReceiveHandler(BrokerPart):
                 queue=queue_id,
             )
 
-    def queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
+    def queues_in_turn(self, group: GroupSettings, topic: Topic, retries: str) -> list[tuple[str, int]]:
         """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
 
         In a topic of priorities the last queue comes first, and retries always last, in the percentage of receives that
@@ -287,10 +284,9 @@ class ReceiveHandler(BrokerPart):
         self._turns[group.name, name] = turn + 1
         by_priority = topic.message_type == "PRIORITY" and not group.is_ordered and turn % 100 < group.priority_factor
         names = [(name, queues - 1 - number if by_priority else (turn + number) % queues) for number in range(queues)]
-        if not group.is_ordered:
-            retries = receive_retry_topic(group.name, name), 0
+        if retries:
             are_first = not by_priority and turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1
-            names.insert(0 if are_first else queues, retries)
+            names.insert(0 if are_first else queues, (retries, 0))
         return names
 
     # ---- reads
@@ -303,12 +299,13 @@ class ReceiveHandler(BrokerPart):
         has_more = False
         if request.takes is not Takes.NO_SUSPECT:  # they are among the retries, which come last else, or in order
             queues = sorted(queues, key=lambda queue: queue[0] == request.topic and not self._ended_in(group, queue))
+        stored = self._store.queues
         for topic, queue_id in queues:
             room = request.max_messages - len(received)
             if room <= 0:
                 break
             queue_selection = ALL if topic != request.topic else selection  # a redelivered message has matched before
-            if (topic, queue_id) not in self._store.queues:
+            if (topic, queue_id) not in stored:
                 continue
             try:
                 messages, has_unread = self._read_queue(
@@ -348,14 +345,14 @@ class ReceiveHandler(BrokerPart):
         if group.is_ordered:
             if queue.is_locked(now_ms):
                 is_same = bool(request.attempt_id) and request.attempt_id == queue.attempt_id
-                return self._redelivered(request, key, queue) if is_same else [], False
+                return self._redelivered(request, queue) if is_same else [], False
             queue.read_again()
             queue.attempt_id = request.attempt_id
         received: list[Received] = []
         has_more = False
         max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
         receiver = 0 if request.max_process_deaths is None else receiver_of(request.client_id)
-        has_suspects = receiver and (queue.deaths or is_receive_retry(group.name, key[1]))
+        has_suspects = receiver and (queue.deaths or key[1] != request.topic)
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
             self._warn_of_full(key, room)
@@ -377,20 +374,21 @@ class ReceiveHandler(BrokerPart):
                     self._suspect_deaths, next_offset = deaths[0], queue_offset
                     break
                 visible_ms = now_ms + request.invisible_ms
-                flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt, visible_ms)
+                times = now_ms, request.invisible_ms, attempt, visible_ms
+                flight = Flight(queue, queue_offset, message.physical_offset, *times)
                 flight.receiver = receiver | ALONE if deaths[0] and request.takes is Takes.ALONE else receiver
-                queue.add_flight(queue_offset, flight, is_ordered=group.is_ordered)
-                self._visible.set((key, queue_offset), flight.visible_ms)
+                queue.add_flight(flight, is_ordered=group.is_ordered)
+                self._visible.set(flight, visible_ms)
                 if not received:  # the others are visible at the same time
-                    self._runner.wake(self._step, flight.visible_ms)
-                received.append(self._received(request.topic, key, message, flight, group.is_ordered))
+                    self._runner.wake(self._step, visible_ms)
+                received.append(self._received(request.topic, message, flight, group.is_ordered))
             queue.next_offset = next_offset
             if received or next_offset == before or next_offset != result.next_offset:
                 break
         else:
             has_more = True
         if received or queue.progress != queue.committed:
-            self._commit_progress(key, queue)
+            self._commit_progress(queue)
         return received, has_more
 
     def _read(
@@ -414,32 +412,27 @@ class ReceiveHandler(BrokerPart):
             self._states.failing(("read", group, topic, str(queue_id)), what, error)
             return None
 
-    def _redelivered(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
+    def _redelivered(self, request: Receive, queue: QueueFlights) -> list[Received]:
         """Answer a repeated attempt in order with the messages in flight."""
         messages = [(flight, self._store.message_at(flight.physical_offset)) for flight in queue.flights.values()]
         return [
-            self._received(request.topic, key, message, flight, True)
-            for flight, message in messages
-            if message is not None
+            self._received(request.topic, message, flight, True) for flight, message in messages if message is not None
         ]
 
-    def _received(
-        self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
-    ) -> Received:
-        group, stored_topic, queue_id = key
-        queue_offset = message.queue_offset
+    def _received(self, topic: str, message: StoredMessage, flight: Flight, is_ordered: bool) -> Received:
+        _, stored_topic, queue_id = flight.queue.key
         receipt = Receipt(
-            first_offset=queue_offset,
+            first_offset=flight.queue_offset,
             received_ms=flight.received_ms,
             invisible_ms=flight.invisible_ms,
             revive_queue=IN_ORDER if is_ordered else 0,
-            retry="1" if is_receive_retry(group, stored_topic) else "0",
+            retry="0" if stored_topic == topic else "1",
             broker_name=self._broker_name,
             queue_id=queue_id,
-            queue_offset=queue_offset,
+            queue_offset=flight.queue_offset,
             physical_offset=flight.physical_offset,
         )
-        return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
+        return Received(message, stored_topic, str(receipt), flight.attempt, flight.visible_ms)
 
     # ---- messages in flight
 
@@ -452,10 +445,10 @@ class ReceiveHandler(BrokerPart):
         progress = self._consumer_offset(key)
         begin, end = self._store.queue_range(topic, queue_id)
         first = self._first(key, begin, end) if progress is None else progress
-        queue = QueueFlights(first, self._offsets.place(topic, group, queue_id))
+        queue = QueueFlights(key, first, self._offsets.place(topic, group, queue_id))
         self._queues[key] = queue
         queue.committed = -1 if progress is None else progress
-        self._commit_progress(key, queue)
+        self._commit_progress(queue)
         return queue
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
@@ -491,38 +484,40 @@ class ReceiveHandler(BrokerPart):
         place = queue.place
         if queue.committed != (self._consumer_offset(key) if place is None else place.position):
             del self._queues[key]
-            for queue_offset in queue.flights:
-                self._visible.discard((key, queue_offset))
+            for flight in queue.flights.values():
+                self._visible.discard(flight)
             queue.drop()
             self._offsets.saving.save_soon()
             return None
         return queue
 
-    def _commit_progress(self, key: QueueKey, queue: QueueFlights) -> None:
+    def _commit_progress(self, queue: QueueFlights) -> None:
         progress = queue.progress
         if queue.place is None or progress < queue.committed:
-            group, topic, queue_id = key
+            group, topic, queue_id = queue.key
             self._offsets.set_consumer_offset(topic, group, queue_id, progress)
         else:
             if progress != queue.committed:
                 queue.place.set(progress)
-            self._offsets.saving.save_soon()
+            if not self._offsets.saving.has_changed:
+                self._offsets.saving.save_soon()
         queue.committed = progress
 
-    def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
-        """Finish a message that was stored again, unless its progress was moved meanwhile."""
-        queue = self._current(key)
-        if queue is not None and queue_offset in queue.flights:
-            self._finish_flight(key, queue, queue_offset)
+    def _is_in_flight(self, flight: Flight) -> bool:
+        """Return whether a message still is; its progress can be moved, also while it is stored again."""
+        queue = flight.queue
+        return self._current(queue.key) is queue and queue.flights.get(flight.queue_offset) is flight
 
-    def _finish_flight(self, key: QueueKey, queue: QueueFlights, queue_offset: int) -> None:
+    def _finish_flight(self, flight: Flight) -> None:
         """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
+        queue = flight.queue
+        group, topic, _ = queue.key
         was_full = len(queue.flights) >= MAX_IN_FLIGHT
-        queue.remove_flight(queue_offset)
-        self._visible.discard((key, queue_offset))
-        self._commit_progress(key, queue)
-        if was_full or (self._groups.get_or_create(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
-            self._held.wake_receives(key[0], key[1])
+        queue.remove_flight(flight)
+        self._visible.discard(flight)
+        self._commit_progress(queue)
+        if was_full or (self._groups.get_or_create(group).is_ordered and not queue.is_locked(self._runner.now_ms())):
+            self._held.wake_receives(group, topic)
 
     def _parse(self, text: str) -> Receipt | None:
         try:
@@ -531,11 +526,13 @@ class ReceiveHandler(BrokerPart):
             return None
         return receipt if receipt.broker_name == self._broker_name else None
 
-    @staticmethod
-    def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:
-        return group, receipt.stored_topic(group, topic), receipt.queue_id
+    def _flight(self, group: str, topic: str, receipt: Receipt) -> Flight | None:
+        """Return the delivery of a receipt; None if it was acknowledged, or another one came after it."""
+        queue = self._current((group, receipt.stored_topic(group, topic), receipt.queue_id))
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        return flight if flight is not None and flight.has(receipt) else None
 
-    def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
+    def _in_flight(self, group: str, topic: str, text: str) -> tuple[Receipt, Flight]:
         """Return the delivery of a receipt; raise `ReceiptError` if it has ended."""
         receipt = self._parse(text)
         if receipt is None:
@@ -543,54 +540,55 @@ class ReceiveHandler(BrokerPart):
                 ResponseCode.MESSAGE_ILLEGAL,
                 f"{text!r:.200} is not a receipt of {self._broker_name}: pass one unchanged",
             )
-        key = self._key(group, topic, receipt)
-        queue = self._current(key)
-        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
-        if flight is None or not flight.has(receipt) or flight.visible_ms <= self._runner.now_ms():
+        flight = self._flight(group, topic, receipt)
+        if flight is None or flight.visible_ms <= self._runner.now_ms():
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,
                 f"group {group!r}, {topic!r}/{receipt.queue_id}: the message at queue offset {receipt.queue_offset} is "
                 "no longer in flight under this receipt: it was delivered again, or was acknowledged",
             )
-        return key, receipt, flight
+        return receipt, flight
 
     def _make_dead_letter(self, group: str, physical_offset: int, cause: str) -> None:
         self._sending.failed().send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
 
     # ---- the end of invisible times
 
-    def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
-        self._visible.set((key, queue_offset), at_ms)
-        self._runner.wake(self._step, at_ms)
+    def _wake_at(self, flight: Flight) -> None:
+        self._visible.set(flight, flight.visible_ms)
+        self._runner.wake(self._step, flight.visible_ms)
 
     def _run_due(self, now_ms: int) -> int | None:
         """Deliver the messages again that were not acknowledged within their invisible time."""
         self._follow_clock(now_ms)
-        for key, queue_offset in self._visible.pop_due(now_ms):
-            queue = self._current(key)
-            flight = None if queue is None else queue.flights.get(queue_offset)
-            if queue is None or flight is None:
+        for flight in self._visible.pop_due(now_ms):
+            if not self._is_in_flight(flight):
                 continue
-            group = self._groups.get_or_create(key[0])
-            if group.is_ordered:
-                if self._has_ended(key[0], flight):
-                    queue.note_death(queue_offset, flight)
-                self._held.wake_receives(key[0], key[1])
+            group, topic, _ = flight.queue.key
+            if self._groups.get_or_create(group).is_ordered:
+                if self._has_ended(flight):
+                    flight.queue.note_death(flight)
+                self._held.wake_receives(group, topic)
                 continue
             try:
-                self._sending.failed().store_again(key, flight, is_suspect=self._has_ended(key[0], flight))
+                self._sending.failed().store_again(flight, is_suspect=self._has_ended(flight))
             except RmqError as error:
-                self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
-                what = f"storing a message of group {key[0]} again, which was not acknowledged"
-                self._states.failing(("again", key[0]), what, error, again_ms=_TRY_AGAIN_MS)
+                self._visible.set(flight, now_ms + _TRY_AGAIN_MS)
+                what = f"storing a message of group {group} again, which was not acknowledged"
+                self._states.failing(("again", group), what, error, again_ms=_TRY_AGAIN_MS)
                 continue
-            self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
-            self._finish_message(key, queue_offset)
+            self._states.works(("again", group), "storing messages again that were not acknowledged")
+            if self._is_in_flight(flight):
+                self._finish_flight(flight)
         return self._visible.first_ms
 
-    def _has_ended(self, group: str, flight: Flight) -> bool:
+    def _flights(self) -> Iterator[Flight]:
+        for queue in self._queues.values():
+            yield from queue.flights.values()
+
+    def _has_ended(self, flight: Flight) -> bool:
         """Return whether the client that received a message has ended by surprise."""
-        members = self._clients.consumers.get(group)
+        members = self._clients.consumers.get(flight.queue.key[0])
         receiver = flight.receiver & ~ALONE
         return bool(receiver) and (members is None or receiver not in map(receiver_of, members.clients))
 
@@ -603,25 +601,22 @@ class ReceiveHandler(BrokerPart):
         for group, members in self._clients.consumers.items():
             self._forget(group, set(map(receiver_of, members.clients)))
         if (page := self._offsets.page) is not None:
-            flights = (flight for queue in self._queues.values() for flight in queue.flights.values())
-            page.is_needed |= any(flight.receiver for flight in flights)
+            page.is_needed |= any(flight.receiver for flight in self._flights())
 
     def _forget(self, group: str | None, receivers: set[int]) -> None:
-        for key, queue in self._queues.items():
-            for queue_offset, flight in queue.flights.items() if key[0] == group else ():
-                if flight.receiver & ~ALONE in receivers:
-                    flight.receiver = 0
-                    queue.note_flight(queue_offset, flight)
+        for flight in self._flights():
+            if flight.queue.key[0] == group and flight.receiver & ~ALONE in receivers:
+                flight.receiver = 0
+                flight.queue.note_flight(flight)
 
     def _follow_clock(self, now_ms: int) -> None:
         """After the clock was set back, hide no message for longer than its invisible time from now."""
         if now_ms < self._latest_ms:
-            for key, queue in self._queues.items():
-                for queue_offset, flight in queue.flights.items():
-                    if flight.visible_ms > now_ms + flight.invisible_ms:
-                        flight.visible_ms = now_ms + flight.invisible_ms
-                        queue.note_flight(queue_offset, flight)
-                        self._wake_at(flight.visible_ms, key, queue_offset)
+            for flight in self._flights():
+                if flight.visible_ms > now_ms + flight.invisible_ms:
+                    flight.visible_ms = now_ms + flight.invisible_ms
+                    flight.queue.note_flight(flight)
+                    self._wake_at(flight)
         self._latest_ms = now_ms
 
 

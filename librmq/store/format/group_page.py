@@ -132,8 +132,8 @@ def _kind_of_name(data: bytes) -> int:
     return _NAME | cells << 8 | len(data) << 32 | zlib.crc32(data) >> 17 << 48
 
 
-def _checks_of_flight(data: bytes) -> tuple[int, int]:
-    return zlib.crc32(data[:24]) << 8, zlib.crc32(data[24:]) >> 9 << 40
+def _kind_of_flight(data: bytes) -> int:
+    return _IN_FLIGHT | zlib.crc32(data[:24]) << 8 | zlib.crc32(data[24:]) >> 9 << 40
 
 
 @lru_cache(maxsize=16)
@@ -719,11 +719,11 @@ class GroupPage:
                 cells = 1
                 self._flight_cells += 1
                 place, *fields = [words[at + field] for field in range(1, _CELL)]
-                own, times = _checks_of_flight(_FLIGHT.pack(place, *fields))
-                if words[at] & (1 << 40) - 1 != own | kind:
+                differs = words[at] ^ _kind_of_flight(_FLIGHT.pack(place, *fields)) ^ kind ^ _IN_FLIGHT
+                if differs & (1 << 40) - 1:
                     raise self._damage(number, "expected a received message")
                 flight = FlightRow(number, kind == _IN_FLIGHT, *fields)
-                if words[at] >> 40 << 40 != times:
+                if differs:
                     flight = flight._replace(visible_ms=0)
                 self.flights.setdefault(place, []).append(flight)
             elif kind != _GAP or cells != -number % _CELLS:
@@ -814,8 +814,7 @@ class GroupPage:
         segment, at = cell // _CELLS, cell % _CELLS * _CELL
         data = _FLIGHT.pack(place, *numbers)
         self._segments[segment].buffer[8 * at + 8 : 8 * at + 64] = data
-        own, times = _checks_of_flight(data)
-        self.words[segment][at] = own | times | _IN_FLIGHT
+        self.words[segment][at] = _kind_of_flight(data)
         return cell
 
     def _new_flight(self) -> int:

@@ -243,9 +243,9 @@ def _has_control(text: str) -> bool:
     return any(character < " " or "\x7f" <= character <= "\x9f" for character in text)
 
 
-def to_received(received: Received, invisible_ms: int) -> Any:  # noqa: ANN401 (a message of the service)
-    """Return a received message in the form for its client."""
-    message = to_message(received.message, received.topic)
+def to_received(received: Received, topic: str, invisible_ms: int) -> Any:  # noqa: ANN401 (a message of the service)
+    """Return a message that was received from a topic in the form for its client."""
+    message = to_message(received.message, topic)
     system = message.system_properties
     system.receipt_handle = received.receipt
     system.delivery_attempt = received.attempt

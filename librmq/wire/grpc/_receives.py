@@ -393,7 +393,7 @@ class Receives:
         pairs = []
         for message in messages:
             try:
-                pairs.append((message, to_received(message, invisible_ms)))
+                pairs.append((message, to_received(message, topic, invisible_ms)))
             except (RmqError, ValueError) as error:  # it becomes a dead letter eventually; the others are read
                 _log.warning(
                     "group %(group)s: a message of topic %(topic)s can't be sent to its client: %(error)s",

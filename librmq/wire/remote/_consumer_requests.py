@@ -358,7 +358,7 @@ class HeldReceives:
                 self._held[hold] = request.client_id, notify  # before the answer, which a message can overtake
         is_held = False
         try:
-            response = read_received(transport.request(receive_frame(request, hold), self._timeout_s), request.topic)
+            response = read_received(transport.request(receive_frame(request, hold), self._timeout_s))
             is_held = response.is_held
         except MalformedError as error:
             raise BrokerUnreachableError(f"{self._broker_name}: the answer to a receive: {error}") from error

@@ -889,8 +889,8 @@ def received_reply(response: ReceiveResponse) -> Reply:
     )
 
 
-def read_received(answer: Frame, topic: str) -> ReceiveResponse:
-    """Return the response in the answer to a receive from a topic.
+def read_received(answer: Frame) -> ReceiveResponse:
+    """Return the response in the answer to a receive.
 
     Raises:
         BrokerError: The receive was refused.
@@ -900,7 +900,7 @@ def read_received(answer: Frame, topic: str) -> ReceiveResponse:
     try:
         rows = [line.rsplit(" ", 2) for line in header.deliveries.split("\n") if line]
         messages = [
-            Received(message, topic, receipt, int(attempt), int(visible_ms))
+            Received(message, message.topic, receipt, int(attempt), int(visible_ms))
             for message, (receipt, attempt, visible_ms) in zip(messages_of(answer.body), rows, strict=True)
         ]
     except ValueError as error:

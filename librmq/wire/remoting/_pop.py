@@ -141,7 +141,7 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
         before = counts.get((receipt.retry, mark), of_queue) or record.reconsume_times
         for number, message in enumerate(unwrapped(record)):
             text = str(receipt._replace(queue_offset=receipt.queue_offset + number))
-            received.append(Received(message, request.topic, text, before + 1, visible_ms))
+            received.append(Received(message, message.topic, text, before + 1, visible_ms))
     return ReceiveResponse(received)
 
 
@@ -273,7 +273,7 @@ class PopRequests:
         for part, receipt in zip(response.messages, receipts, strict=True):
             offsets.setdefault((receipt.retry, receipt.queue_id), []).append(receipt.queue_offset)
             is_like_first = receipt[1:4] == first[1:4] and receipt.retry == "0"
-            records.append(part.message if is_like_first else _with_receipt(part, receipt))
+            records.append(part.message if is_like_first else _with_receipt(part.message, header.topic, receipt))
         answer = PoppedHeader(
             first.received_ms,
             first.invisible_ms,
@@ -381,15 +381,12 @@ def _order_counts(parts: Iterable[Received], receipts: Iterable[Receipt]) -> str
     return ";".join([*counts, *(f"{retry} {queue_id} {count}" for (retry, queue_id), count in least.items())])
 
 
-def _with_receipt(part: Received, receipt: Receipt) -> StoredMessage:
+def _with_receipt(message: StoredMessage, topic: str, receipt: Receipt) -> StoredMessage:
     """Return a message under the topic of the receive, with its receipt, as 5.x answers one of a retry topic."""
-    record = record_format.decode_record(part.message.raw)
+    record = record_format.decode_record(message.raw)
     properties = decode_properties(record.properties_raw) | {PROPERTY_POP_CK: receipt.extra_info}
-    return StoredMessage(
-        bytes(
-            record_format.encode_record(replace(record, topic=part.topic, properties_raw=encode_properties(properties)))
-        )
-    )
+    changed = replace(record, topic=topic, properties_raw=encode_properties(properties))
+    return StoredMessage(bytes(record_format.encode_record(changed)))
 
 
 def _named(header: PopAckHeader) -> tuple[str, str]:
