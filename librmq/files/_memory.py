@@ -334,10 +334,10 @@ class OverlayFiles(MemoryFiles):
     def _private(self, path: str) -> _PrivateBuffer:
         """Return the content of a file below, to be changed here alone."""
         if self._base is not self._disk:
-            data = self._base.open(path).buffer[:]
-            buffer = _PrivateBuffer(path, -1, len(data), None)
-            buffer[:] = data
-            buffer.changed_from, buffer.overlay = len(data), self
+            file = self._base.open(path)
+            end, buffer = file.used_end(0, file.size), _PrivateBuffer(path, -1, file.size, None)
+            buffer[:end] = file.buffer[:end]  # zeros behind it take no memory
+            buffer.changed_from, buffer.overlay = file.size, self
             return buffer
         descriptor, size = self._disk.descriptor(path)
         try:

@@ -411,8 +411,6 @@ class ReadOnlyView(StoreHandle):
         """Return the parts as a recovery would leave them, in memory."""
         files, path = self.files, self.path
         levels = DelayLevels.parse(config.message_delay_level)
-        if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
-            return load(path, config, levels, files, self.clock, mode=None)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         is_brief = self._is_brief and not config.enable_consumequeue_ext
 

@@ -49,7 +49,7 @@ from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.directory import has_abort, is_database
+from librmq.store.format.directory import has_abort, is_database, set_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
@@ -118,13 +118,15 @@ def snapshot(
     kind = directory.check_kind(path, files)
     check_outside(path, target)
     config = config or directory.infer_config(path, files)
-    keep_deleted = _is_whole(path, files)
+    keeps_deleted = _is_whole(path, files)
     is_used = files.lock_holder(directory.lock_path(path)) is not None
     with growing_store(target, files) as part:
         # Copy this before the log's end is known, so that all messages behind progress and notes are in the log.
         _copy_progress(path, part, files, clock.now_ms())
         if kind.value.startswith(directory.StoreKind.V5.value):
             _copy_files_of_5(path, part, kind, files)
+        if not kind.derives_queues and file_size(files, os.path.join(path, directory.CHECKPOINT)):
+            _copy(path, part, directory.CHECKPOINT, files)
         # Index files that are full by now have no record behind the end.
         index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
@@ -140,7 +142,9 @@ def snapshot(
         if kind.derives_queues:
             begin, found_end = _check_log(part, config, files)
         else:
-            begin, found_end, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
+            if has_abort(files, path) and not is_used:
+                set_abort(files, part)  # a crash can have changed the last records
+            begin, found_end, cuts = settle(part, config, files, clock, keeps_deleted=keeps_deleted)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
@@ -366,7 +370,8 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
             if not copy and start + _STILL_WRITTEN * size < end and link_file(files, source, target):
-                linked += 1  # it is flushed when the copy is recovered
+                files.flush(file)
+                linked += 1
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)
                 copied += 1

@@ -599,6 +599,7 @@ class _Copies:
             self._resize(config.commitlog_file_size)
         self._part = part = replace(self._part, config=config)
         if config.enable_consumequeue_ext:
+            self._log.flush()
             self.close()
             settle(part.path, config, part.files, SystemClock())
             return

@@ -136,6 +136,15 @@ def test_a_queue_whose_messages_are_gone_keeps_its_offsets() -> None:
     assert verify(TARGET, SMALL, files).sound
 
 
+def test_zeros_in_properties_of_a_closed_store_are_copied() -> None:
+    """After a crash they would count as words that were never written."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files) as store:
+        store.append(Message("TopicA", b""), properties_raw=b"a\1b\2cc\1" + bytes(1000))
+        end = store.log.end
+    assert snapshot(ROOT, TARGET, SMALL, files=files).end == end
+
+
 def test_modification_times_are_kept(tmp_path: Path) -> None:
     """A broker uses them to find a queue file when it searches by time, and to delete log files.
 

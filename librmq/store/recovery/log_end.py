@@ -56,20 +56,11 @@ class RecoveryMode(enum.Enum):
     """On demand: cut at the first damage, and rebuild files with a wrong length or an impossible header."""
     LIVING = "all of the log of an open store"
     """`WHOLE_LOG` for a store that this process had open until now, so that no crash changed a record."""
-    COPY = "all of the log of a copy"
-    """`WHOLE_LOG`, but entries that agree are not written again, because this process has made and flushed them."""
-    CLOSED_COPY = "all of the log of a copy of a closed store"
-    """`COPY`, but a queue without a folder stays deleted, like its topic."""
 
     @property
     def is_thorough(self) -> bool:
         """Whether the whole log is checked."""
-        return self not in (RecoveryMode.LAST_EXIT, RecoveryMode.PREVIEW)
-
-    @property
-    def is_of_copy(self) -> bool:
-        """Whether this process has made the store."""
-        return self in (RecoveryMode.COPY, RecoveryMode.CLOSED_COPY)
+        return self in (RecoveryMode.WHOLE_LOG, RecoveryMode.LIVING)
 
 
 class Suspect(NamedTuple):
@@ -221,6 +212,8 @@ class Recovery:
     """Planned end of the log."""
     lacking: frozenset[QueueName] = frozenset()
     """Queues that lack a file: `lacking_queues`."""
+    keeps_deleted = False
+    """Whether a check of all of the log leaves a queue without a folder deleted, like its topic."""
 
     def __init__(
         self,
@@ -409,7 +402,7 @@ class Recovery:
     def carry_out(self) -> None:
         """Carry out the plan."""
         parts = self._parts
-        if not self._clean and not self._is_preview and not self._mode.is_of_copy:
+        if not self._clean and not self._is_preview:
             self._listed.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
@@ -426,7 +419,7 @@ class Recovery:
         stored = self._last_timestamp_ms()
         if self._mode.is_thorough:
             self._check_checkpoint(stored)
-        elif not self._clean and not self._mode.is_of_copy and (what := beyond_checkpoint(parts)):
+        elif not self._clean and (what := beyond_checkpoint(parts)):
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
             path = parts.log.sequence.path_at(end)
@@ -529,7 +522,7 @@ class Recovery:
         log, index = parts.log, parts.index
         dispatched = partial(self._listed.dispatched, parts.queues, log)
         if self._mode.is_thorough:
-            absent_before = dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
+            absent_before = dispatched() if self.keeps_deleted else 0
             return log.begin, self._scope(log.begin, absent_before)
         if self._clean:
             end = dispatched()

@@ -197,25 +197,26 @@ def load(  # noqa: PLR0913 (one call for each way to open)
     files: Files,
     clock: Clock,
     *,
-    mode: RecoveryMode | None = RecoveryMode.LAST_EXIT,
+    mode: RecoveryMode = RecoveryMode.LAST_EXIT,
     bitmap_of: BitmapOf | None = None,
     is_brief: bool = False,
     rebuilt: frozenset[QueueName] = frozenset(),
+    keeps_deleted: bool = False,
 ) -> Parts:
     """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
-    Without a mode they are opened for reading and not changed: the log ends where a recovery would end it. A brief
-    preview of a crashed store passes over many covered records, and leaves the index as it is; `Parts.walked_from`
-    says so. A preview makes damaged files of queues, index and checkpoint again, which `Parts.repairs` lists, and
-    compares the queues in ``rebuilt`` with all of the log.
+    A brief preview of a crashed store passes over many covered records, and leaves the index as it is;
+    `Parts.walked_from` says so. A preview makes damaged files of queues, index and checkpoint again, which
+    `Parts.repairs` lists, and compares the queues in ``rebuilt`` with all of the log. With ``keeps_deleted`` a check of
+    all of the log leaves a queue without a folder deleted, like its topic.
 
     Raises:
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
             thorough. The store is not changed.
     """
     why_whole, cuts = "", list[Damage]()
-    noted = noted_queue_ends(path, files) if mode is not None and has_abort(files, path) else {}
-    if mode not in (None, RecoveryMode.PREVIEW):
+    noted = noted_queue_ends(path, files) if has_abort(files, path) else {}
+    if mode is not RecoveryMode.PREVIEW:
         is_wanted = mode is RecoveryMode.LAST_EXIT and has_abort(files, path)
         _check_noted_files(path, files)
         try:
@@ -228,7 +229,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
             # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is ignored.
             why_whole = str(error) if is_wanted else ""
     opening = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt)
-    opening.noted = noted
+    opening.noted, opening.keeps_deleted = noted, keeps_deleted
     parts = opening.parts(levels, bitmap_of)
     parts.cuts[:0] = cuts
     parts.why_whole = why_whole
@@ -241,6 +242,8 @@ class _Opening:
     """Everything that was cut or rewritten."""
     walked_from: int | None
     """As in `Parts`."""
+    keeps_deleted = False
+    """As in `Recovery`."""
 
     def __init__(
         self,
@@ -248,7 +251,7 @@ class _Opening:
         config: StoreConfig,
         files: Files,
         clock: Clock,
-        mode: RecoveryMode | None,
+        mode: RecoveryMode,
         is_brief: bool,
         mark: Mark | None,
         rebuilt: frozenset[QueueName] = frozenset(),
@@ -263,24 +266,24 @@ class _Opening:
         self._mark = mark
         self.noted: Mapping[QueueName, int] = {}
         self._clean = clean = not has_abort(files, path)
-        self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
+        self._thorough = thorough = mode.is_thorough
         # After a kill, or to check the whole log, the check opens all queues one by one, if their folders hold only
         # allowed names. A queue that agrees with the log stays unopened.
-        self._at_check = writable and (thorough or not clean) and not config.enable_consumequeue_ext
+        self._at_check = (thorough or not clean) and not config.enable_consumequeue_ext
         self._pool = MappingPool(config.mapped_files)
         self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
         self.cuts = []
-        if mode not in (None, RecoveryMode.LIVING, RecoveryMode.CLOSED_COPY) and (thorough or not clean):
+        if mode is not RecoveryMode.LIVING and (thorough or not clean):
             is_whole = self._listed.try_list if self._at_check else lambda _: False
             self.cuts = clear_leftovers(path, files, queues=thorough or not self._at_check, is_whole=is_whole)
         self._why_whole = ""
         if self.cuts and mark is not None:
             self._mark, self._why_whole = None, f"{self.cuts[0].file} is {self.cuts[0].what}"
         self.repairs: list[Damage] = []
-        self._repairs = self.repairs if mode is RecoveryMode.PREVIEW else self.cuts if writable and thorough else None
+        self._repairs = self.repairs if mode is RecoveryMode.PREVIEW else self.cuts if thorough else None
         place = os.path.join(path, directory.CHECKPOINT)
         self.checkpoint = _open_or_remove(
-            lambda: Checkpoint.open(place, files=files, writable=writable), files, self._repairs, [place]
+            lambda: Checkpoint.open(place, files=files, writable=True), files, self._repairs, [place]
         )
         self._closed = read_closed_state(path, files) if clean and not thorough and not rebuilt else None
         self._trusted: StoreState | None = None  # the state at the close counts while nothing contradicts it
@@ -299,10 +302,9 @@ class _Opening:
         Raises:
             MarkError: Something contradicts the mark.
         """
-        path, mode = self._path, self._mode
         log = self.open_log()
         index = self.open_index()
-        names = directory.list_queues(path, self._files)
+        names = directory.list_queues(self._path, self._files)
         self.compare_with_close(log, index, names)
         queues = self.open_queues(log, names)
         dispatcher = Dispatcher(index, bitmap_of)
@@ -319,22 +321,18 @@ class _Opening:
             why_whole=self._why_whole,
             repairs=self.repairs,
         )
-        if mode is None:
-            for queue in queues.opened():
-                queue.advance(log.begin)
-        else:
-            self.recover_parts(parts, mode)
-            parts.checkpoint.lower(self._clock.now_ms())
+        self.recover_parts(parts)
+        parts.checkpoint.lower(self._clock.now_ms())
         return parts
 
     def open_log(self) -> CommitLog:
-        on_record = self._findings if self._writable and not self._clean else None
+        on_record = None if self._clean else self._findings
         gaps: list[Damage] = []
         if self._mode is RecoveryMode.PREVIEW:
             from librmq.store.recovery._gaps import bridged
 
             _, gaps = bridged(self._path, self._files, self._config.commitlog_file_size)
-        log = self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
+        log = self._part_files.open_log(writable=True, scan_from=self._scan_from, on_record=on_record)
         log.gaps = gaps
         return log
 
@@ -385,8 +383,8 @@ class _Opening:
             )
 
         # A crash can leave a header incomplete.
-        by_crash = None if self._clean or not self._writable or self._mark is not None else self.cuts
-        open_index = partial(self._part_files.open_index, writable=self._writable, now_ms=self._clock.now_ms)
+        by_crash = None if self._clean or self._mark is not None else self.cuts
+        open_index = partial(self._part_files.open_index, writable=True, now_ms=self._clock.now_ms)
         return opened(self._repairs, None, partial(opened, by_crash, "header", open_index))
 
     def compare_with_close(self, log: CommitLog, index: KeyIndex, names: Sequence[QueueName]) -> None:
@@ -406,12 +404,9 @@ class _Opening:
                 self.repairs.append(Damage(index.folder, 0, "missing", what))
         # Queues whose files changed since the state was written are compared with the log one by one.
         self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))
-        if not self._writable:
-            log.found_end = log.walk(log.third_last_file())
-        else:
-            # The comparison with the queues reads these records anyway, so the walk over the end is left to it.
-            log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
-            self._bodies_from = log.third_last_file()
+        # The comparison with the queues reads these records anyway, so the walk over the end is left to it.
+        log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
+        self._bodies_from = log.third_last_file()
         self._trusted = None
         log.last_write = log.found_end.last_record
 
@@ -421,7 +416,7 @@ class _Opening:
         repairs = self._repairs if self._trusted is None else None  # a view then opens all queues again
         before = len(self.repairs)
         queue = _open_or_remove(
-            lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=self._writable),
+            lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=True),
             self._files,
             repairs,
             folders,
@@ -458,8 +453,7 @@ class _Opening:
             if self._mark is not None:
                 raise
             folder = directory.queue_folder(self._path, *name)
-            is_closed = self._mode is RecoveryMode.CLOSED_COPY
-            leftovers = [] if is_closed else _beside_missing(folder, self._files, log_begin)
+            leftovers = _beside_missing(folder, self._files, log_begin)
             if not leftovers and not self._thorough and self._mode is not RecoveryMode.PREVIEW:
                 raise
             self.cuts += _clear(leftovers, self._files)
@@ -478,9 +472,9 @@ class _Opening:
         self._recovery.cut_queue(queue)
         return queue
 
-    def recover_parts(self, parts: Parts, mode: RecoveryMode) -> None:
+    def recover_parts(self, parts: Parts) -> None:
         """Recover the parts, unless the state at the close holds, and mark the store as open."""
-        path, files, log = self._path, self._files, parts.log
+        path, files, log, mode = self._path, self._files, parts.log, self._mode
         if self._trusted is not None:
             set_abort(files, path)
             return
@@ -492,7 +486,7 @@ class _Opening:
         parts.compared_from = begin
         has_ext = self._config.enable_consumequeue_ext
         recovery = Recovery(path, files, self._clock, parts, self._listed, mode, is_clean=self._clean, has_ext=has_ext)
-        recovery.noted = self.noted
+        recovery.noted, recovery.keeps_deleted = self.noted, self.keeps_deleted
         self._recovery = recovery
         recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
@@ -564,16 +558,14 @@ class Settled(NamedTuple):
     """Everything that recovery cut or rewrote."""
 
 
-def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_deleted: bool = False) -> Settled:
-    """Recover the whole store in ``path``, whose queues this process has made and flushed, and mark it as closed.
+def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keeps_deleted: bool = False) -> Settled:
+    """Recover the whole store in ``path``, which this process has made, and mark it as closed.
 
-    With ``keep_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
+    With ``keeps_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
     may know the store yet.
     """
-    set_abort(files, path)
     levels = DelayLevels.parse(config.message_delay_level)
-    mode = RecoveryMode.CLOSED_COPY if keep_deleted else RecoveryMode.COPY
-    parts = load(path, config, levels, files, clock, mode=mode)
+    parts = load(path, config, levels, files, clock, mode=RecoveryMode.WHOLE_LOG, keeps_deleted=keeps_deleted)
     settled = Settled(parts.log.begin, parts.log.end, parts.cuts)
     parts.close()
     clear_abort(files, path)
