@@ -41,7 +41,7 @@ from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles, fi
 from librmq.formatting import duration
 from librmq.formatting import size as size_text
 from librmq.java import json as java_json
-from librmq.message import DelayLevels, record
+from librmq.message import record
 from librmq.message.topics import SystemTopic
 from librmq.runtime import ManualRunner
 from librmq.runtime.event_log import counted, held_back
@@ -51,8 +51,7 @@ from librmq.store.format.broker_tables import repair_advice
 from librmq.store.format.directory import StoreKind, has_abort
 from librmq.store.format.indexfile import IndexHeader
 from librmq.store.format.timerfiles import TimerWheel
-from librmq.store.recovery.log_end import RecoveryMode
-from librmq.store.recovery.open import clear_leftovers, load
+from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.salvage import find_record
 
 Start = Literal["starts", "reads", "repairs", "loses", "refuses"]
@@ -184,7 +183,6 @@ class _Judge:
         """Closes what the verdict has opened."""
         self._queue_files = QueuesAtStart(path, config, files, lambda: self._store)
         self._reasons: list[StartReason] = []
-        self._lost_records: CorruptionError | None = None
         log = self._files.list(os.path.join(path, directory.COMMITLOG))
         self._is_small = sum(entry.size for entry in log) <= _MOST_TRIED
         """Whether the whole store is checked, and openings are tried in memory."""
@@ -481,7 +479,6 @@ class _Judge:
         if following is None:
             self._add("repairs", place, f"{what}, among which is no sound record")
         else:
-            self._lost_records = None if self._was_closed else CorruptionError(place, end, "record", why)
             self._add("loses", place, f"{what}, with sound records from {following} on",
                       f"{_COPY}, then `librmq salvage {self._path} --into NEW` saves them")  # fmt: skip
         return cut
@@ -576,7 +573,7 @@ class _Judge:
             return "reads", None
         opened: Start
         try:
-            cuts = self._opened_in_memory(clock) if self._is_small else self._judged_by_walk()
+            cuts = self._opened_in_memory(clock) if self._is_small else self._judged_by_reader()
             opened = "repairs" if cuts or not self._was_closed else "starts"
         except RmqError as error:
             self._refused_by_librmq(error)
@@ -587,8 +584,13 @@ class _Judge:
             return opened, 0
         if not self._is_small:
             return opened, None
-        with suppress(CorruptionError):
-            return opened, len(self._recovered_in_memory(clock))
+        files = OverlayFiles(self._files)
+        with (
+            suppress(RmqError),
+            held_back(),
+            MessageStore.open(self._path, self._config, files=files, thorough=True, background=False) as store,
+        ):
+            return opened, len(store.recovered)
         return opened, None
 
     def _refused_by_librmq(self, error: RmqError) -> None:
@@ -615,28 +617,17 @@ class _Judge:
             finally:
                 broker.abandon()
 
-    def _judged_by_walk(self) -> list[Damage]:
+    def _judged_by_reader(self) -> list[Damage]:
         """Return nothing for a large store that librmq opens; a recovery in memory would need room for its index.
 
         Raises:
             CorruptionError: Sound records follow the log's end, or a table is damaged, so that librmq refuses the
                 store.
         """
-        if self._lost_records is not None:
-            raise self._lost_records
         BrokerTables.open(os.path.join(self._path, directory.CONFIG), files=self._files)
-        if self._was_closed and (cut := self._store.cut_short) is not None and cut.bytes:
+        if (cut := self._store.cut_short) is not None and cut.bytes:
             raise CorruptionError(cut.file, cut.offset, cut.kind, cut.what)
         return []
-
-    def _recovered_in_memory(self, clock: Clock) -> list[Damage]:
-        levels = DelayLevels.parse(self._config.message_delay_level)
-        files = OverlayFiles(self._files)
-        parts = load(self._path, self._config, levels, files, clock, mode=RecoveryMode.WHOLE_LOG)
-        try:
-            return list(parts.cuts)
-        finally:
-            parts.close()
 
 
 _DOES: Final[dict[Start, str]] = {
