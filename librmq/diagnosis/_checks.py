@@ -256,7 +256,7 @@ def missing_key_findings(view: StoreView) -> Iterator[Finding]:
     from librmq.store.recovery.missing_files import missing_keys
 
     store = view.store
-    gap = missing_keys(store.index, store.log, store.levels) if store.queues.has_files else None
+    gap = missing_keys(store.index.files, store.log, store.levels) if store.queues.has_files else None
     folder = os.path.join(store.path, directory.INDEX)
     # The view of a closed store has completed the index in memory. A broker does not, as it starts.
     made = [] if has_abort(store.files, store.path) else store.recovered

@@ -40,6 +40,7 @@ from librmq.store.recovery._listed_queues import ListedQueues, Scope
 
 # ---- plan
 
+_MISSING_ONE: Final = "a missing one"
 _SECTOR: Final = 512
 _WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was never written; headers have 15
@@ -271,6 +272,7 @@ class Recovery:
         if self._mark is not None and self._parts.index.end_physical_offset >= self.end.physical_offset:
             raise MarkError("the key index is ahead of the log")
         self._cut = self._bytes_behind(self.end)
+        self._stale = self._stale_index_files()
         if not self._mode.is_thorough:
             if not self._is_preview:
                 self._check_records(self.end.physical_offset)
@@ -332,10 +334,9 @@ class Recovery:
 
         The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
-        log, index = self._parts.log, self._parts.index
-        stale = uncovered_index_files(self._parts)
-        remaining = [file for file in index.files if file not in stale and file.header.end_physical_offset < log_end]
-        begin = max(remaining[-1].header.end_physical_offset, log.begin) if remaining else log.begin
+        log = self._parts.log
+        kept = [file for file in self._parts.index.files if file not in self._stale]
+        begin = max(kept[-1].header.end_physical_offset, log.begin) if kept else log.begin
         checked: set[tuple[bytes, bool]] = set()
         for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
             if raw is None:
@@ -345,6 +346,24 @@ class Recovery:
             if what is not None:
                 what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
+
+    def _stale_index_files(self) -> dict[IndexFile, str]:
+        """Return the index files to make again, and what each is beyond; a check of all compares them instead."""
+        parts, stale = self._parts, dict[IndexFile, str]()
+        files = parts.index.files
+        if self._mode.is_thorough or parts.walked_from is not None or self._mark is not None:
+            return stale
+        if not self._clean:
+            from librmq.store.recovery.missing_files import missing_keys
+
+            stale |= dict.fromkeys(uncovered_index_files(parts), "the checkpoint")
+            kept = [file for file in files if file not in stale]
+            if (gap := missing_keys(kept, parts.log, parts.levels)) is not None:  # only a rebuild returns its keys
+                behind = [file for file in kept if file.header.begin_physical_offset >= gap[1]]
+                stale |= dict.fromkeys(behind, _MISSING_ONE)
+        log_end = self.end.physical_offset
+        ahead = [file for file in files if file not in stale and file.header.end_physical_offset >= log_end]
+        return stale | dict.fromkeys(ahead, "the log's end")
 
     def _bytes_behind(self, end: LogEnd) -> int:
         """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
@@ -519,23 +538,20 @@ class Recovery:
     def _reconcile_from(self) -> tuple[int, Scope]:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
         parts = self._parts
-        log, index = parts.log, parts.index
+        log = parts.log
         dispatched = partial(self._listed.dispatched, parts.queues, log)
         if self._mode.is_thorough:
             absent_before = dispatched() if self.keeps_deleted else 0
             return log.begin, self._scope(log.begin, absent_before)
+        if parts.walked_from is not None or self._mark is not None:
+            return self._begin, Scope(self._begin)
+        self._drop_index()
+        begin, scope = self._begin, Scope(self._begin)
         if self._clean:
             end = dispatched()
-            begin = log.begin if self._changed_queues is not None else min(end, index.end_physical_offset)
+            begin = end if self._changed_queues is None else log.begin
             scope = Scope(end, self._changed_queues or frozenset())
-        elif parts.walked_from is not None or self._mark is not None:
-            return self._begin, Scope(self._begin)
-        else:
-            self._drop_index(uncovered_index_files(self._parts), "the checkpoint")
-            self._drop_behind_gap()
-            begin, scope = min(self._begin, index.end_physical_offset), Scope(self._begin)
-        ahead = [file for file in index.files if file.header.end_physical_offset >= log.end]
-        begin = max(min(begin, self._drop_index(ahead, "the log's end")), log.begin)
+        begin = max(min(begin, parts.index.end_physical_offset), log.begin)
         if begin < scope.begin and not self._clean:  # what is read for the index is compared with the queues too
             scope = self._scope(begin, scope.begin)
         return begin, scope
@@ -573,28 +589,18 @@ class Recovery:
         begin = self._parts.log.begin
         return begin, replace(scope, all_of=scope.all_of | names) if self._clean else Scope(begin)
 
-    def _drop_behind_gap(self) -> None:
-        """Delete the index files behind a missing one, whose keys only a rebuild from there on returns."""
-        from librmq.store.recovery.missing_files import missing_keys
-
-        parts = self._parts
-        gap = missing_keys(parts.index, parts.log, parts.levels)
-        if gap is not None:
-            self._before_index()
-            behind = [file for file in parts.index.files if file.header.begin_physical_offset >= gap[1]]
-            self._drop_index(behind, "a missing one")
-
     def _before_index(self) -> None:
         if self._mark is not None:
             raise MarkError("the key index does not fit the log")
         self._parts.checkpoint._clear_index_time()
 
-    def _drop_index(self, files: Sequence[IndexFile], than: str) -> int:
-        """Delete index files to rebuild, and return the physical offset from which to rebuild."""
-        for file in files:
+    def _drop_index(self) -> None:
+        """Delete the index files that are made again."""
+        if _MISSING_ONE in self._stale.values():
+            self._before_index()
+        for file, than in self._stale.items():
             self._parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
             self._parts.index.delete(file.name)
-        return self._parts.index.end_physical_offset if files else self._parts.log.end
 
     def _reconcile(self, begin: int, scope: Scope) -> None:
         from librmq.store.recovery._log_comparison import Reconciliation

@@ -23,14 +23,14 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.indexfile import IndexFile
 
 _LARGEST_PLACE: Final = 1 << 63
 _MOST_BETWEEN: Final = 10_000  # at most so many records without keys are read between two index files
 
 
-def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[int, int] | None:
+def missing_keys(files: Iterable[IndexFile], log: CommitLog, levels: DelayLevels) -> tuple[int, int] | None:
     """Return begin and end of the first part of the log between index files that has keys, None if there is none.
 
     The recovery of RocketMQ 4.9 can leave one: it deletes index files that the checkpoint does not cover, and indexes
@@ -38,7 +38,7 @@ def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[
     """
     derive = Derivation(levels).derive
     begin, indexed = log.begin, -1
-    for file in index.files:
+    for file in files:
         header = file.header
         if header.index_count <= 1:
             continue
