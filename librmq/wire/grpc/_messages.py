@@ -103,7 +103,7 @@ def check_retry_topic(broker: Broker, group: str, topic: str) -> None:
             raise Refusal(Code.ILLEGAL_CONSUMER_GROUP, str(error)) from error
 
 
-def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:  # noqa: ANN401 (a time of protobuf)
+def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:
     """Return a time or a duration in milliseconds; refuse one out of protobuf's range."""
     try:
         return int(value.ToMilliseconds())
@@ -111,7 +111,7 @@ def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:  
         raise Refusal(code, f"{name}: {error}") from error
 
 
-def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN401 (a message of the service)
+def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:
     """Return a sent message as it is stored; refuse it as 5.3.3's proxy does.
 
     ``now_ms`` is the broker's time, and ``client_ms`` the one that the client computes times of delivery by.
@@ -154,7 +154,7 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     return message
 
 
-def _check_kind(system: Any) -> None:  # noqa: ANN401 (properties of the service)
+def _check_kind(system: Any) -> None:
     """Refuse a message of a lite topic, a transactional one with a delivery time (as 5.5.1), and a priority below 0."""
     if system.message_type == _LITE or system.lite_topic:
         raise Refusal(
@@ -170,7 +170,7 @@ def _check_kind(system: Any) -> None:  # noqa: ANN401 (properties of the service
         raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
 
 
-def _recovery_seconds(system: Any) -> int:  # noqa: ANN401 (properties of the service)
+def _recovery_seconds(system: Any) -> int:
     seconds = int(system.orphaned_transaction_recovery_duration.ToSeconds())
     if not 0 <= seconds <= _MAX_RECOVERY_S:
         raise Refusal(Code.BAD_REQUEST, f"orphaned_transaction_recovery_duration: {seconds} s, 1 hour at most")
@@ -243,7 +243,7 @@ def _has_control(text: str) -> bool:
     return any(character < " " or "\x7f" <= character <= "\x9f" for character in text)
 
 
-def to_received(received: Received, topic: str, invisible_ms: int) -> Any:  # noqa: ANN401 (a message of the service)
+def to_received(received: Received, topic: str, invisible_ms: int) -> Any:
     """Return a message that was received from a topic in the form for its client."""
     message = to_message(received.message, topic)
     system = message.system_properties
@@ -253,7 +253,7 @@ def to_received(received: Received, topic: str, invisible_ms: int) -> Any:  # no
     return message
 
 
-def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a message of the service)
+def to_message(stored: StoredMessage, topic: str) -> Any:
     """Return a stored message in the form for clients, as one of ``topic``."""
     properties = stored.properties
     body = stored.body

@@ -337,7 +337,7 @@ def _classes(pool: descriptor_pool.DescriptorPool) -> dict[str, Any]:
 _CLASSES: Final = _classes(_pool())
 
 
-def message_class(name: str) -> Any:  # noqa: ANN401 (made at run time)
+def message_class(name: str) -> Any:
     """Return the class of a message of the service."""
     return _CLASSES[f"{PACKAGE}.{name}"]
 
@@ -435,7 +435,7 @@ Endpoints = Callable[[str], Endpoint]
 class Context(Protocol):
     """The part of a gRPC call that the service uses."""
 
-    def invocation_metadata(self) -> Any:  # noqa: ANN401
+    def invocation_metadata(self) -> Any:
         """Return the headers, as pairs."""
         ...
 
@@ -460,8 +460,8 @@ def answers(name: str) -> Callable[[Any], Any]:
     """Make a method report its errors as a status, in the response type with that name."""
     response_type = message_class(name)
 
-    def decorate(method: Any) -> Any:  # noqa: ANN401
-        def call(self: Any, request: Any, context: Context) -> Any:  # noqa: ANN401
+    def decorate(method: Any) -> Any:
+        def call(self: Any, request: Any, context: Context) -> Any:
             response = response_type()
             response.status.code = Code.OK
             response.status.message = "OK"
@@ -480,13 +480,13 @@ def answers(name: str) -> Callable[[Any], Any]:
     return decorate
 
 
-def _leave_status(response: Any) -> None:  # noqa: ANN401
+def _leave_status(response: Any) -> None:
     for field, _ in response.ListFields():
         if field.name != "status":
             response.ClearField(field.name)
 
 
-def refuse(status: Any, error: Exception) -> None:  # noqa: ANN401
+def refuse(status: Any, error: Exception) -> None:
     """Set a status by an error."""
     status.code = code_of(error) if isinstance(error, RmqError) else Code.INTERNAL_SERVER_ERROR
     status.message = str(error)
@@ -504,7 +504,7 @@ def header(context: Context, name: str) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == name), "")
 
 
-def sum_up(status: Any, codes: list[Code]) -> None:  # noqa: ANN401
+def sum_up(status: Any, codes: list[Code]) -> None:
     """Set the status of a response from the codes of its entries."""
     code = codes[0] if len(set(codes)) == 1 else Code.MULTIPLE_RESULTS
     status.code, status.message = code, code.name

@@ -278,7 +278,7 @@ class Receives:
         with self._runner.lock:
             self.renewals.close()
 
-    def receive_message(self, request: Any, context: Context) -> Iterator[Any]:  # noqa: ANN401
+    def receive_message(self, request: Any, context: Context) -> Iterator[Any]:
         """Receive messages, or wait for some: yield first the status, then the messages, last the time."""
         response_type = message_class("ReceiveMessageResponse")
         handed_out: list[tuple[Received, Any]] = []
@@ -310,7 +310,7 @@ class Receives:
         last.delivery_timestamp.FromMilliseconds(self._runner.now_ms())
         yield last
 
-    def _give_back(self, request: Any, messages: list[Received]) -> None:  # noqa: ANN401
+    def _give_back(self, request: Any, messages: list[Received]) -> None:
         """Make messages that did not reach their client visible again in a second, as 5.3.3 does."""
         group, topic = request.group.name, request.message_queue.topic.name
         self._end_renewals(group, topic, tuple(message.receipt for message in messages))
@@ -325,7 +325,7 @@ class Receives:
                     error=error,
                 )
 
-    def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
+    def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:
         client_id = client_id_of(context)
         wait_s = self.poll_time(request, context)
         group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
@@ -379,7 +379,7 @@ class Receives:
 
     def _handed_out(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         context: Context,
         client_id: str,
         messages: Sequence[Received],
@@ -410,7 +410,7 @@ class Receives:
                         )
         return pairs
 
-    def poll_time(self, request: Any, context: Context) -> float:  # noqa: ANN401
+    def poll_time(self, request: Any, context: Context) -> float:
         """Return how many seconds a receive waits; the client's deadline includes time for the answer.
 
         Raises:
@@ -431,7 +431,7 @@ class Receives:
         return max(0.0, min(seconds, remaining - _ANSWER_S))
 
     @answers("AckMessageResponse")
-    def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def ack_message(self, request: Any, context: Context, response: Any) -> None:
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)
@@ -447,7 +447,7 @@ class Receives:
         sum_up(response.status, codes)
 
     @answers("ChangeInvisibleDurationResponse")
-    def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
@@ -457,7 +457,7 @@ class Receives:
         self._end_renewals(group, topic, (request.receipt_handle,))
 
     @answers("ForwardMessageToDeadLetterQueueResponse")
-    def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         endpoint.call(ForwardToDeadLetters(group, topic, request.receipt_handle))

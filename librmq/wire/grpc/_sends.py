@@ -63,7 +63,7 @@ class Routes:
         self._auto_create = auto_create
 
     @answers("QueryRouteResponse")
-    def query_route(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def query_route(self, request: Any, context: Context, response: Any) -> None:
         """Return the queues of a topic, at the address that the client has connected to."""
         client_id_of(context)
         topic = check_topic(request.topic.name)
@@ -76,7 +76,7 @@ class Routes:
             self._fill(queue, request, queue_id, permission & (PERM_READ | PERM_WRITE))
             queue.accept_message_types.extend(accepted)
 
-    def _fill(self, queue: Any, request: Any, queue_id: int, permission: int) -> None:  # noqa: ANN401
+    def _fill(self, queue: Any, request: Any, queue_id: int, permission: int) -> None:
         queue.topic.name = request.topic.name
         queue.id = queue_id
         queue.permission = _PERMISSIONS[permission]
@@ -103,7 +103,7 @@ class Routes:
         return self._broker.topic_route(topic)[0]
 
     @answers("QueryAssignmentResponse")
-    def query_assignment(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def query_assignment(self, request: Any, context: Context, response: Any) -> None:
         """Return a push consumer's assignments: any queue, or for ordered groups each queue."""
         client_id_of(context)
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
@@ -141,7 +141,7 @@ class SendCalls:
         self._endpoints = endpoints
 
     @answers("SendMessageResponse")
-    def send_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def send_message(self, request: Any, context: Context, response: Any) -> None:
         client_id = client_id_of(context)
         if not request.messages:
             raise Refusal(Code.MESSAGE_CORRUPTED, "expected at least one message")
@@ -161,7 +161,7 @@ class SendCalls:
             codes.append(Code(entry.status.code))
         sum_up(response.status, codes)
 
-    def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
+    def _checked(self, sent: Any, now_ms: int) -> Message:
         """Return a sent message in its stored form; refuse one that its topic does not accept."""
         message = message_of(sent, now_ms, self._client_ms(sent, now_ms))
         topic_type = self._routes.ensure_topic(message.topic).message_type
@@ -173,7 +173,7 @@ class SendCalls:
             )
         return message
 
-    def _client_ms(self, sent: Any, now_ms: int) -> int:  # noqa: ANN401
+    def _client_ms(self, sent: Any, now_ms: int) -> int:
         """Return the time that the client computed a time of delivery by.
 
         A clock that is moved by hand is not the client's, which has the machine's and names it in each message.
@@ -182,7 +182,7 @@ class SendCalls:
             return now_ms
         return milliseconds(sent.system_properties.born_timestamp, "born_timestamp") or SystemClock().now_ms()
 
-    def _store_message(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
+    def _store_message(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:
         system, topic = sent.system_properties, message.topic
         now_ms = self._runner.now_ms()
         sent_ms = milliseconds(system.born_timestamp, "born_timestamp")
@@ -203,7 +203,7 @@ class SendCalls:
         entry.status.message = code.name
 
     @answers("RecallMessageResponse")
-    def recall_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def recall_message(self, request: Any, context: Context, response: Any) -> None:
         """Cancel a message with a delivery time."""
         endpoint = self._endpoints(client_id_of(context))
         topic = check_topic(request.topic.name)
@@ -222,7 +222,7 @@ class SendCalls:
         response.message_id = message_id
 
     @answers("EndTransactionResponse")
-    def end_transaction(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def end_transaction(self, request: Any, context: Context, response: Any) -> None:
         """Commit or roll back a transaction."""
         endpoint = self._endpoints(client_id_of(context))
         place = group, queue_offset, physical_offset = self._sessions.half(request.transaction_id)

@@ -100,7 +100,7 @@ class Service:
                 raise ValueError(f"expected settings as the first command of a client, found none in {_SETTINGS_S:g} s")
         yield from stream
 
-    def _accept(self, client_id: str, command: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
+    def _accept(self, client_id: str, command: Any, version: str, stream: Commands) -> None:
         if command.WhichOneof("command") != "settings":
             raise ValueError("expected settings as the first command of a client")
         self.sessions.take_settings(client_id, command.settings, version, stream)
@@ -135,7 +135,7 @@ class Service:
             _log.debug("client %(client)s left: %(error)s", client=client_id, error=error)
 
     @answers("HeartbeatResponse")
-    def heartbeat(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def heartbeat(self, request: Any, context: Context, response: Any) -> None:
         """Say that a client lives."""
         if request.client_type != PUSH_CONSUMER and request.group.name:  # a push consumer is back when it receives
             self.sessions.group_called(request.group.name)
@@ -143,7 +143,7 @@ class Service:
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings: it opens its stream first")
 
     @answers("NotifyClientTerminationResponse")
-    def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
+    def notify_client_termination(self, request: Any, context: Context, response: Any) -> None:
         client_id = client_id_of(context)
         was_known = self.sessions.remove_client(client_id, has_said_so=True)
         self.receives.client_gone(client_id)
@@ -417,23 +417,23 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     # All requests are streams of bytes, which are the same on the wire. A call that sends no request is counted then,
     # because it reaches its function, and bytes that can't be parsed end it, which gRPC does for no stream.
 
-    def _add_unary(self, name: str, call: Callable[..., Any], request: Any, response: Any) -> None:  # noqa: ANN401
-        def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+    def _add_unary(self, name: str, call: Callable[..., Any], request: Any, response: Any) -> None:
+        def handle(requests: Iterator[bytes], context: Any) -> Any:
             with _held(self._calls, context):
                 return call(_parsed(requests, request, context), context)
 
         handler = grpc.stream_unary_rpc_method_handler(handle, None, response.SerializeToString)
         self._by_name[f"/{SERVICE}/{name}"] = handler
 
-    def _add_stream(self, name: str, call: Callable[..., Any], response: Any) -> None:  # noqa: ANN401
-        def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+    def _add_stream(self, name: str, call: Callable[..., Any], response: Any) -> None:
+        def handle(requests: Iterator[bytes], context: Any) -> Any:
             with _held(self._calls, context):
                 yield from call(requests, context)
 
         handler = grpc.stream_stream_rpc_method_handler(handle, None, response.SerializeToString)
         self._by_name[f"/{SERVICE}/{name}"] = handler
 
-    def service(self, details: Any) -> Any:  # noqa: ANN401
+    def service(self, details: Any) -> Any:
         """Return the handler of a call; None is answered as unimplemented."""
         for key, value in details.invocation_metadata or ():
             if key == "x-mq-client-id":
@@ -442,7 +442,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 @contextmanager
-def _held(calls: CallBounds, context: Any) -> Iterator[None]:  # noqa: ANN401
+def _held(calls: CallBounds, context: Any) -> Iterator[None]:
     """Count a call while it runs; refuse it where its client has too many already."""
     with ExitStack() as stack:
         try:
@@ -452,7 +452,7 @@ def _held(calls: CallBounds, context: Any) -> Iterator[None]:  # noqa: ANN401
         yield
 
 
-def _parsed(requests: Iterator[bytes], request: Any, context: Any) -> Any:  # noqa: ANN401
+def _parsed(requests: Iterator[bytes], request: Any, context: Any) -> Any:
     what = f"expected a {request.DESCRIPTOR.name}, found"
     for raw in requests:
         try:
@@ -470,7 +470,7 @@ def _refusing_nonsense(telemetry: Callable[..., Any], parse: Callable[[bytes], A
             except DecodeError as error:
                 raise ValueError(f"expected a TelemetryCommand, found {len(raw):,} bytes that are none") from error
 
-    def handle(requests: Iterator[bytes], context: Any) -> Any:  # noqa: ANN401
+    def handle(requests: Iterator[bytes], context: Any) -> Any:
         try:
             yield from telemetry(parsed(requests), context)
         except (ValueError, RmqError) as error:

@@ -50,7 +50,7 @@ class Commands:
         self._clock = SystemClock()
         self._again: tuple[Any, float] | None = None
 
-    def enqueue(self, command: Any) -> bool:  # noqa: ANN401 (a message)
+    def enqueue(self, command: Any) -> bool:
         """Send a command; return False if it was dropped."""
         size = command.ByteSize()
         with self._lock:
@@ -62,7 +62,7 @@ class Commands:
             self._changed.notify()
             return True
 
-    def enqueue_again(self, command: Any) -> None:  # noqa: ANN401 (a message)
+    def enqueue_again(self, command: Any) -> None:
         """Send a command again shortly."""
         with self._lock:
             self._again = command, self._clock.monotonic() + _AGAIN_S
@@ -132,7 +132,7 @@ _TelemetryCommand = message_class("TelemetryCommand")
 class Session:
     """One client. An `Endpoint` for the broker, which asks it about transactions. Thread-safe."""
 
-    def __init__(self, sessions: Sessions, client_id: str, settings: Any) -> None:  # noqa: ANN401 (a message)
+    def __init__(self, sessions: Sessions, client_id: str, settings: Any) -> None:
         self._sessions = sessions
         self.client_id = client_id
         self.settings = settings
@@ -277,7 +277,7 @@ class Sessions:
                 for session in self.by_id.values()
             }
 
-    def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
+    def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:
         """Note a client's settings from a stream, and complete them for the answer."""
         which = settings.WhichOneof("pub_sub")
         if which is None:
@@ -423,7 +423,7 @@ class Sessions:
 
     # ---- settings
 
-    def _complete(self, settings: Any, version: str) -> None:  # noqa: ANN401 (a message)
+    def _complete(self, settings: Any, version: str) -> None:
         """Fill in what the service decides, as 5.3.3 does by its defaults."""
         settings.metric.on = False
         if settings.HasField("publishing"):
@@ -441,7 +441,7 @@ class Sessions:
             settings.metric.on = True  # without it these clients never take their settings
             settings.metric.endpoints.CopyFrom(settings.access_point)
 
-    def _complete_subscription(self, settings: Any) -> None:  # noqa: ANN401 (a message)
+    def _complete_subscription(self, settings: Any) -> None:
         subscription, backoff = settings.subscription, settings.backoff_policy
         group = subscription.group.name
         subscription.fifo = self._broker.is_ordered(group)
