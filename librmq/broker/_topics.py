@@ -30,7 +30,7 @@ from librmq.message.topics import (
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, CreateTopic, QueueData, ResponseCode, TopicDescription
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
+from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type
 
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
@@ -313,12 +313,12 @@ class Topics:
         self._changed()
 
     def _set_row(self, request: CreateTopic) -> Topic:
-        name, kind = request.topic, request.message_type
-        row = topic_row(name, request.read_queues, request.write_queues, request.permission)
-        if old := self._table.rows.get(name):
-            row = {**old, **{setting: row[setting] for setting in ("readQueueNums", "writeQueueNums", "perm")}}
+        name = request.topic
+        counts = request.read_queues, request.write_queues
+        before, kind = self._table.rows.get(name), request.message_type
+        row = topic_row(name, *counts, request.permission, before=before, message_type=kind)
         with self._lock:
-            self._table.set(name, row if kind is None else with_topic_type(row, kind))
+            self._table.set(name, row)
             self.version = next(_versions)
             self._save(self._table, self._now_ms())
             topic = self.by_name[name] = self._topic(name)

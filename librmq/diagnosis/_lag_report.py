@@ -22,7 +22,7 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.formatting import duration, id_ranges
 from librmq.java.json import NumberColumns
-from librmq.message.lag import lag_terms, unread_from
+from librmq.message.lag import lag_terms
 from librmq.message.topics import TopicPrefix, is_own_group
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
@@ -60,7 +60,7 @@ class QueueLag(NamedTuple):
     @property
     def next_offset(self) -> int:
         """The queue offset of the first unconsumed message; the end or beyond it without one."""
-        return unread_from(self.consumer_offset, self.min_offset)
+        return max(self.consumer_offset or 0, self.min_offset)
 
 
 class TopicLag(NamedTuple):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.filter._interpreter import Explanation as Explanation
+    from librmq.filter._interpreter import Lint as Lint
     from librmq.filter._predicates import Policy as Policy
     from librmq.filter._predicates import PredicateCounts as PredicateCounts
     from librmq.filter._predicates import WatchedPredicate as WatchedPredicate
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from librmq.filter._tags import TagFilter as TagFilter
     from librmq.filter.filters import FilterWarning as FilterWarning
     from librmq.filter.filters import SqlFilter as SqlFilter
-    from librmq.filter.interpreter import Explanation as Explanation
-    from librmq.filter.interpreter import Lint as Lint
     from librmq.message.properties import tags_code as tags_code
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -40,7 +40,7 @@ else:
                 "FilterWarning",
                 "SqlFilter",
             ),
-            "librmq.filter.interpreter": (
+            "librmq.filter._interpreter": (
                 "Explanation",
                 "Lint",
             ),

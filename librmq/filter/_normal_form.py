@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
-from librmq.filter.interpreter import JavaError, equal, is_true, negated, ordered, searched
+from librmq.filter._interpreter import JavaError, equal, is_true, negated, ordered, searched
 from librmq.filter.parser import (
     And,
     Compare,

@@ -19,7 +19,8 @@ from functools import cached_property, lru_cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
-from librmq.filter import interpreter
+from librmq.filter import _interpreter
+from librmq.filter._interpreter import Explanation, Lint, explain, in_order, lint, searched
 from librmq.filter._normal_form import (
     All,
     Always,
@@ -41,7 +42,6 @@ from librmq.filter._normal_form import (
     names,
     reduce,
 )
-from librmq.filter.interpreter import Explanation, Lint, explain, in_order, lint, searched
 from librmq.filter.parser import Dialect, JavaLong, Order, Selector, parse
 from librmq.java.lang import java_int, java_long, parse_double
 from librmq.override import override
@@ -426,12 +426,12 @@ class Compiled:
         """Return whether properties match; None if that is unknown (SQL's NULL)."""
         if self._answer_first:  # compiling a long expression costs more than interpreting it once
             self._answer_first = False
-            return interpreter.evaluate(self.selector, properties)
+            return _interpreter.evaluate(self.selector, properties)
         try:
             return self._evaluate(properties)  # type: ignore[operator,no-any-return]
         except EvaluationRefusedError:
             pass
-        return interpreter.evaluate(self.selector, properties)  # its error names the term that failed
+        return _interpreter.evaluate(self.selector, properties)  # its error names the term that failed
 
 
 def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:

@@ -35,12 +35,6 @@ def lag_terms(
     return first, greatest(end - first, zero), greatest(begin - greatest(progress, zero), zero)
 
 
-def unread_from(progress: int | None, begin: int) -> int:
-    """Return the offset of the first message that a group has left to consume in a queue."""
-    first: int = lag_terms(begin if progress is None else progress, begin, begin)[0]
-    return first
-
-
 def queue_lag(progress: int | None, begin: int, end: int) -> int:
     """Return the number of messages that a group has left to consume in a queue."""
     lag: int = lag_terms(begin if progress is None else progress, begin, end)[1]

@@ -22,7 +22,6 @@ from librmq.filter import (
     WatchedPredicate,
     tags_code,
 )
-from librmq.filter.interpreter import explain_text
 
 
 def test_tags_with_one_code_are_distinguished_by_text() -> None:
@@ -299,12 +298,3 @@ def test_policies_on_errors() -> None:
     for wrong in (5, "a = 1", later):  # a coroutine function returns a coroutine, which is always true
         with pytest.raises(ConfigError, match="expected a plain function"):
             WatchedPredicate(wrong, clock=ManualClock(), budget=1)  # type: ignore[arg-type]
-
-
-def test_explained_on_the_command_line() -> None:
-    text = explain_text("a > 5 AND b = 'x'", {"a": "5", "b": "x"})
-    assert "no match" in text
-    assert "a is '5'" in text
-    assert "integer-literal" in text
-    with pytest.raises(FilterSyntaxError):
-        explain_text("a >", {})

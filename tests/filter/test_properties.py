@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
-from librmq.filter import SqlFilter, interpreter
+from librmq.filter import SqlFilter, _interpreter
+from librmq.filter._interpreter import explain, lint
 from librmq.filter.filters import Compiled
-from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse
 from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import examples, some
@@ -39,7 +39,7 @@ def random_filter(random: Random) -> Compiled:
 
 def verdict(sql: Compiled, message: dict[str, str] | None, *, by_interpreter: bool) -> object:
     try:
-        return interpreter.evaluate(sql.selector, message) if by_interpreter else sql.evaluate(message)
+        return _interpreter.evaluate(sql.selector, message) if by_interpreter else sql.evaluate(message)
     except FilterEvaluationError as error:
         return error.java_name
 

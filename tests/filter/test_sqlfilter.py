@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
-from librmq.filter import FilterWarning, SqlFilter, interpreter
+from librmq.filter import FilterWarning, SqlFilter, _interpreter
 from librmq.filter.parser import parse
 from tests.budget import examples
 
@@ -149,7 +149,7 @@ def in_arrow(sql: SqlFilter, properties: dict[str, str]) -> bool:
 def test_answers(expression: str, properties: dict[str, str], expected: bool | None) -> None:
     sql = SqlFilter(expression)
     assert sql.evaluate(properties) is expected
-    assert interpreter.evaluate(parse(expression), properties) is expected
+    assert _interpreter.evaluate(parse(expression), properties) is expected
     assert sql.matches(properties) is (expected is True)
     assert in_arrow(sql, properties) is (expected is True)
 

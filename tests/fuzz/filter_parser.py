@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from random import Random
 
 from librmq.errors import FilterEvaluationError, FilterSyntaxError
-from librmq.filter import interpreter
+from librmq.filter import _interpreter
+from librmq.filter._interpreter import explain, lint
 from librmq.filter._normal_form import reduce
 from librmq.filter.filters import compile_match
-from librmq.filter.interpreter import explain, lint
 from librmq.filter.parser import Dialect, parse, postorder
 from tests.filter.expressions import NAMES, NUMBERS, TEXT_LITERALS, TEXTS, expression
 
@@ -51,7 +51,7 @@ def check(text: str, dialect: Dialect = "4.9") -> bool:
     for message in MESSAGES:
         verdict: object
         try:
-            verdict = interpreter.evaluate(selector, message)
+            verdict = _interpreter.evaluate(selector, message)
         except FilterEvaluationError:
             verdict = "error"
         assert matches(message) is (verdict is True), (text, message)

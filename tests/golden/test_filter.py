@@ -10,8 +10,8 @@ import pytest
 
 from librmq.errors import ConfigError, FilterEvaluationError, FilterSyntaxError
 from librmq.filter import BROKER_BLOOM, BloomFilter, Registrations, SqlFilter, TagFilter
+from librmq.filter._interpreter import explain
 from librmq.filter.filters import Compiled, compiled
-from librmq.filter.interpreter import explain
 from librmq.filter.parser import Dialect
 from librmq.java import json as java_json
 from tests.conftest import Run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from librmq.message.lag import lag_terms, queue_lag, unread_from
+from librmq.message.lag import lag_terms, queue_lag
 
 CASES = [
     # progress, begin, end: first unread, lag, deleted unread
@@ -28,7 +28,6 @@ CASES = [
 
 @pytest.mark.parametrize(("progress", "begin", "end", "first", "lag", "deleted"), CASES)
 def test_a_queue(progress: int | None, begin: int, end: int, first: int, lag: int, deleted: int) -> None:
-    assert unread_from(progress, begin) == first
     assert queue_lag(progress, begin, end) == lag
     assert lag_terms(begin if progress is None else progress, begin, end) == (first, lag, deleted)
 

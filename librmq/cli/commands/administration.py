@@ -17,7 +17,7 @@ from librmq.diagnosis.pending import waiting_retries
 from librmq.errors import InputError
 from librmq.formatting import moment
 from librmq.message import Message, retry_topic
-from librmq.message.lag import queue_lag, unread_from
+from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import is_system_topic, moved_keys, validate_group
 from librmq.protocol import INNER_PRODUCER, LOCAL_HOST, MoveGroup, SendMessage, SetGroup, UpdateOffset
@@ -291,7 +291,7 @@ def _note_limited(arguments: argparse.Namespace, queue_id: int, after: int) -> N
 
 
 def _moved_row(arguments: argparse.Namespace, queue_id: int, offsets: range, before: int | None, after: int) -> Row:
-    begin = unread_from(before, offsets.start)
+    begin = max(before or 0, offsets.start)
     return {
         "group": arguments.group,
         "topic": arguments.topic,

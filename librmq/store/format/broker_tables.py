@@ -410,9 +410,17 @@ def progress_of(rows: Mapping[str, dict[int, int]]) -> dict[tuple[str, str], dic
     return progress
 
 
-def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) -> dict[str, object]:
-    """Make a row of ``topics.json``."""
-    return {
+def topic_row(
+    topic: str,
+    read_queues: int,
+    write_queues: int,
+    permission: int,
+    *,
+    before: Mapping[str, Any] | None = None,
+    message_type: TopicType | None = None,
+) -> dict[str, object]:
+    """Make a row of ``topics.json``; what ``before`` has besides stays, and its type without another one."""
+    row: dict[str, Any] = {
         "order": False,
         "perm": permission,
         "readQueueNums": read_queues,
@@ -421,6 +429,12 @@ def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) 
         "topicSysFlag": 0,
         "writeQueueNums": write_queues,
     }
+    if before:
+        row = {**before, **{setting: row[setting] for setting in ("readQueueNums", "writeQueueNums", "perm")}}
+    if message_type is not None:
+        others = row.get(_ATTRIBUTES)
+        row[_ATTRIBUTES] = {**(others if isinstance(others, Mapping) else {}), _TOPIC_TYPE: message_type}
+    return row
 
 
 def topic_attribute(row: Mapping[str, Any], name: str) -> object:
@@ -433,13 +447,6 @@ def topic_type(row: Mapping[str, Any]) -> TopicType:
     """Return the type in a topic's row: an attribute of 5.x, which a table of 4.9 lacks; MIXED by default."""
     named = topic_attribute(row, _TOPIC_TYPE)
     return next((kind for kind in TOPIC_TYPES if kind == named), "MIXED")
-
-
-def with_topic_type(row: dict[str, Any], message_type: TopicType) -> dict[str, Any]:
-    """Return a topic's row with that type; its other attributes stay."""
-    attributes = row.get(_ATTRIBUTES)
-    others = attributes if isinstance(attributes, Mapping) else {}
-    return {**row, _ATTRIBUTES: {**others, _TOPIC_TYPE: message_type}}
 
 
 def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:

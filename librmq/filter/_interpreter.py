@@ -35,7 +35,6 @@ from librmq.filter.parser import (
     Value,
     children,
     is_boolean,
-    parse,
     postorder,
 )
 from librmq.java.lang import java_int, java_long, parse_double
@@ -417,22 +416,6 @@ def lint(selector: Selector, dialect: Dialect) -> list[Lint]:
             advice += "; this word is an operator in the dialect 5.3 only"
         findings.append(Lint(selector.ignored_from, len(selector.expression), "ignored-rest", advice))
     return sorted(set(findings))
-
-
-def explain_text(expr: str, props: Mapping[str, str] | None, dialect: Dialect = "4.9", *, strict: bool = False) -> str:
-    """Explain whether ``expr`` matches a message with ``props``, and list likely mistakes in it.
-
-    Raises:
-        FilterSyntaxError: The expression does not compile; with ``strict`` also where text follows it.
-    """
-    selector = parse(expr, dialect)
-    if strict:
-        selector.refuse_rest()
-    parts = [str(explain(selector, props))]
-    findings = lint(selector, dialect)
-    if findings:
-        parts.append("\n".join(("worth knowing:", *(f"  {finding}" for finding in findings))))
-    return "\n\n".join(parts)
 
 
 def _findings(selector: Selector, node: Node) -> Iterator[Lint]:
