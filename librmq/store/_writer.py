@@ -38,7 +38,7 @@ from librmq.store.format.documents import (
     write_kept_config,
     write_retention,
 )
-from librmq.store.recovery.log_end import RecoveryMode
+from librmq.store.recovery._log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
 

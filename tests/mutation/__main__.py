@@ -46,7 +46,7 @@ PARTS = {
     "recovery": (
         "store.recovery.open",
         "store.engine.saved_state",
-        "store.recovery.log_end",
+        "store.recovery._log_end",
         "store.recovery._queue_check",
         "store.recovery._entry_check",
     ),

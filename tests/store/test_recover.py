@@ -372,7 +372,7 @@ class CountingFiles(MemoryFiles):
 
 def test_each_of_many_queues_is_opened_once_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening files is the main cost of reopening a store with many queues."""
-    monkeypatch.setattr("librmq.store.recovery.log_end.flush_all", lambda *_: True)  # as on Linux
+    monkeypatch.setattr("librmq.store.recovery._log_end.flush_all", lambda *_: True)  # as on Linux
     files = MemoryFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
     for number in range(300):

@@ -47,7 +47,7 @@ from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
-from librmq.store.recovery.log_end import RecoveryMode
+from librmq.store.recovery._log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
 
 if TYPE_CHECKING:

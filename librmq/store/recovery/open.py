@@ -53,7 +53,7 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._listed_queues import ListedQueues
-from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery._log_end import Recovery, RecoveryMode, WalkFindings
 
 _T = TypeVar("_T")
 
