@@ -734,21 +734,17 @@ def _property(value: str) -> str:
     return f"\\{text}" if text.startswith(" ") else text
 
 
-def _abort_path(root: str) -> str:
-    return os.path.join(root, "abort")
-
-
 def set_abort(files: Files, root: str) -> None:
     """Mark the store in folder ``root`` as open; durable when it returns."""
-    files.write(_abort_path(root), b"")
+    files.write(os.path.join(root, ABORT), b"")
 
 
 def clear_abort(files: Files, root: str) -> None:
     """Mark the store as closed, as the last step of closing."""
-    files.delete(_abort_path(root))
+    files.delete(os.path.join(root, ABORT))
     files.flush_folder(root)
 
 
 def has_abort(files: Files, root: str) -> bool:
     """Return whether the store is open, or was not closed."""
-    return file_size(files, _abort_path(root)) is not None
+    return file_size(files, os.path.join(root, ABORT)) is not None
