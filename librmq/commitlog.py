@@ -211,7 +211,7 @@ class LogReader(LogState):
         return chain.from_iterable(self._files(begin, end, check_body))  # quicker than a generator over both
 
     def _files(self, begin: int | None, end: int | None, check_body: bool) -> Iterator[Iterator[frames.LogItem]]:
-        limit = self.end if end is None else min(end, self.end)
+        limit = self.end if end is None else end
         at = self.begin if begin is None else begin
         file_size = self.file_size
         while at < limit:
@@ -244,7 +244,7 @@ class LogReader(LogState):
             if not self._file_contains(start, text):
                 continue
             released = start
-            for place, _, raw in self.scan(start, start + self.file_size, check_body=False):
+            for place, _, raw in self.scan(start, min(start + self.file_size, self.end), check_body=False):
                 if place - released > _MOST_HELD:
                     self.release_read_pages(released, place)
                     released = place

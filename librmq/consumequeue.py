@@ -396,7 +396,7 @@ class ConsumeQueue(Closing):
         self._files.write(start, queue_offset * ENTRY_SIZE - start, entries)
         self._note_end(queue_offset, entries)
 
-    def _note_end(self, queue_offset: int, entries: bytes) -> None:
+    def _note_end(self, queue_offset: int, entries: bytes | bytearray) -> None:
         physical_offset, size = PLACE.unpack_from(entries, len(entries) - ENTRY_SIZE)
         self.max_physic_offset = physical_offset + size
         self.max_offset = queue_offset + len(entries) // ENTRY_SIZE

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Final, NoReturn
+from operator import itemgetter
+from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, ConsumeQueueExt, entry_dtype, place_at
+from librmq.consumequeue_entries import ENTRY_SIZE, ConsumeQueueExt, entry_dtype, place_at
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -31,7 +30,7 @@ from librmq.message.topics import validate_queue
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
-from librmq.store.engine.derivation import Derivation, Pending
+from librmq.store.engine.derivation import FEW, Derivation, DerivedBlock, block_of_records
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
@@ -47,7 +46,7 @@ ATTEMPTS: Final = 20
 """Most repetitions of a listing after the deletion of a listed file."""
 GLANCE: Final = 128
 """Number of bytes that identify a record: all but its text."""
-FLAG_AT: Final = record_format.SYS_FLAG_AT + 3
+_FLAG_AT: Final = record_format.SYS_FLAG_AT + 3
 """Place of the lowest byte of a record's sys flag."""
 _LOG_FILES_MAPPED: Final = 32
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
@@ -112,12 +111,11 @@ class QueueWithTail(ConsumeQueue):
         """The queue offset from which on entries are in memory."""
         return self._held[0]
 
-    def extend(self, entries: list[bytes]) -> None:
-        """Add entries at the end, in memory only."""
+    def extend(self, entries: bytes | bytearray) -> None:
+        """Add packed entries at the end, in memory only."""
         if entries:
-            packed = b"".join(entries)
-            self._held[1].extend(packed)
-            self._note_end(self.max_offset, packed)
+            self._held[1].extend(entries)
+            self._note_end(self.max_offset, entries)
 
     @override
     def _raw(self, position: int, end: int) -> bytes:
@@ -139,7 +137,7 @@ class LiveQueue(QueueWithTail):
     __slots__ = ()
 
     def __init__(
-        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, unwritten: list[bytes]
+        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, unwritten: bytearray
     ) -> None:
         """Take the files up to entries for ``log_end``, and further entries from queue offset ``first`` on."""
         super().__init__(files, None)
@@ -196,7 +194,7 @@ class LiveQueues(QueueTable):
         self._log = log
         self._pool = MappingPool(config.mapped_files)
         self._guard = RLock()  # held while a queue is opened or added to
-        self._unwritten: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._unwritten: dict[QueueName, tuple[int, bytearray]] = {}
         self._kept = 0
 
     def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
@@ -209,7 +207,7 @@ class LiveQueues(QueueTable):
         config = self._config
         files = sequence(config.consumequeue_file_size, ext=False)
         ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
-        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.pop((topic, queue_id), (0, [])))
+        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.pop((topic, queue_id), (0, bytearray())))
         queue.advance(self._log.begin)
         return queue
 
@@ -259,22 +257,25 @@ class LiveQueues(QueueTable):
                 assert isinstance(queue, LiveQueue)
                 queue.follow_begin(self._log.begin)
 
-    def publish(self, log_end: int, new: dict[QueueName, tuple[int, list[bytes]]]) -> None:
-        """Set the log's end, and add ``new`` entries to queues, each from a queue offset on."""
+    def publish(self, block: DerivedBlock) -> None:
+        """Move the log's end behind some records, and add their entries to queues."""
         with self._guard:
-            self._log.end = log_end
-            for name, (first, entries) in new.items():
-                self._kept += len(entries)
+            self._log.end = block.end
+            for topic, queue_id, first, entries in filter(itemgetter(3), block.queues):
+                name = java_decode(topic), queue_id
+                self._kept += len(entries) // ENTRY_SIZE
                 queue = self._open.get(name)
                 if isinstance(queue, LiveQueue) and queue.max_offset == first:
                     queue.extend(entries)
                     continue
-                self._open.pop(name, None)  # the topic was created again; the next request opens the queue
-                before = self._unwritten.get(name)
-                if before is not None and before[0] + len(before[1]) == first:
-                    before[1].extend(entries)
-                else:
-                    self._unwritten[name] = first, entries
+                with suppress(MessageIllegalError):  # damage: it fits into no queue
+                    validate_queue(*name)
+                    self._open.pop(name, None)  # the topic was created again; the next request opens the queue
+                    begin, before = self._unwritten.get(name, (-1, bytearray()))
+                    if begin + len(before) // ENTRY_SIZE == first:
+                        before += entries
+                    else:
+                        self._unwritten[name] = first, bytearray(entries)
             if self._kept > KEPT:
                 for name in list(self._unwritten):
                     self.find(name)
@@ -350,12 +351,11 @@ class FollowedParts:
     """Parts that follow a log to which another process writes. One thread at a time opens it and calls its methods."""
 
     parts: Parts
-    unindexed: Collection[Pending] = ()
-    """The keys of the last records, which the index can lack."""
 
     def __init__(self, path: str, config: StoreConfig, files: Files, *, is_written: bool) -> None:
         files, gaps = readable_files(path, files, config.commitlog_file_size, is_written=is_written)
         self._levels = DelayLevels.parse(config.message_delay_level)
+        self._derivation = Derivation(self._levels, self._on_batch)
         self._checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
         pool = MappingPool(_LOG_FILES_MAPPED)
         folder = os.path.join(path, directory.COMMITLOG)
@@ -385,7 +385,43 @@ class FollowedParts:
 
     def follow_log(self) -> bool:
         """Take in changes up to the last listing, and return whether there are any."""
+        log, is_changed = self._log, self._walk_on()
+        if log.begin != self._begin:
+            self._begin = log.begin
+            self._follow_begin()
+            return True
+        return is_changed
+
+    def _walk_on(self, until: int | None = None) -> bool:
+        """Take in the whole records behind the log's end, and return whether there are any."""
+        log, begin = self._log, self._log.end
+        few, end = list[tuple[int, int, bytes]](), begin
+        for place, size, raw in log.follow(until):
+            if len(few) < FEW:
+                few.append((place, size, raw))
+            self._last, end = (place, raw[:GLANCE]), place + size
+        if len(few) >= FEW:
+            for block in self._derivation.blocks(log, begin, end, self._is_whole):
+                self._take(block)
+        elif few:
+            self._take(block_of_records([self._derivation.derive(*item) for item in few]))
+        return end > begin
+
+    def _is_whole(self, begin: int, end: int) -> bool:
+        """Return whether the queue entries of usual records are all that they define; see `Derivation.blocks`."""
+        return True
+
+    def _on_batch(self, place: int, batch: StoredMessage) -> None:
+        """Take in a batch of 5.x, before the other records of its block."""
+
+    def _take(self, block: DerivedBlock) -> None:
+        """Take in what the next records define, and move the log's end behind them."""
         raise NotImplementedError
+
+    def _follow_begin(self) -> None:
+        """Drop entries whose records are deleted from the log."""
+        for queue in self.parts.queues.opened():
+            queue.advance(self._log.begin)
 
     def complete(self) -> None:
         """Take in the keys too, if that was put off."""
@@ -406,9 +442,6 @@ class LiveParts(FollowedParts):
             os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
         )
         self._queues = LiveQueues(path, config, files, self._log)
-        self.unindexed = self._unindexed = deque[Pending](maxlen=KEPT)
-        self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
-        self._derivation = Derivation(self._levels, lambda place, _: _refuse(place))
         self._make_parts(self._queues, self._index, self._queues.open_queue)
         self._find_end(self._walk_begin)
 
@@ -418,7 +451,7 @@ class LiveParts(FollowedParts):
         A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
         """
         log = self._log
-        walk = log.walk(begin, _refuse_batch)
+        walk = log.walk(begin, self._refuse_batch)
         end = walk.physical_offset  # behind it a writer that is faster than this could be followed without an end
         log.end = max(begin, min(self._index.end_physical_offset, end))
         self._walk_on(end)
@@ -430,53 +463,23 @@ class LiveParts(FollowedParts):
 
     @override
     def follow_log(self) -> bool:
-        """Take in changes up to the last listing, and return whether there are any."""
-        log = self._log
         self._index.refresh()
-        new = self._walk_on()
-        if log.begin != self._begin:
-            self._begin = log.begin
-            self._queues.follow_begin()
-            new = True
-        return new
+        return super().follow_log()
 
-    def _walk_on(self, until: int | None = None) -> bool:
-        is_changed = False
-        for count, (place, size, raw) in enumerate(self._log.follow(until), 1):
-            self._collect(place, size, raw)
-            is_changed = True
-            self._last = place, raw[:GLANCE]
-            if not count % KEPT:
-                self._publish(place + size)
-        if is_changed:
-            self._publish(place + size)
-        return is_changed
+    @override
+    def _take(self, block: DerivedBlock) -> None:
+        self._queues.publish(block)
+        self.parts.dispatcher.collect(block)
+        self.parts.dispatcher.forget_first(KEPT)
 
-    def _publish(self, log_end: int) -> None:
-        new, self._new = self._new, {}
-        self._queues.publish(log_end, new)
+    @override
+    def _follow_begin(self) -> None:
+        self._queues.follow_begin()
 
-    def _collect(self, place: int, size: int, raw: bytes) -> None:
-        """Hold the entry and the keys of a record."""
-        record = self._derivation.derive(place, size, raw)
-        if record.tags_code is not None:
-            with suppress(MessageIllegalError, struct.error):  # damage: it fits into no queue
-                name, queue_offset = java_decode(record.topic), record.queue_offset
-                validate_queue(name, record.queue_id)
-                entry = ENTRY.pack(place, size, record.tags_code)
-                first, entries = self._new.get((name, record.queue_id), (-1, []))
-                if entries and first + len(entries) == queue_offset:
-                    entries.append(entry)
-                else:
-                    self._new[name, record.queue_id] = queue_offset, [entry]
-        if record.unique_key or record.keys:
-            self._unindexed.append(record.pending())
+    @override
+    def _on_batch(self, place: int, batch: StoredMessage) -> None:
+        raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")
 
-
-def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:
-    if raw[FLAG_AT] & record_format.INNER_BATCH and is_batch(StoredMessage(raw)):
-        _refuse(place)
-
-
-def _refuse(place: int) -> NoReturn:
-    raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")
+    def _refuse_batch(self, _: CommitLog, place: int, raw: bytes) -> None:
+        if raw[_FLAG_AT] & record_format.INNER_BATCH and is_batch(StoredMessage(raw)):
+            self._on_batch(place, StoredMessage(raw))

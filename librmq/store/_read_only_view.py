@@ -44,7 +44,7 @@ from librmq.runtime.locks import Lock
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts
-from librmq.store.engine.derivation import BitmapOf, KeyBlock, key_block
+from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.store_parts import (
     Parts,
@@ -343,9 +343,8 @@ class ReadOnlyView(StoreHandle):
         self.check_open()
         self.complete()
         parts = self.up_to_date()
-        unindexed = () if self._live is None else list(self._live.unindexed)
-        records = [keys for keys in unindexed if keys[0] < parts.log.end]
-        return parts, [key_block(records)] if records else []
+        with self._guard:  # another thread's refresh can collect more
+            return parts, parts.dispatcher.unindexed()
 
     @property
     @override

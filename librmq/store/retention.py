@@ -662,7 +662,7 @@ def last_timestamp_ms(log: CommitLog, start: int) -> int:
     """Return the store time of the last record of the file at ``start``, or of a later one if unreadable."""
     last = None
     try:
-        for _, _, raw in log.scan(start, start + log.file_size, check_body=False):
+        for _, _, raw in log.scan(start, min(start + log.file_size, log.end), check_body=False):
             last = raw or last
     except CorruptionError:
         last = None  # later records can follow the damage

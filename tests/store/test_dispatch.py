@@ -459,3 +459,9 @@ def test_usual_records_are_taken_together(store: MessageStore) -> None:
             assert len(block.keys.physical_offsets) == 90
             assert [queue[:3] for queue in block.queues] == [(b"T", number, 0) for number in range(3)]
             assert derived_block(store.log, block.end, store.log.end, 90) is not None or core.derive is None
+
+
+def test_a_delivery_time_behind_the_last_moment_is_that_of_java() -> None:
+    fields = Record(topic="SCHEDULE_TOPIC_XXXX", store_timestamp_ms=(1 << 63) - 1, properties_raw=b"DELAY\x011\x02")
+    raw = encode_record(fields)
+    assert Derivation(DelayLevels.parse("1s")).derive(0, len(raw), raw).tags_code == 999 - (1 << 63)

@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import ENTRY
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files._disk import DiskFiles
@@ -466,8 +466,8 @@ def late_entries(reader: MessageStore) -> int:
     assert isinstance(view, ReadOnlyView)
     assert view._live is not None
     held = sum(queue.max_offset - queue.stored_end for queue in reader.queues.opened())
-    held += sum(len(entries) for _, entries in reader.queues._unwritten.values())
-    return max(held, len(view._live.unindexed))
+    held += sum(len(entries) // ENTRY_SIZE for _, entries in reader.queues._unwritten.values())
+    return max(held, sum(len(keys.physical_offsets) for keys in view.with_index()[1]))
 
 
 @pytest.mark.slow

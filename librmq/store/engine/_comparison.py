@@ -84,7 +84,7 @@ class Comparison:
 
     def _search(self) -> bool:
         """Search the next records for ones of which their queue lacks the entries; return whether there are more."""
-        log, end = self._parts.log, self._parts.compared_from
+        log, end = self._parts.log, min(self._parts.compared_from, self._parts.log.end)
         begin = self._searched = max(self._searched, log.begin)
         if not self._ends or begin >= end:
             return False

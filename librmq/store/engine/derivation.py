@@ -13,12 +13,13 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, entry_dtype
-from librmq.errors import MessageIllegalError
+from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Buffer
 from librmq.java.lang import (
     absolute_hashes,
@@ -266,14 +267,33 @@ class DerivedRecord(NamedTuple):
         return light_queues(self.topic, self.queue_id, self.properties)
 
 
-class DerivedBlock(NamedTuple):
-    """What many adjacent records of one file define."""
+@dataclass(slots=True)
+class DerivedBlock:
+    """What adjacent records define."""
 
     end: int
     """Physical offset behind the last one."""
     queues: list[tuple[bytes, int, int, bytes]]
     """Topic, queue id, first queue offset and adjacent packed entries of each queue."""
-    keys: KeyBlock
+    _keys: KeyBlock | None
+    records: Sequence[DerivedRecord] = ()
+    """The records, if they were derived one by one."""
+
+    @property
+    def last(self) -> int:
+        """The place of the last record."""
+        return self.records[-1].physical_offset if self.records else int(self.keys.physical_offsets[-1])
+
+    @property
+    def keys(self) -> KeyBlock:
+        """The keys."""
+        if self._keys is None:
+            self._keys = key_block(self.pending())
+        return self._keys
+
+    def pending(self) -> list[Pending]:
+        """Return the keys of `records`."""
+        return [record.pending() for record in self.records]
 
 
 def derived_block(
@@ -313,6 +333,7 @@ def block_of_file(
     limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
         return _derive_in_arrays(buffer[place:limit], start + place, max_records, levels, check_body=check_body)
+    max_records = min(max_records, (limit - place) // record_format.FIXED_SIZE + 1)  # for which it makes room
     place, queues, *columns = CORE.derive(
         buffer, start, place, limit, max_records, UNUSUAL_IN_BLOCKS, check_body, levels.delays_ms
     )
@@ -330,7 +351,8 @@ def block_of_records(records: Sequence[DerivedRecord]) -> DerivedBlock:
             (topic, queue_id, queue_offset, b"" if code is None else ENTRY.pack(place, size, code))
             for place, size, _, topic, queue_id, queue_offset, code, *_ in records
         ],
-        key_block([record.pending() for record in records]),
+        None,
+        records,
     )
 
 
@@ -531,7 +553,7 @@ class Derivation:
         if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
             wait_ms = _wait_ms(decode_properties(properties), self._levels) if topic == _SCHEDULE_TOPIC else None
             if wait_ms is not None:
-                code = stored + wait_ms
+                code = (stored + wait_ms + (1 << 63)) % (1 << 64) - (1 << 63)  # of a damaged time, as in Java
             else:
                 code = self._tags_codes.get(tags)
                 if code is None:
@@ -546,6 +568,32 @@ class Derivation:
             (physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key),
         )
 
+    def blocks(
+        self, log: CommitLog, begin: int, end: int, is_whole: Callable[[int, int], bool] = lambda _begin, _end: True
+    ) -> Iterator[DerivedBlock]:
+        """Yield what the records of a log define, in its order; one without an entry has an empty one.
+
+        Adjacent records, given by begin and end, are derived one by one if a block does not say all of what they define
+        (``is_whole``).
+
+        Raises:
+            CorruptionError: A record is unreadable; those before it are yielded.
+        """
+        for stretch in walk(log, begin, end):
+            block, damage = stretch.block, None
+            if block is not None and is_whole(stretch.begin, block.end):
+                yield block
+                continue
+            records: list[DerivedRecord] = []
+            try:
+                records.extend(itertools.starmap(self.derive, stretch.records()))
+            except CorruptionError as error:
+                damage = error
+            if records:
+                yield block_of_records(records)
+            if damage is not None:
+                raise damage
+
 
 # ---- a walk over the log, which takes many usual records together where that takes less time
 
@@ -553,6 +601,8 @@ COMPARED: Final = 4096
 """Number of records in a block, and of entries compared together."""
 _LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
+FEW: Final = 16 if CORE.module else 48
+"""Number of records from which on it takes less time to derive them together."""
 _WORTH_BLOCK: Final = 64
 """Number of records from which a block takes less time than a loop over them."""
 
@@ -620,14 +670,5 @@ def walk(
 
 
 def derived_blocks(log: CommitLog, levels: DelayLevels, begin: int) -> Iterator[DerivedBlock]:
-    """Yield what the records of a log from ``begin`` on define, in its order; one without an entry has an empty one.
-
-    Raises:
-        CorruptionError: A record is unreadable.
-    """
-    derive = Derivation(levels).derive
-    for stretch in walk(log, begin, log.end):
-        if stretch.block is not None:
-            yield stretch.block
-        elif records := [derive(*item) for item in stretch.records()]:
-            yield block_of_records(records)
+    """Yield what the records of a log from ``begin`` on define; see `Derivation.blocks`."""
+    return Derivation(levels).blocks(log, begin, log.end)

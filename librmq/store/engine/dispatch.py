@@ -19,6 +19,7 @@ from librmq.runtime import critical
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.store.engine.derivation import (
     BitmapOf,
+    DerivedBlock,
     DerivedRecord,
     KeyBlock,
     Pending,
@@ -151,8 +152,8 @@ class Dispatcher(DispatchState):
         if end > lane.next_queue_offset:  # another process has appended
             lane.next_queue_offset = end
 
-    def add_block(self, queued: Sequence[Queued], keys: KeyBlock, end: int) -> bool:
-        """Write the entries of many records up to ``end`` and collect their keys, in a critical block.
+    def add_block(self, queued: Sequence[Queued], block: DerivedBlock) -> bool:
+        """Write the entries of many records and collect their keys, in a critical block.
 
         Return False, without effect, if they do not continue their queues, or are to be added one by one.
         """
@@ -165,11 +166,24 @@ class Dispatcher(DispatchState):
             if first == lane.queue.max_offset:  # or it was begun with them
                 self._put_entries(lane, first, entries)
             lane.next_queue_offset = max(lane.next_queue_offset, lane.queue.max_offset)
-        self._close_block()
-        self._blocks.append(keys)
-        self._in_blocks += len(keys.physical_offsets)
-        self.followed = end
+        self.collect(block)
+        self.followed = block.end
         return True
+
+    def collect(self, block: DerivedBlock) -> None:
+        """Collect the keys of the next records, whose entries are in their queues."""
+        if block.records:
+            self.records += block.pending()
+        else:
+            self._close_block()
+            self._blocks.append(block.keys)
+            self._in_blocks += len(block.keys.physical_offsets)
+
+    def forget_first(self, most: int) -> None:
+        """Forget the keys of the first records that are collected, but not of the last ``most``."""
+        while self._blocks and self.collected - len(self._blocks[0].physical_offsets) >= most:
+            self._in_blocks -= len(self._blocks.pop(0).physical_offsets)
+        del self.records[:-most]
 
     def _close_block(self) -> None:
         if self.records:

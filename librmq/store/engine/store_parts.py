@@ -26,11 +26,11 @@ from librmq.runtime import critical
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.locks import Lock, RLock
 from librmq.store.engine.derivation import (
+    FEW,
     UNUSUAL_IN_BLOCKS,
     Derivation,
     KeyBlock,
     derived_block,
-    derived_blocks,
 )
 from librmq.store.engine.dispatch import Dispatcher, Lane, Queued
 from librmq.store.format import directory
@@ -356,9 +356,6 @@ class PartFiles:
         )
 
 
-_FEW: Final = 16 if CORE.module else 48
-"""Number of records from which on it takes less time to dispatch them together."""
-
 _BLOCK: Final = 1024
 """Most of them: a block costs as much by itself as some 200 of its records."""
 
@@ -399,7 +396,7 @@ class Parts:
     """Place of the first dispatched record that was not the next one in its queue, -1 for none."""
     _lanes_of_records: dict[tuple[bytes, int], Lane] = field(default_factory=dict)
     _derivation: Derivation = field(init=False)
-    _apart: int = _FEW
+    _apart: int = FEW
     """Number of records that are dispatched one by one behind a block that was of no use."""
     _block_from: int = 0
     """Place of the next block."""
@@ -488,7 +485,7 @@ class Parts:
 
     def unindexed(self) -> list[KeyBlock]:
         """Return the keys that the index may lack."""
-        derived = derived_blocks(self.log, self.levels, self.dispatcher.followed)
+        derived = self._derivation.blocks(self.log, self.dispatcher.followed, self.log.end)
         return [*self.dispatcher.unindexed(), *(block.keys for block in derived)]
 
     def dispatched(self, end: int) -> Iterator[Dispatched]:
@@ -515,10 +512,10 @@ class Parts:
             return None
         if not 0 < size <= end - at:
             raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
-        if at >= self._block_from and (most := (end - at) // size) >= _FEW:
+        if at >= self._block_from and (most := (end - at) // size) >= FEW:
             part = self._dispatch_block(at, end, min(most, _BLOCK))
             if part is not None:
-                self._apart = _FEW
+                self._apart = FEW
                 return part
             # Where blocks are of no use, looking for others takes longer than it saves.
             self._apart = min(2 * self._apart, _BLOCK)
@@ -536,9 +533,9 @@ class Parts:
             for topic, queue_id, first, entries in block.queues
         ]
         with critical:
-            if not self.dispatcher.add_block(queued, block.keys, block.end):
+            if not self.dispatcher.add_block(queued, block):
                 return None
-        return int(block.keys.physical_offsets[-1]), queued
+        return block.last, queued
 
     def _dispatch_few(self, at: int, raw: bytes) -> Dispatched:
         """Dispatch records of any kind one by one; ``raw`` has a whole one, and what follows it.
