@@ -89,7 +89,7 @@ class MappingPool:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._order: deque[tuple[weakref.ref[MappedFileQueue], int]] = deque()
+        self._order: deque[tuple[weakref.ref[MappedFileQueue], int, weakref.ref[File]]] = deque()
         self._guard = Lock()
 
     @property
@@ -97,10 +97,10 @@ class MappingPool:
         """Whether the next mapping drops another."""
         return len(self._order) >= self._limit
 
-    def mapped(self, queue: MappedFileQueue, start: int) -> None:
+    def mapped(self, queue: MappedFileQueue, start: int, file: File) -> None:
         """Note that ``queue`` has mapped its file at ``start``, and drop the oldest mappings beyond the limit."""
         with self._guard:
-            self._order.append((weakref.ref(queue), start))
+            self._order.append((weakref.ref(queue), start, weakref.ref(file)))
             self._shrink(self._limit)
 
     def unmap_all(self) -> None:
@@ -110,8 +110,9 @@ class MappingPool:
 
     def _shrink(self, limit: int) -> None:
         while len(self._order) > limit:
-            reference, start = self._order.popleft()
-            if (queue := reference()) is not None:
+            reference, start, file = self._order.popleft()
+            # The queue can have dropped this mapping, and have made another since.
+            if (queue := reference()) is not None and queue.mapped.get(start) is file():
                 queue.unmap(start)
 
 
@@ -271,7 +272,7 @@ class MappedFileQueue:
             )
         with self._guard:
             file = self.mapped.setdefault(start, file)
-        self._pool.mapped(self, start)
+        self._pool.mapped(self, start, file)
         return file
 
     def unmap(self, start: int) -> None:
@@ -308,7 +309,7 @@ class MappedFileQueue:
         with self._guard:
             self.mapped[start] = file
             self.starts = [*self.starts, start]
-        self._pool.mapped(self, start)
+        self._pool.mapped(self, start, file)
         return file
 
     @staticmethod

@@ -193,6 +193,14 @@ def test_the_pool_is_shared_and_lets_the_oldest_go() -> None:
     assert [sorted(queue.mapped) for queue in queues] == [[SIZE], [0], [0]]
 
 
+def test_a_file_that_is_mapped_again_stays_mapped(tmp_path: Path) -> None:
+    queue = MappedFileQueue(str(tmp_path), SIZE, DiskFiles(), MappingPool(2))
+    queue.create(0)
+    for _ in range(3):
+        queue.unmap(0)
+        assert queue.file(0) is queue.file(0)
+
+
 def test_descriptors_are_bounded_on_disk(tmp_path: Path) -> None:
     queue = MappedFileQueue(str(tmp_path), SIZE, DiskFiles(), MappingPool(3), durable=True)
     for n in range(20):
