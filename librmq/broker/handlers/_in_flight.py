@@ -91,6 +91,8 @@ class Flight:
     """Its place on the page of groups."""
     receiver: int = 0
     """`receiver_of` its client; 0 for one at whose end it is no suspect."""
+    deaths: tuple[int, int] = 0, 0
+    """In order: how often its process has ended by surprise, and that alone. A retry copy has a property for it."""
 
     def has(self, receipt: Receipt) -> bool:
         """Return whether a receipt is the latest one."""
@@ -104,9 +106,7 @@ class QueueFlights:
     goes from it only when it is acknowledged or stored again.
     """
 
-    __slots__ = (
-        *("_cells", "_next_offset", "_page", "attempt_id", "committed", "counts", "deaths", "flights", "key", "place"),
-    )
+    __slots__ = ("_next_offset", "_page", "attempt_id", "committed", "flights", "handed_out", "key", "place")
 
     def __init__(self, key: QueueKey, next_offset: int, place: Place | None) -> None:
         """Begin at a queue offset; without a place, what is in flight comes again after a kill."""
@@ -118,11 +118,8 @@ class QueueFlights:
         """The last stored progress; if the table differs, a reset or another consumer has moved it."""
         self.flights: dict[int, Flight] = {}
         """Flights by queue offset, in order."""
-        self.counts: dict[int, int] = {}
-        """Deliveries by queue offset, for messages in order that the progress has not passed."""
-        self.deaths: dict[int, tuple[int, int]] = {}
-        """By queue offset, for messages in order: how often their process has ended by surprise, and that alone."""
-        self._cells: dict[int, int] = {}  # places on the page of counts whose messages are not in flight
+        self.handed_out: dict[int, Flight] = {}
+        """The last deliveries of messages in order that the progress has not passed, in flight or not."""
         self.attempt_id = ""
 
     @classmethod
@@ -137,25 +134,21 @@ class QueueFlights:
         noted = place.next_offset
         next_offset = progress if noted is None else min(max(noted, progress), max(end, progress))
         queue, page = cls(key, next_offset, place), place.page
-        for row in sorted(page.flights.pop(place.number, []), key=lambda row: row.queue_offset):
+        for row in sorted(page.flights.pop(place.number, []), key=lambda row: (row.queue_offset, not row.is_in_flight)):
             offset = row.queue_offset
             is_in_flight = noted is not None and row.is_in_flight and progress <= offset < next_offset
-            attempt = row.attempt & _MOST_ATTEMPTS
+            numbers = row.received_ms, row.invisible_ms, row.attempt & _MOST_ATTEMPTS, row.visible_ms, row.cell
+            flight = Flight(queue, offset, row.physical_offset, *numbers)
             if is_in_flight and offset not in queue.flights:
-                times = row.received_ms, row.invisible_ms, attempt, row.visible_ms
-                flight = Flight(queue, offset, row.physical_offset, *times)
                 if was_killed:
                     flight.receiver = row.attempt >> 38 << 38
-                flight.cell, queue.flights[offset] = row.cell, flight
-            elif is_ordered and not row.is_in_flight and offset >= progress:
-                queue._cells[offset] = row.cell
-            else:
+                queue.flights[offset] = flight
+            elif not is_ordered or row.is_in_flight or offset < progress or offset in queue.handed_out:
                 page.free_flight(row.cell)
                 continue
             if is_ordered:
-                queue.counts[offset] = attempt
-                if deaths := row.attempt >> 24 & _MOST_DEATHS:
-                    queue.deaths[offset] = deaths, row.attempt >> 31 & _MOST_DEATHS
+                flight.deaths = row.attempt >> 24 & _MOST_DEATHS, row.attempt >> 31 & _MOST_DEATHS
+                queue.handed_out[offset] = flight
         return queue
 
     @property
@@ -176,20 +169,19 @@ class QueueFlights:
 
     def add_flight(self, flight: Flight, *, is_ordered: bool = False) -> None:
         """Note a delivery; queue offsets only rise until `read_again`."""
-        if self._cells:
-            flight.cell = self._cells.pop(flight.queue_offset, None)
+        before = self.handed_out.get(flight.queue_offset)
+        if before is not None:
+            flight.cell, flight.deaths = before.cell, before.deaths
+        if is_ordered or before is not None:
+            self.handed_out[flight.queue_offset] = flight
         self.note_flight(flight)
         self.flights[flight.queue_offset] = flight
-        if is_ordered:
-            self.counts[flight.queue_offset] = flight.attempt
 
     def note_flight(self, flight: Flight) -> None:
         """Write the numbers of a delivery to the page."""
-        place, attempt = self.place, min(flight.attempt, _MOST_ATTEMPTS)
+        place = self.place
         if place is not None:
-            if self.deaths:
-                deaths, deaths_alone = self.deaths.get(flight.queue_offset, (0, 0))
-                attempt |= deaths << 24 | deaths_alone << 31
+            deaths, deaths_alone = flight.deaths
             flight.cell = place.page.add_flight(
                 place.number,
                 flight.cell,
@@ -197,38 +189,41 @@ class QueueFlights:
                 flight.physical_offset,
                 flight.received_ms,
                 flight.invisible_ms,
-                attempt | flight.receiver,
+                min(flight.attempt, _MOST_ATTEMPTS) | deaths << 24 | deaths_alone << 31 | flight.receiver,
                 flight.visible_ms,
             )
 
     def remove_flight(self, flight: Flight) -> None:
         """Remove a message that was processed."""
         del self.flights[flight.queue_offset]
-        cell = flight.cell
-        if self._page is not None and cell is not None:
-            if flight.queue_offset in self.counts:
-                self._page.end_flight(cell)
-                self._cells[flight.queue_offset] = cell
-            else:
-                self._page.free_flight(cell)
-        if self.counts:
+        self._end(flight, is_kept=flight.queue_offset in self.handed_out)
+        if self.handed_out:
             first = self.progress
-            for offset in [offset for offset in self.counts if offset < first]:
-                del self.counts[offset]
-                self.deaths.pop(offset, None)
-                self._free(self._cells.pop(offset, None))
+            for offset in [offset for offset in self.handed_out if offset < first]:
+                self._end(self.handed_out.pop(offset), is_kept=False)
+
+    def attempts(self, queue_offset: int) -> int:
+        """Return how often a message in order was delivered before."""
+        handed_out = self.handed_out.get(queue_offset)
+        return 0 if handed_out is None else handed_out.attempt
+
+    @property
+    def has_deaths(self) -> bool:
+        """Whether processes have ended at messages in order."""
+        return any(flight.deaths[0] for flight in self.handed_out.values())
 
     def deaths_of(self, message: StoredMessage) -> tuple[int, int]:
         """Return how often a message's process has ended by surprise, and how often of these it was alone."""
         if _DEATHS in message.raw:
             return process_deaths(message.properties)
-        return self.deaths.get(message.queue_offset, (0, 0))
+        handed_out = self.handed_out.get(message.queue_offset)
+        return (0, 0) if handed_out is None else handed_out.deaths
 
     def note_death(self, flight: Flight) -> None:
         """Note that the process of a message's receiver has ended by surprise; it counts once."""
-        deaths, deaths_alone = self.deaths.get(flight.queue_offset, (0, 0))
+        deaths, deaths_alone = flight.deaths
         was_alone = flight.receiver & ALONE != 0
-        self.deaths[flight.queue_offset] = min(deaths + 1, _MOST_DEATHS), min(deaths_alone + was_alone, _MOST_DEATHS)
+        flight.deaths = min(deaths + 1, _MOST_DEATHS), min(deaths_alone + was_alone, _MOST_DEATHS)
         flight.receiver = 0
         self.note_flight(flight)
 
@@ -242,17 +237,17 @@ class QueueFlights:
         As in 5.x (``ConsumerOrderInfoManager``) acknowledged messages behind it are delivered again too.
         """
         self.next_offset = self.progress  # first: from then on nothing behind it counts as in flight
-        for offset, flight in self.flights.items():
-            if self._page is not None and flight.cell is not None:
-                self._page.end_flight(flight.cell)
-                self._cells[offset] = flight.cell
+        for flight in self.flights.values():
+            self._end(flight, is_kept=True)
+        self.handed_out |= self.flights
         self.flights.clear()
 
     def drop(self) -> None:
         """Remove everything from the page, because the progress was moved by others."""
-        for cell in [*self._cells.values(), *(flight.cell for flight in self.flights.values())]:
-            self._free(cell)
+        for flight in (self.handed_out | self.flights).values():
+            self._end(flight, is_kept=False)
 
-    def _free(self, cell: int | None) -> None:
-        if self._page is not None and cell is not None:
-            self._page.free_flight(cell)
+    def _end(self, flight: Flight, *, is_kept: bool) -> None:
+        """Note that a message is no longer in flight, and whether its attempts and deaths still count."""
+        if self._page is not None and flight.cell is not None:
+            (self._page.end_flight if is_kept else self._page.free_flight)(flight.cell)

@@ -112,7 +112,7 @@ class ReceiveHandler(BrokerPart):
             queue = QueueFlights.restored(
                 name, place, progress_or_none, end, is_ordered=is_ordered, was_killed=was_killed
             )
-            if progress is not None and (queue.flights or queue.counts):
+            if progress is not None and (queue.flights or queue.handed_out):
                 self._queues[name] = queue
                 queue.committed = progress
                 self._commit_progress(queue)
@@ -334,7 +334,7 @@ class ReceiveHandler(BrokerPart):
 
     def _ended_in(self, group: GroupSettings, name: tuple[str, int]) -> bool:
         """Return whether processes have ended at messages in flight of a queue in order."""
-        return name in self._store.queues and bool(self._queue(group.name, *name).deaths)
+        return name in self._store.queues and self._queue(group.name, *name).has_deaths
 
     def _read_queue(
         self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection
@@ -352,7 +352,7 @@ class ReceiveHandler(BrokerPart):
         has_more = False
         max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
         receiver = 0 if request.max_process_deaths is None else receiver_of(request.client_id)
-        has_suspects = receiver and (queue.deaths or key[1] != request.topic)
+        has_suspects = receiver and (queue.has_deaths or key[1] != request.topic)
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
             self._warn_of_full(key, room)
@@ -366,7 +366,7 @@ class ReceiveHandler(BrokerPart):
             for message in result.messages:
                 queue_offset = message.queue_offset
                 deaths = queue.deaths_of(message) if has_suspects else (0, 0)
-                attempt = 1 + (queue.counts.get(queue_offset, 0) if group.is_ordered else message.reconsume_times)
+                attempt = 1 + (queue.attempts(queue_offset) if group.is_ordered else message.reconsume_times)
                 if (attempt > max_attempts or deaths[0]) and (cause := _cause(request, group, attempt, *deaths)):
                     self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
