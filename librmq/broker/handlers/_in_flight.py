@@ -210,7 +210,7 @@ class QueueFlights:
     @property
     def has_deaths(self) -> bool:
         """Whether processes have ended at messages in order."""
-        return any(flight.deaths[0] for flight in self.handed_out.values())
+        return bool(self.handed_out) and any(flight.deaths[0] for flight in self.handed_out.values())
 
     def deaths_of(self, message: StoredMessage) -> tuple[int, int]:
         """Return how often a message's process has ended by surprise, and how often of these it was alone."""
