@@ -370,7 +370,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
             if not copy and start + _STILL_WRITTEN * size < end and link_file(files, source, target):
-                files.flush(file)
+                files.flush(files.open(target, writable=True))
                 linked += 1
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)

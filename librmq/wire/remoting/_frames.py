@@ -105,6 +105,7 @@ def answer_to(
         remark=remark,
         flag=_IS_ANSWER,
         language="JAVA",
+        version=VERSION,
         is_binary=request.is_binary,
     )
 
