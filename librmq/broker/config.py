@@ -29,6 +29,7 @@ from librmq.store.format.documents import (
     RETENTION,
     SETTINGS_FILE,
     RecordedRetention,
+    full_disk_suffered,
     notes_locked,
     read_document,
     write_document,
@@ -219,7 +220,7 @@ class Promises:
         if other.broker.timers is not None and not self.broker.hops and is_made_by_librmq(path, files):
             present = Promises(present.store, BrokerConfig(timers=TimerConfig()))  # what None means there
         change = f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
-        with notes_locked(path, files, suffers="the named settings"):
+        with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
             recorded = Promises.read(path, files)
             self._refuse(path, recorded.differences(other, present=recorded.over(present)), change)
             recorded._write_over(path, files, other)
@@ -263,7 +264,7 @@ class Promises:
             ConfigError: ``replaces`` is False, and ``other`` names another value than is recorded.
         """
         if other.over(self).named() != self.named():
-            with notes_locked(path, files, suffers="the named settings"):
+            with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
                 recorded = Promises.read(path, files)
                 if not replaces:
                     recorded.check_shared(path, other)

@@ -444,7 +444,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
                     path=path,
                     recorded=", ".join(f"{name}={value!r:.80}" for name, value in before.settings.items()),
                 )
-                with notes_locked(path, files, suffers="settings of retention"):
+                with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
                     _write_retention(path, files, before._replace(told=folder))
             return
         before = RecordedRetention({}, [])
@@ -454,7 +454,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
     if stricter:
         changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
-    with notes_locked(path, files, suffers="settings of retention"):
+    with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
         # A peer of a former owner can have named some since the look before. They stay, because it relies on them.
         now = RecordedRetention.read(path, files)
         later = {name: now.settings[name] for name in now.named if name not in before.named}
@@ -701,18 +701,12 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
 
 
 @contextmanager
-def notes_locked(path: str, files: Files, *, suffers: str | None = None) -> Iterator[None]:
+def notes_locked(path: str, files: Files) -> Iterator[None]:
     """Keep other threads and processes from changing the notes of a store, which they read and then replace.
-
-    A full disk is no reason to fail for what ``suffers`` names: a warning says that it is not recorded.
 
     Raises:
         StoreLockedError: Another one has not ended its change within 10 s.
     """
-    if suffers is not None:
-        with full_disk_suffered(path, suffers), notes_locked(path, files):
-            yield
-        return
     confine(files, path, OWN_FOLDER)
     folder = os.path.join(path, OWN_FOLDER)
     make_folders(files, folder)
