@@ -97,7 +97,7 @@ class TraceWriter:
         """
         self.client = client
         self.group = group
-        self.topic = _trace_topic(trace)
+        self.topic: str = _trace_topic(trace)
         self.dropped: int = 0
         """Number of records that were not stored."""
         self._metrics = None if metrics is None else outside(metrics)

@@ -78,9 +78,9 @@ class Dispatcher(DispatchState):
     def __init__(self, index: KeyIndex, bitmap_of: BitmapOf | None = None) -> None:
         self._index = index
         self.bitmap_of = bitmap_of
-        self.followed = 0
+        self.followed: int = 0
         """Physical offset up to which the log's records are dispatched, but for keys that are collected."""
-        self.due = 0
+        self.due: int = 0
         """Number of records whose entries or keys are not written."""
         self.records: list[Pending] = []
         """The last records whose keys are collected, with or without keys."""

@@ -213,7 +213,7 @@ class Recovery:
     """Planned end of the log."""
     lacking: frozenset[QueueName] = frozenset()
     """Queues that lack a file: `lacking_queues`."""
-    keeps_deleted = False
+    keeps_deleted: bool = False
     """Whether a check of all of the log leaves a queue without a folder deleted, like its topic."""
 
     def __init__(

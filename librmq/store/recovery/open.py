@@ -242,7 +242,7 @@ class _Opening:
     """Everything that was cut or rewritten."""
     walked_from: int | None
     """As in `Parts`."""
-    keeps_deleted = False
+    keeps_deleted: bool = False
     """As in `Recovery`."""
 
     def __init__(
