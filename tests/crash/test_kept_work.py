@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import zlib
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -346,28 +347,41 @@ def judged(text: str, way: str, *, is_alone: bool) -> list[str]:
     closed = {life for life, _, what, *_ in lines if what == "closes"}
     sent = {body for _, _, what, *names in lines for body in names if what == "sent"}
     calls = defaultdict[str, list[Call]](list)
-    begins_of, last = defaultdict[tuple[str, str], list[int]](list), dict[tuple[str, str], int]()
+    begins_of, lines_of = defaultdict[tuple[str, str], list[Call]](list), defaultdict[tuple[str, str], list[int]](list)
     for number, (life, thread, what, *names) in enumerate(lines):
         if what in ("begins", "ends"):
-            last[life, thread] = number
+            lines_of[life, thread].append(number)
         for name in names if what in ("begins", "ends") else ():
             queue, _, body = name.partition(":")
             if what == "begins":
-                begins_of[life, queue].append(number)
                 calls[body].append(Call(life, thread, queue, number, None))
+                begins_of[life, queue].append(calls[body][-1])
             else:
                 place = next(at for at in reversed(range(len(calls[body]))) if calls[body][at][:2] == (life, thread))
                 calls[body][place] = calls[body][place]._replace(end=number)
+
+    def taken_behind(call: Call) -> int:
+        """Return the line of its thread behind which a message was taken."""
+        own = lines_of[call.life, call.thread]
+        return own[bisect_left(own, call.begin) - 1] if own[0] < call.begin else -1
 
     def was_in_work(call: Call, again: Call) -> bool:
         if is_alone and way != "simple" and call.life == again.life:
             return False
         if call.end is None or call.end > again.begin:
             return True
-        if way in LISTENERS and call.life not in closed and last[call.life, call.thread] == call.end:
+        own = lines_of[call.life, call.thread]
+        later = own[bisect_right(own, call.end) :]
+        if way in LISTENERS and call.life not in closed and not later:
             return True  # It was killed before it could answer.
-        # A process that lives had it in work when it handed the queue over, so it began nothing of the queue since.
-        return not is_alone and not any(call.end < begin < again.begin for begin in begins_of[call.life, call.queue])
+        # A process that lives had it in work when it handed the queue over, so it took nothing of the queue since. A
+        # listener's thread has answered when it takes the next one, other threads know of that at its next line.
+        answered = call.end if way not in LISTENERS else later[0] if later else len(lines)
+        return not is_alone and not any(
+            begun.begin < again.begin
+            and (taken_behind(begun) >= answered or (begun.thread == call.thread and begun.begin > call.end))
+            for begun in begins_of[call.life, call.queue]
+        )
 
     found = [f"{body} is lost" for body in sent - calls.keys()]
     for body, row in calls.items():
@@ -422,3 +436,8 @@ def test_a_process_of_a_share_hands_over_what_it_has_in_work() -> None:
     begin, again = "0 1 begins t/0:a\n", "1 1 begins t/0:a\n1 1 ends t/0:a\n0 1 begins t/1:c\n0 1 ends t/1:c"
     assert not judged(begin + "0 1 ends t/0:a\n" + again, "push", is_alone=False)
     assert judged(begin + "0 1 ends t/0:a\n0 1 begins t/0:b\n0 1 ends t/0:b\n" + again, "push", is_alone=False)
+    # A thread can have taken a message before another one has answered, and write that it begins behind that.
+    begin = "0 2 begins t/0:x\n" + begin + "0 1 ends t/0:a\n"
+    assert not judged(begin + "0 2 ends t/0:x\n0 2 begins t/0:b\n0 2 ends t/0:b\n" + again, "push", is_alone=False)
+    taken = "0 1 begins t/1:d\n0 1 ends t/1:d\n0 2 ends t/0:x\n0 2 begins t/0:b\n0 2 ends t/0:b\n"
+    assert judged(begin + taken + again, "push", is_alone=False)
