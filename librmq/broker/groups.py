@@ -267,6 +267,6 @@ def comparable(subscriptions: Mapping[str, Subscription]) -> dict[str, str]:
 
 
 def _description(subscription: Subscription) -> str:
-    if subscription.expression_type not in ("", "TAG"):
+    if not subscription.is_by_tags:
         return f"sql {subscription.expression!r}"
     return "all messages" if subscription.expression == "*" else f"tags {subscription.expression!r}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
-from librmq.filter import TAG, SqlFilter, TagFilter
+from librmq.filter import SqlFilter, TagFilter
 from librmq.message import StoredMessage
 from librmq.protocol import (
     DescribeConnections,
@@ -88,7 +88,7 @@ def _track(endpoint: Endpoint, message: StoredMessage, group: str) -> TrackType:
 
 
 def _selects(subscription: Subscription, message: StoredMessage) -> bool:
-    if subscription.expression_type in ("", TAG):
+    if subscription.is_by_tags:
         return TagFilter(subscription.expression).matches(message.tags)
     try:
         return SqlFilter(subscription.expression).evaluate(message.properties) is True

@@ -34,7 +34,7 @@ from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, R
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.filter import TAG, TagFilter
+from librmq.filter import TagFilter
 from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.delays import level_of_queue_id
@@ -456,7 +456,7 @@ class _Outcomes:
         broker = self._view.broker
         connections = None if broker is None else broker.connections(group)
         subscription = None if connections is None else connections.subscriptions.get(message.topic)
-        if subscription is not None and subscription.expression_type in ("", TAG):
+        if subscription is not None and subscription.is_by_tags:
             tags = TagFilter(subscription.expression)
             return "" if tags.matches(message.tags) else f"the group's tags are {subscription.expression}"
         registration = None if self._registrations is None else self._registrations.get(message.topic, group)

@@ -90,6 +90,11 @@ class Subscription:
     """``TAG`` or ``SQL92``."""
     version: int = 0
 
+    @property
+    def is_by_tags(self) -> bool:
+        """Whether it selects by tags; so does one that names no type."""
+        return self.expression_type in ("", "TAG")
+
 
 @value
 class ConsumerData:

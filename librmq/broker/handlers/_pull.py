@@ -282,7 +282,7 @@ class PullHandler(BrokerPart):
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
         topic = subscription.topic
         registration = None
-        if subscription.expression_type not in ("", "TAG"):
+        if not subscription.is_by_tags:
             self._check_type(subscription)
             registration = self._registrations.get(topic, group)
             if registration is None:
@@ -310,7 +310,7 @@ class PullHandler(BrokerPart):
         return parse_selection(subscription, by_text=by_text)
 
     def _check_type(self, subscription: Subscription) -> None:
-        if subscription.expression_type not in ("", "TAG") and not self._store.config.enable_property_filter:
+        if not subscription.is_by_tags and not self._store.config.enable_property_filter:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
                 f"topic {subscription.topic!r}: filters of type {subscription.expression_type} are switched off: "

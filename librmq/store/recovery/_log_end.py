@@ -545,7 +545,11 @@ class Recovery:
             return log.begin, self._scope(log.begin, absent_before)
         if parts.walked_from is not None or self._mark is not None:
             return self._begin, Scope(self._begin)
-        self._drop_index()
+        if _MISSING_ONE in self._stale.values():
+            self._before_index()
+        for file, than in self._stale.items():  # they are made again
+            parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
+            parts.index.delete(file.name)
         begin, scope = self._begin, Scope(self._begin)
         if self._clean:
             end = dispatched()
@@ -593,14 +597,6 @@ class Recovery:
         if self._mark is not None:
             raise MarkError("the key index does not fit the log")
         self._parts.checkpoint._clear_index_time()
-
-    def _drop_index(self) -> None:
-        """Delete the index files that are made again."""
-        if _MISSING_ONE in self._stale.values():
-            self._before_index()
-        for file, than in self._stale.items():
-            self._parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
-            self._parts.index.delete(file.name)
 
     def _reconcile(self, begin: int, scope: Scope) -> None:
         from librmq.store.recovery._log_comparison import Reconciliation
