@@ -440,7 +440,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     raise
                 if is_wanted:
                     matching.append(message)
-        if matching and self.watchers:
+        if matching:
             self._note("hand_out", queue=messages[0].queue, messages=matching)
         return matching
 
@@ -764,14 +764,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._offsets.save([assigned])
 
     def _commit_polled(self) -> None:
-        is_watched = self.watchers  # each poll commits
-        if is_watched:
-            self._note("settle", result="ok")
+        self._note("settle", result="ok")
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
                 self._progressed(assigned, assigned.next_offset)
-        if is_watched:
-            self._note("keep")
+        self._note("keep")
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
         """Store progress now: after all polled messages, or at these queue offsets.

@@ -519,7 +519,7 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     except (MissingExtraError, CorruptionError) as error:
         yield Finding(
             "unseen-pop-records", "info", f"store {view.store.path}",
-            f"The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which was not "
+            "The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which was not "
             f"read: {error}.",
             {"folder": _ROCKSDB},
             "Messages in flight are missing in pending, lag and story; RocketMQ's mqadmin exportPopRecord lists them.",

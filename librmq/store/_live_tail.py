@@ -399,7 +399,9 @@ class FollowedParts:
         for place, size, raw in log.follow(until):
             if len(few) < FEW:
                 few.append((place, size, raw))
-            self._last, end = (place, raw[:GLANCE]), place + size
+            end = place + size
+        if few:
+            self._last = place, raw[:GLANCE]
         if len(few) >= FEW:
             for block in self._derivation.blocks(log, begin, end, self._is_whole):
                 self._take(block)

@@ -499,8 +499,7 @@ class ReceiveHandler(BrokerPart):
         else:
             if progress != queue.committed:
                 queue.place.set(progress)
-            if not self._offsets.saving.has_changed:
-                self._offsets.saving.save_soon()
+            self._offsets.saving.save_soon()
         queue.committed = progress
 
     def _is_in_flight(self, flight: Flight) -> bool:

@@ -183,8 +183,8 @@ _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
-_NO_LEVELS: Final = DelayLevels()
 """Flags of records that are not derived together with others."""
+_NO_LEVELS: Final = DelayLevels()
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
 _TAGS_KEPT: Final = 10_000
@@ -667,8 +667,3 @@ def walk(
         else:
             # A block that was of no use is a hint that those which follow are not either, so try more and more seldom.
             at, least, is_worth_block = stretch.end, min(2 * least, _MOST_APART), True
-
-
-def derived_blocks(log: CommitLog, levels: DelayLevels, begin: int) -> Iterator[DerivedBlock]:
-    """Yield what the records of a log from ``begin`` on define; see `Derivation.blocks`."""
-    return Derivation(levels).blocks(log, begin, log.end)

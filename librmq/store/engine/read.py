@@ -683,8 +683,8 @@ def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, 
         places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
     if unindexed:
         key_hash = index_key_hash(topic, key)
-        last_places = {place for keys in unindexed for place in keys.places_of(key_hash, begin_ms, end_ms)}
-        last_places = {place for place in last_places if place < parts.log.end}
+        found = itertools.chain.from_iterable(keys.places_of(key_hash, begin_ms, end_ms) for keys in unindexed)
+        last_places = {place for place in found if place < parts.log.end}
         places = [*sorted(last_places.difference(places), reverse=True), *places][: max(max_messages, 0)]
     for physical_offset in sorted(places):
         if exact and physical_offset == last:

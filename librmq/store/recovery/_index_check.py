@@ -17,10 +17,10 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import (
     COMPARED,
+    Derivation,
     DerivedRecord,
     KeyBlock,
     Pending,
-    derived_blocks,
     key_block,
     key_hashes,
     without_first_keys,
@@ -338,5 +338,5 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
         index.delete(file.name)
-    for block in derived_blocks(log, levels, log.begin):
+    for block in Derivation(levels).blocks(log, log.begin, log.end):
         index.append_block(*block.keys)

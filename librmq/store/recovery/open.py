@@ -31,7 +31,7 @@ from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import counted
 from librmq.store.engine._durability import MANY_FILES
-from librmq.store.engine.derivation import BitmapOf, DerivedBlock, derived_blocks
+from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
     WORTH_A_MARK,
@@ -587,7 +587,7 @@ class CopiedParts:
         set_abort(part.files, part.path)  # a kill would leave queues that lack entries
         self._part = part
         self._log = log
-        self._levels = DelayLevels.parse(part.config.message_delay_level)
+        self._derivation = Derivation(DelayLevels.parse(part.config.message_delay_level))
         self.followed = log.begin
         """The physical offset up to which records are taken in."""
         self._index = part.open_index(writable=True)
@@ -602,7 +602,7 @@ class CopiedParts:
         Raises:
             CorruptionError: One names a queue that can't be.
         """
-        for block in derived_blocks(self._log, self._levels, self.followed):
+        for block in self._derivation.blocks(self._log, self.followed, self._log.end):
             self.add_block(block)
         self.followed = max(self.followed, self._log.end)
 
