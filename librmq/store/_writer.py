@@ -252,8 +252,10 @@ class Writer(StoreHandle):
         return self.queues
 
     def _entries_a_queue(self) -> int:
+        """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""
         self.appender.write_entries()
-        return self.appender.dispatcher.entries_a_queue()
+        dispatcher = self.appender.dispatcher
+        return -(-(dispatcher.entries + dispatcher.due) // (len(dispatcher.unflushed) or 1))
 
     @override
     def up_to_date(self) -> Parts:

@@ -433,6 +433,22 @@ def run_out(seed: int, config: StoreConfig, *, check: bool = True) -> int:
 EXT = replace(SMALL, enable_consumequeue_ext=True)
 
 
+@pytest.mark.parametrize("at_once", [1, 3], ids=["single", "batches"])
+def test_the_log_takes_no_room_that_entries_of_earlier_files_need(at_once: int) -> None:
+    """What is acknowledged is read while the disk is full, also where no thread has written entries before."""
+    files, taken = BoundedFiles(160), 0
+    config = replace(SMALL, consumequeue_file_size=500 * 20)
+    with MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS)) as store:
+        with suppress(StoreIOError):
+            while taken < 200:
+                messages = [Message("T", b"%0500d" % number) for number in range(taken, taken + at_once)]
+                store.append_batch(messages) if at_once > 1 else store.append(messages[0])
+                taken += at_once
+        assert 60 < taken < 200
+        assert [int(message.body) for message in store.messages("T", 0)] == list(range(taken))
+        files.blocks *= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [SMALL, EXT], ids=["plain", "ext"])
 def test_nothing_is_lost_at_any_last_block(config: StoreConfig) -> None:

@@ -278,8 +278,7 @@ class Appender(AppendState):
                         now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
                     )  # fmt: skip
                     if not has_room:
-                        with critical:
-                            log.make_room(size)
+                        self._make_room(size)
                     # The mark comes before the first byte and goes after the queue's count. What a signal's handler
                     # interrupts in between, the next append repairs from the log.
                     dispatcher.writing_at = physical_offset
@@ -381,8 +380,7 @@ class Appender(AppendState):
         log, dispatcher = self.log, self.dispatcher
         size = len(data)
         if log.end + size > log.sure:
-            with critical:
-                log.make_room(size)
+            self._make_room(size)
         dispatcher.writing_at = log.end
         log.copy_many_in(data, size)
         for lane, in_queue in queued.items():
@@ -391,6 +389,14 @@ class Appender(AppendState):
             self.shared.moved += queued
         dispatcher.due += count
         dispatcher.writing_at = -1
+
+    def _make_room(self, size: int) -> None:
+        """Make room for records at the place that they claimed, under the lock."""
+        # The log does not take what the entries of earlier records need: on a full disk all of them can be read.
+        if self.dispatcher.due:
+            self.open_parts().drain()
+        with critical:
+            self.log.make_room(size)
 
     def admit(self) -> int:
         """Return the store time for records to be written now, under the lock; `append` has this inline.
@@ -506,10 +512,9 @@ class Appender(AppendState):
 
     def make_room(self, size: int) -> None:
         """Make room for a compiled batch at the log's end, under the lock, if its file has some."""
-        log = self.log
-        if log.end + size <= log.fits:
-            with critical, suppress(StoreIOError):  # the append that finds no room raises it
-                log.make_room(size)
+        if self.log.end + size <= self.log.fits:
+            with suppress(StoreIOError):  # the append that finds no room raises it
+                self._make_room(size)
 
     def write_due(self) -> None:
         """Dispatch records that are stored, so that an error is no reason to send them again: a later call goes on."""

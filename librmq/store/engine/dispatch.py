@@ -104,10 +104,6 @@ class Dispatcher(DispatchState):
         """Number of records whose keys are collected; each counts, with or without keys."""
         return self._in_blocks + len(self.records)
 
-    def entries_a_queue(self) -> int:
-        """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""
-        return -(-(self.entries + self.due) // (len(self.unflushed) or 1))
-
     def add_record(self, lane: Lane, record: DerivedRecord) -> Queued | None:
         """Write the entry of the next record, and collect its keys; after an error or a signal, do what is left of it.
 
