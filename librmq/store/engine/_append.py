@@ -392,8 +392,9 @@ class Appender(AppendState):
 
     def _make_room(self, size: int) -> None:
         """Make room for records at the place that they claimed, under the lock."""
-        # The log does not take what the entries of earlier records need: on a full disk all of them can be read.
-        if self.dispatcher.due:
+        # A new file does not take what the entries of earlier records need: on a full disk all of them can be read.
+        if self.dispatcher.due and self.log.end + size > self.log.fits:
+            self.lock.count_turn()
             self.open_parts().drain()
         with critical:
             self.log.make_room(size)
