@@ -14,16 +14,14 @@ Each change is on the page of groups (`librmq.store.format.group_page`) before i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from librmq.errors import BrokerError
 from librmq.message import StoredMessage
 from librmq.message.ids import Receipt
 from librmq.message.properties import PropertyName
 from librmq.message.topics import receive_retry_topic
-from librmq.protocol import Place, ResponseCode, process_deaths
+from librmq.protocol import Place, process_deaths
 
 _DEATHS: Final = PropertyName.PROCESS_DEATHS.encode()
 _MOST_ATTEMPTS: Final = (1 << 24) - 1
@@ -35,35 +33,6 @@ QueueKey = tuple[str, str, int]
 def is_receive_retry(group: str, topic: str) -> bool:
     """Return whether ``topic`` is one of a group's `receive_retry_topic`."""
     return topic.startswith(receive_retry_topic(group, ""))
-
-
-class RetryOwners:
-    """The group that owns each retry topic.
-
-    Two pairs can share a name: group ``a`` with topic ``b_c``, and group ``a_b`` with topic ``c``.
-    """
-
-    def __init__(self, groups: Callable[[str], Iterable[str]]) -> None:
-        """``groups(topic)`` returns the groups with progress in a topic."""
-        self._groups = groups
-        self._owners: dict[str, str] = {}
-
-    def check_owner(self, group: str, topic: str, retries: str) -> None:
-        """Refuse a group whose retry topic of ``topic`` belongs to another group: each would get the other's messages.
-
-        Raises:
-            BrokerError: Another group owns the retry topic.
-        """
-        owner = self._owners.get(retries)
-        if owner is None:
-            owner = next((other for other in self._groups(retries) if other != group), group)
-            self._owners[retries] = owner
-        if owner != group:
-            raise BrokerError(
-                ResponseCode.NO_PERMISSION,
-                f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} belongs to group "
-                f"{owner!r}, and each would get the other's messages; give one of the groups another name",
-            )
 
 
 ALONE: Final = 1 << 38

@@ -27,7 +27,6 @@ from librmq.broker.handlers._in_flight import (
     Flight,
     QueueFlights,
     QueueKey,
-    RetryOwners,
     is_receive_retry,
     receiver_of,
 )
@@ -90,7 +89,7 @@ class ReceiveHandler(BrokerPart):
         self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[Flight] = Deadlines()
-        self._retry_owners = RetryOwners(context.offsets.groups)
+        self._retry_owners: dict[str, str] = {}  # groups by their retry topics
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
         self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
@@ -220,11 +219,27 @@ class ReceiveHandler(BrokerPart):
         retries = ""
         if not group.is_ordered:
             retries = check_receive_retry_topic(group.name, name)
-            self._retry_owners.check_owner(group.name, name, retries)
+            self._check_owner(group.name, name, retries)
         self._warn_of_pulls(group.name, name)
         if topic.message_type == "FIFO" and not group.is_ordered:
             self._warn_of_order(group.name, name)
         return group, self.queues_in_turn(group, topic, retries), selection
+
+    def _check_owner(self, group: str, topic: str, retries: str) -> None:
+        """Refuse a group whose retry topic of ``topic`` belongs to another group: each would get the other's messages.
+
+        Two pairs can share a name: group ``a`` with topic ``b_c``, and group ``a_b`` with topic ``c``.
+        """
+        owner = self._retry_owners.get(retries)
+        if owner is None:
+            others = (other for other in self._offsets.groups(retries) if other != group)
+            owner = self._retry_owners[retries] = next(others, group)
+        if owner != group:
+            raise BrokerError(
+                ResponseCode.NO_PERMISSION,
+                f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} belongs to group "
+                f"{owner!r}, and each would get the other's messages; give one of the groups another name",
+            )
 
     def _warn_of_order(self, group: str, topic: str) -> None:
         """Log once that a group without order receives from a topic whose messages are sent in order."""
