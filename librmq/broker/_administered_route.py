@@ -539,10 +539,10 @@ class AdministeredRoute(Route, Closing):
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
         ``librmq/resent.json`` of the store notes it. After a kill, the last letters that were sent have no note; the
-        next call for those that were not sent finds their copies in the log, and notes them. While the broker of a
-        letter cannot be reached, another one sends it without a note; such a call finds its copy there. Copies of
-        librmq 0.1 do not say of which letter they are: letters without an id may be sent twice then, and a warning
-        counts them. A broker of RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
+        next call for those that were not sent finds their copies, which name them, in the log, and notes them. While
+        the broker of a letter cannot be reached, another one sends it without a note; such a call finds its copy there.
+        In both cases a letter whose properties leave no room for its name in the copy can be sent twice. A broker of
+        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
 
         Args:
             group: The consumer group.

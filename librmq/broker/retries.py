@@ -7,8 +7,7 @@ again. A received message that was not acknowledged goes to a retry topic of its
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from typing import Final
 
@@ -28,7 +27,6 @@ from librmq.protocol import (
     PERM_WRITE,
     GroupSettings,
     ResendLetters,
-    ResentLetters,
     ResponseCode,
     Route,
     SendBack,
@@ -40,7 +38,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.waiting import EarlierCopies
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.documents import LetterIdentity, note_resent, resent_times
 
@@ -49,6 +47,7 @@ _log = EventLog("librmq.broker")
 _WAIT: Final = PropertyName.WAIT
 _DELAY: Final = PropertyName.DELAY
 _RETRY_TOPIC: Final = PropertyName.RETRY_TOPIC
+_RESENT_LETTER: Final = PropertyName.RESENT_LETTER
 _SENT_TOGETHER: Final = 64
 """Dead letters that are in memory at once while they are sent again."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
@@ -58,12 +57,6 @@ _RESENT_MOST: Final = 4096
 """The most dead letters of a request."""
 _QUICK_S: Final = 0.5
 """A broker that answers within this time is asked to send twice as many dead letters at a time."""
-_UNKNOWN_RESENDS: Final = (
-    "group %(group)s: %(letters)d dead letters count as unsent, but may have been sent: its retry topic has copies "
-    "that name no letter and have no id"
-)
-_ROOM: Final = 30_000
-"""A dead letter with fewer bytes of properties has room for its name in a copy."""
 _DELIVERY_PROPERTIES: Final = (
     PropertyName.DELAY,
     PropertyName.REAL_TOPIC,
@@ -71,7 +64,9 @@ _DELIVERY_PROPERTIES: Final = (
     PropertyName.RECONSUME_TIME,
     PropertyName.WAIT,
     PropertyName.PROCESS_DEATHS,
+    _RESENT_LETTER,
 )
+"""Properties of a dead letter that its copy does not have."""
 
 
 class FailedMessages(BrokerPart):
@@ -276,56 +271,66 @@ class FailedMessages(BrokerPart):
 
         return earlier.has(message, (retries,), is_next, deliveries=1)
 
-    def resend(self, request: ResendLetters) -> ResentLetters:
+    def resend(self, request: ResendLetters) -> tuple[LetterIdentity, ...]:
         """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
 
         Raises:
             CorruptionError: The file of the notes is damaged.
         """
-        store, group = self._store, request.group
-        if request.letters is None:
-            times = resent_times(store.path, store.files)
-            letters = list(store.topic_messages(dead_letter_topic(group)))
-            sent, unknown = _sent_without_note(store, group, letters, times)
-            unnoted = list(map(LetterIdentity.of, sent))
-            if unnoted and not request.dry_run:
-                self._note_resent(unnoted)
-            before = times.keys() | set(unnoted)
-            identities = map(LetterIdentity.of, letters)
-            return ResentLetters(tuple(letter for letter in identities if letter not in before), unknown)
+        store, group, letters = self._store, request.group, request.letters
+        if letters is None:
+            return self._unsent(group, dry_run=request.dry_run)
         with self._runner.lock:
-            claimed = set(request.letters) - self._resending
+            claimed = set(letters) - self._resending
             self._resending |= claimed
         try:
-            if not request.only_unsent:
-                return self._resend(group, request.letters, dry_run=request.dry_run)
-            # The notes are read after the claim: a request that had a letter before has noted it by then.
-            unsent = claimed - resent_times(store.path, store.files).keys()
-            return self._resend(group, sorted(unsent), dry_run=request.dry_run)
+            if request.only_unsent:
+                # The notes are read after the claim: a request that had a letter before has noted it by then.
+                letters = tuple(sorted(claimed - resent_times(store.path, store.files).keys()))
+            return self._resend(group, letters, dry_run=request.dry_run)
         finally:
             with self._runner.lock:
                 self._resending -= claimed
 
-    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> ResentLetters:
+    def _unsent(self, group: str, *, dry_run: bool) -> tuple[LetterIdentity, ...]:
+        """Return the letters without a note or a copy in the log; note those of which a killed process left a copy."""
+        store = self._store
+        noted = resent_times(store.path, store.files)
+        letters = map(LetterIdentity.of, store.topic_messages(dead_letter_topic(group)))
+        unsent = {_name_of(letter): letter for letter in letters if letter not in noted}
+        if not unsent:
+            return ()
+        begin, topic = min(unsent.values()).physical_offset, retry_topic(group)
+        copies = chain.from_iterable(
+            store.messages(*queue, offset_at_place(store.queues[queue], begin))
+            for queue in list(store.queues)
+            if queue[0] == topic
+        )
+        names = (copy.properties.get(_RESENT_LETTER, "") for copy in copies)
+        sent = [unsent.pop(name) for name in names if name in unsent]
+        if sent and not dry_run:
+            self._note_resent(sent)
+        return tuple(unsent.values())
+
+    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
         sent: list[LetterIdentity] = []
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
             while left := list(islice(present, _SENT_TOGETHER)):
-                while left:
-                    # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
-                    requests = [retry_of(letter, group) for letter in left]
-                    count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
-                    if not count:
-                        try:
-                            self._send(requests[0])  # alone, the error says why it is refused
-                        except (BrokerError, MessageIllegalError) as error:
-                            raise refused_copy(left[0], error) from None
-                    sent += map(LetterIdentity.of, left[: count or 1])
-                    left = left[count or 1 :]
+                # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
+                requests = [retry_of(letter, group) for letter in left]
+                count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
+                sent += map(LetterIdentity.of, left[:count])
+                for letter, request in zip(left[count:], requests[count:], strict=True):
+                    try:
+                        self._send(request)  # alone, the error says why it is refused
+                    except (BrokerError, MessageIllegalError) as error:
+                        raise refused_copy(letter, error) from None
+                    sent.append(LetterIdentity.of(letter))
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
-        return ResentLetters(tuple(sent))
+        return tuple(sent)
 
     def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
         store = self._store
@@ -370,11 +375,10 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
     if letter.topic != dead_letter_topic(group):
         raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
-    retry = Message.from_parts(retry_topic(group), letter.stored_body, letter.flag, dict(letter.properties))
-    for name in (*_DELIVERY_PROPERTIES, PropertyName.RESENT_LETTER):
-        retry.properties.pop(name, None)
-    if len(letter.properties_raw) < _ROOM:
-        retry.properties[PropertyName.RESENT_LETTER] = _name_of(LetterIdentity.of(letter))
+    properties = {name: value for name, value in letter.properties.items() if name not in _DELIVERY_PROPERTIES}
+    named = properties | {_RESENT_LETTER: _name_of(LetterIdentity.of(letter))}
+    has_room = record_format.has_room(named)
+    retry = Message.from_parts(retry_topic(group), letter.stored_body, letter.flag, named if has_room else properties)
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
     flags = letter.sys_flag & (record_format.COMPRESSED | record_format.COMPRESSION_MASK)
@@ -393,156 +397,58 @@ def resend_letters(
 
     ``messages(topic)`` returns those of a topic at all brokers.
     """
-    requests = None
-    if letters is not None:
-        # `retry_of` refuses other messages than dead letters, before anything asks for their places.
-        checked = [(retry_of(letter, group), letter) for letter in letters]
-        requests = {LetterIdentity.of(letter): request for request, letter in checked}
-    if requests is None or only_unsent:
-        unsent = UnsentLetters(route, group, messages)
-        if unsent.unknown:
-            _log.warning(_UNKNOWN_RESENDS, group=group, letters=unsent.unknown)
-        return unsent.send(requests)
-    left, names = dict(requests), route.broker_names()
-    for name in names:  # the broker that has a letter notes it
-        for letter in resend_by(route, name, group, tuple(left), only_unsent=False):
-            del left[letter]
-    for request in left.values():
-        having = (data.broker_name for data in route.topic_route(request.message.topic))
-        route.endpoint(next((name for name in having if name in names), names[0])).call(request)
+    # `retry_of` refuses other messages than dead letters, before anything asks for their places.
+    checked = [(retry_of(letter, group), letter) for letter in letters or ()]
+    requests = {LetterIdentity.of(letter): request for request, letter in checked}
+    if letters is None or only_unsent:
+        unsent = unsent_letters(route, group, messages)
+        wanted = unsent if letters is None else [letter for letter in unsent if letter in requests]
+        return len(send_letters(route, group, wanted, only_unsent=True))
+    sent, names = send_letters(route, group, requests, only_unsent=False), route.broker_names()
+    for letter, request in requests.items():
+        if letter not in sent:  # no broker that answers has it
+            having = (data.broker_name for data in route.topic_route(request.message.topic))
+            route.endpoint(next((name for name in having if name in names), names[0])).call(request)
     return len(requests)
 
 
-class UnsentLetters:
-    """The dead letters of a group that were not sent again."""
-
-    def __init__(self, route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]) -> None:
-        """Ask each broker for those of which its log has no copy; copies that another broker sent count as well.
-
-        ``messages(topic)`` returns those of a topic at all brokers.
-        """
-        self._route, self._group = route, group
-        answers = {name: route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()}
-        sent = set[LetterIdentity]()
-        if len(answers) > 1 and any(answer.letters for answer in answers.values()):
-            logs = map(messages, (dead_letter_topic(group), retry_topic(group)))
-            letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
-            sent.update(map(LetterIdentity.of, letters))
-        self._by_broker = {
-            name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()
-        }
-        self.letters = frozenset(chain.from_iterable(self._by_broker.values()))
-        self.unknown = sum(answer.unknown for answer in answers.values())
-        """How many of them may have been sent."""
-
-    @property
-    def doubt(self) -> str:
-        """A sentence about those that may have been sent; empty without one."""
-        return _UNKNOWN_RESENDS % {"group": self._group, "letters": self.unknown} if self.unknown else ""
-
-    def send(self, wanted: Container[LetterIdentity] | None = None) -> int:
-        """Send these letters, or the wanted ones, unless they were sent meanwhile; return their number.
-
-        Each is sent by the broker that has it.
-        """
-        count = 0
-        for name, letters in self._by_broker.items():
-            chosen = letters if wanted is None else [letter for letter in letters if letter in wanted]
-            count += len(resend_by(self._route, name, self._group, chosen, only_unsent=True))
-        return count
-
-
-def resend_by(
-    route: Route, name: str, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
+def unsent_letters(
+    route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]
 ) -> list[LetterIdentity]:
-    """Send dead letters to their group again by the broker that has them; return those."""
-    broker, clock = route.endpoint(name), route.runner.clock
-    sent: list[LetterIdentity] = []
-    begin, count = 0, _RESENT_FIRST
-    while begin < len(letters):
-        begin_s = clock.monotonic()
-        answer = broker.call(ResendLetters(group, tuple(letters[begin : begin + count]), only_unsent))
-        sent.extend(answer.letters)
-        begin += count
-        # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed the
-        # time for an answer.
-        is_quick = clock.monotonic() - begin_s < _QUICK_S
-        count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
+    """Return the dead letters of a group that were not sent again.
+
+    ``messages(topic)`` returns those of a topic at all brokers.
+    """
+    answers = [route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()]
+    unsent = {_name_of(letter): letter for letter in chain.from_iterable(answers)}
+    if unsent and len(answers) > 1:  # a broker does not know of the copies that another one has sent
+        for copy in messages(retry_topic(group)):
+            unsent.pop(copy.properties.get(_RESENT_LETTER, ""), None)
+    return list(unsent.values())
+
+
+def send_letters(
+    route: Route, group: str, letters: Iterable[LetterIdentity], *, only_unsent: bool
+) -> set[LetterIdentity]:
+    """Send dead letters to their group again, each by the broker that has it and notes it; return those."""
+    clock = route.runner.clock
+    sent: set[LetterIdentity] = set()
+    for name in route.broker_names():
+        left = [letter for letter in letters if letter not in sent]
+        begin, count = 0, _RESENT_FIRST
+        while begin < len(left):
+            begin_s = clock.monotonic()
+            sent.update(
+                route.endpoint(name).call(ResendLetters(group, tuple(left[begin : begin + count]), only_unsent))
+            )
+            begin += count
+            # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed
+            # the time for an answer.
+            is_quick = clock.monotonic() - begin_s < _QUICK_S
+            count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
     return sent
-
-
-def _sent_without_note(
-    store: MessageStore, group: str, letters: list[StoredMessage], times: Mapping[LetterIdentity, int]
-) -> tuple[list[StoredMessage], int]:
-    """Return those of all dead letters whose copies in the log a killed process had not noted in ``times``.
-
-    A copy is in the retry topic, and has failed in no delivery before it was stored, unlike a retry. The number is that
-    of other letters that may have been sent.
-    """
-    unnoted = {_ids(letter) for letter in letters if LetterIdentity.of(letter) not in times}
-    if not unnoted:
-        return [], 0
-    letters = [letter for letter in letters if _ids(letter) in unnoted]  # a message that died twice has several
-    begin = min(letter.physical_offset for letter in letters)
-    topic = retry_topic(group)
-    retries = (
-        store.messages(topic, queue_id, offset_at_place(store.queues[name, queue_id], begin))
-        for name, queue_id in store.queues
-        if name == topic
-    )
-    records = heapq.merge(letters, *retries, key=lambda record: record.physical_offset)
-    sent, unknown = letters_sent_again(records, group)
-    return [letter for letter in sent if LetterIdentity.of(letter) not in times], sum(
-        LetterIdentity.of(letter) not in times for letter in unknown
-    )
-
-
-def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[list[StoredMessage], list[StoredMessage]]:
-    """Return the dead letters of which there are copies, and those of which copies may be there.
-
-    ``records`` are the dead letters and retries of a group in the order in which they were stored. A copy names its
-    letter. Copies of librmq 0.1 do not: such a one counts for the first letter with its ids that has none, and without
-    ids it can be that of any letter without ids.
-    """
-    letters: dict[str, StoredMessage] = {}
-    named = set[str]()
-    order: list[tuple[str, _Ids]] = []  # letters by name, and copies without one
-    for record in records:
-        if record.topic == dead_letter_topic(group):
-            name = _name_of(LetterIdentity.of(record))
-            letters[name] = record
-            order.append((name, _ids(record)))
-        elif not record.reconsume_times:
-            name = record.properties.get(PropertyName.RESENT_LETTER, "")
-            if name:
-                named.add(name)
-            else:
-                order.append((name, _ids(record)))
-    sent = letters.keys() & named
-    waiting: dict[_Ids, dict[str, int]] = {}  # unsent letters with their numbers in the order
-    last_nameless = 0
-    for number, (name, ids) in enumerate(order):
-        if name:
-            if name not in sent:
-                waiting.setdefault(ids, {})[name] = number
-        elif ids == _NO_IDS:
-            last_nameless = number
-        elif waiting.get(ids):
-            first = next(iter(waiting[ids]))
-            del waiting[ids][first]
-            sent.add(first)
-    unknown = [name for name, number in waiting.get(_NO_IDS, {}).items() if number < last_nameless]
-    return [letter for name, letter in letters.items() if name in sent], [letters[name] for name in unknown]
-
-
-_Ids = tuple[str | None, str | None]
-_NO_IDS: Final[_Ids] = None, None
 
 
 def _name_of(letter: LetterIdentity) -> str:
     """Return what stands for a dead letter in its copies, also those in the log of another broker."""
     return " ".join(map(str, letter))
-
-
-def _ids(message: StoredMessage) -> _Ids:
-    return message.unique_key, message.properties.get(PropertyName.ORIGIN_MESSAGE_ID)

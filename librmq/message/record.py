@@ -36,7 +36,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
 from librmq.message.ids import Host, decode_host, encode_host
-from librmq.message.properties import PropertyName, find_property
+from librmq.message.properties import PropertyName, encode_properties, find_property
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -363,6 +363,11 @@ class Record:
         lengths = 4 if self.magic == MESSAGE_MAGIC_V2 else 3  # one or two bytes for the topic, two for the properties
         fixed = host_ends(self.sys_flag)[1] + _AFTER_HOSTS.size + lengths
         return fixed + len(self.body) + len(self.topic.encode("utf-8", "replace")) + len(self.properties_raw)
+
+
+def has_room(properties: Mapping[str, str]) -> bool:
+    """Return whether a record has room for these properties."""
+    return len(encode_properties(properties)) <= MAX_PROPERTIES_SIZE
 
 
 def body_checksum(body: bytes | bytearray | memoryview) -> int:

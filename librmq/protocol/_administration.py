@@ -35,7 +35,7 @@ __all__ = [
     "DescribeLog", "DescribeProgress", "DescribeQueues", "DescribeSchedules", "DescribeTopics", "DirectResult",
     "DirectlyConsumed", "FollowLog", "GroupConnections", "GroupProgress", "GroupSettings", "GroupsBehind", "HeldQueue",
     "InstanceState", "LeaveLog", "ListenerCall", "LogBytes", "LogDescription", "MoveGroup", "QueryMessages",
-    "QueueBounds", "ResendLetters", "ResentLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup",
+    "QueueBounds", "ResendLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup",
     "TopicDescription", "ViewMessage",
 ]  # fmt: skip
 """What `librmq.protocol` has of this module."""
@@ -238,16 +238,8 @@ class GroupsBehind(Request[tuple[str, ...]]):
     """The text for delayed messages and retries that are due and not delivered yet."""
 
 
-class ResentLetters(NamedTuple):
-    """The answer to `ResendLetters`."""
-
-    letters: tuple[LetterIdentity, ...] = ()
-    unknown: int = 0
-    """How many unsent letters may have been sent, because the log has copies that name no letter."""
-
-
 @value
-class ResendLetters(Request[ResentLetters]):
+class ResendLetters(Request[tuple[LetterIdentity, ...]]):
     """Send dead letters to their group again, and note it; return those that the broker has, and has sent.
 
     Without ``letters`` nothing is sent, and the answer has those that were not sent yet. Copies of letters that the

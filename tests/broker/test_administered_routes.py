@@ -517,13 +517,14 @@ def test_letters_that_a_killed_call_has_sent_are_left_out_by_their_names(
         assert resent_bodies(broker) == [b"1", b"0", b"0", b"2"]
 
 
-def test_a_copy_that_names_no_letter_counts_for_one(tmp_path: Path) -> None:
-    """librmq 0.1 stored such a copy. However many queues the store has, the other letter with its ids is unsent."""
+@pytest.mark.parametrize(("size", "again"), [(32_600, 0), (32_740, 1)])
+def test_a_copy_names_its_letter_if_a_record_has_room_for_it(tmp_path: Path, size: int, again: int) -> None:
+    """Without a name and a note, the letter is sent twice."""
     with librmq.Broker.open(tmp_path) as broker:
-        for topic, body in ((LETTERS, b"1"), (LETTERS, b"2"), ("%RETRY%billing", b"1"), ("orders", b"3")):
-            broker.store.append(librmq.Message(topic, body, unique_key="U"))
+        broker.store.append(librmq.Message(LETTERS, b"x", properties={"p": "x" * size}))
         assert broker.resend_dead_letters("billing") == 1
-        assert resent_bodies(broker) == [b"1", b"2"]
+        forget_resends(tmp_path)
+        assert broker.resend_dead_letters("billing") == again
 
 
 def test_a_named_resend_says_nothing_of_a_later_letter_of_its_message(tmp_path: Path) -> None:
@@ -535,26 +536,6 @@ def test_a_named_resend_says_nothing_of_a_later_letter_of_its_message(tmp_path: 
         assert broker.resend_dead_letters("billing", first) == 1
         assert broker.resend_dead_letters("billing") == 1
         assert resent_bodies(broker) == [b"first", b"first", b"died again"]
-
-
-@pytest.mark.parametrize("place", [in_process, as_peer, to_owner, in_cluster])
-def test_letters_that_may_have_been_sent_are_counted(
-    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A copy of librmq 0.1 does not name its letter, and a message of RocketMQ need not have an id."""
-    with place(tmp_path / "store") as route, librmq.Producer(route, "shop"):
-        for topic in (LETTERS, "%RETRY%billing"):
-            route.create_topic(topic, 1)
-        for topic in (LETTERS, LETTERS, "%RETRY%billing", LETTERS):
-            message = librmq.Message(topic, b"x")
-            queue = next(iter(route.queues(topic)))
-            request = SendMessage("shop", message, queue.queue_id, 0, ("127.0.0.1", 1))
-            route.endpoint(queue.broker_name).call(request)
-        assert route.resend_dead_letters("billing") == 3
-        said = [record for record in caplog.records if "may have been sent" in record.message]
-        assert [(record.rmq_group, record.rmq_letters) for record in said] == [("billing", 2)]  # type: ignore[attr-defined]
-        assert route.resend_dead_letters("billing") == 0
-        assert len(said) == 1
 
 
 def test_a_waiting_message_is_cancelled(route: AdministeredRoute, producer: librmq.Producer) -> None:

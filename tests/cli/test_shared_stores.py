@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -254,21 +253,6 @@ def test_dead_letters_of_an_unlisted_topic_are_sent_once(shell: Shell) -> None:
             assert "had sent 3 dead letters without a note" in answer.said
         assert None not in {row["resent_at_ms"] for row in shell("dead-letters", "letters").rows}
         assert len(list(route.messages("%RETRY%billing"))) == 3
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_letters_that_may_have_been_sent_are_named_to_the_person(shell: Shell, is_shared: bool) -> None:
-    """The copy of librmq 0.1 does not say of which letter it is, and no message has an id."""
-    with Broker.open("letters") as broker:
-        for topic in ("%DLQ%billing", "%DLQ%billing", "%RETRY%billing"):
-            broker.store.append(Message(topic, b"x"))
-    resend = ["dead-letters", "letters", "--group", "billing", "--resend"]
-    with librmq.share("letters") if is_shared else nullcontext():
-        for words in ([*resend, "--dry-run"], resend):
-            answer = shell(*words)
-            assert (answer.status, len(answer.rows)) == (0, 2)
-            assert "2 dead letters count as unsent, but may have been sent" in answer.said
-        assert shell(*resend).rows == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ the same order. Appending does not take the runner's lock; waking held pulls and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -27,7 +27,7 @@ from librmq.message import Message, record
 from librmq.message.delays import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
-from librmq.message.properties import PropertyName, encode_properties, is_half, priority_of
+from librmq.message.properties import PropertyName, is_half, priority_of
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.protocol import (
     TOOL_PRODUCERS,
@@ -198,8 +198,8 @@ class SendHandler(BrokerPart):
             sys_flag |= record.MULTI_TAGS
         properties = message.properties.copy()
         is_copy = group in TOOL_PRODUCERS
-        if not is_copy or self._has_room_for_cluster(properties):
-            properties[_CLUSTER] = self._cluster
+        if not is_copy or record.has_room({**properties, _CLUSTER: self._cluster}):
+            properties[_CLUSTER] = self._cluster  # a copy of a stored message can do without it
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if topic.is_plain and message._delays is None and HELD_PROPERTIES.isdisjoint(properties):
             if appender.shared is not None and name not in appender.shared.offered:
@@ -450,11 +450,6 @@ class SendHandler(BrokerPart):
         )
         self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
-
-    def _has_room_for_cluster(self, properties: Mapping[str, str]) -> bool:
-        """Return whether a record has room for the cluster's name, which a copy of a stored message can do without."""
-        size = len(encode_properties({**properties, _CLUSTER: self._cluster}))
-        return size <= record.MAX_PROPERTIES_SIZE
 
     def _check_room(self) -> None:
         try:

@@ -488,7 +488,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
-    from librmq.broker.retries import UnsentLetters
+    from librmq.broker.retries import send_letters, unsent_letters
 
     group = arguments.group
     if group is None:
@@ -497,22 +497,20 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     only_unsent = arguments.id is None or arguments.unsent
     with open_administered(arguments) as (broker, view):
         noted = view.resent_times.keys()
-        unsent = UnsentLetters(broker, group, broker.messages) if only_unsent else None
+        unsent = set(unsent_letters(broker, group, broker.messages)) if only_unsent else None
         letters = list(letters_by_queue(view, group, view.resent_times))
         selected = [row for row in letters if is_selected(row[-1])]
         if unsent is None:
             chosen = selected[: arguments.limit]
             broker.resend_dead_letters(group, [message for _, message, _ in chosen])
         else:
-            if unsent.doubt:
-                complain(f"note: {unsent.doubt}")
-            sent = {LetterIdentity.of(message) for _, message, _ in letters} - noted - unsent.letters
+            sent = {LetterIdentity.of(message) for _, message, _ in letters} - noted - unsent
             if count := len(sent):
                 complain(
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
-            chosen = [row for row in selected if LetterIdentity.of(row[1]) in unsent.letters][: arguments.limit]
-            unsent.send({LetterIdentity.of(message) for _, message, _ in chosen})
+            chosen = [row for row in selected if LetterIdentity.of(row[1]) in unsent][: arguments.limit]
+            send_letters(broker, group, [LetterIdentity.of(message) for _, message, _ in chosen], only_unsent=True)
         at_ms = broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"

@@ -171,7 +171,7 @@ def add_checksums(path: str, files: Files) -> None:
     """
     config = os.path.join(path, CONFIG_FILE)
     for place in [*(place for place in _documents(path, files) if place != config), config]:
-        data = _as_object(read_replaced(files, place))
+        data = read_replaced(files, place)
         if data and _checksum(data) is None and _is_object(data):
             files.write(place, with_checksum(data))
 
@@ -184,11 +184,6 @@ def _documents(path: str, files: Files) -> list[str]:
         for name in files.names(folder)
         if name.endswith((".json", ".json.bak", ".jsonl"))
     ]
-
-
-def _as_object(data: bytes) -> bytes:
-    """Return a document as an object; that of resent letters was a list in earlier versions."""
-    return b'{"version":1,"letters":%s}' % data if data[:1] == b"[" else data
 
 
 def _is_object(data: bytes) -> bool:
@@ -206,7 +201,7 @@ def damaged_documents(path: str, files: Files) -> Iterator[CorruptionError]:
             if data is None:
                 continue
             for item in data.splitlines(keepends=True) if place.endswith(".jsonl") else [data]:
-                if not _is_object(_as_object(checked(place, item, at))):
+                if not _is_object(checked(place, item, at)):
                     raise CorruptionError(place, at, "config", f"expected a JSON object; {_advice(place)}")
                 at += len(item)
         except CorruptionError as error:
@@ -692,7 +687,7 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
     """
     notes = _resent_path(path)
     data = _document(notes, files)
-    rows = [] if data is None else parse_document(notes, _as_object(data), _LETTERS)["letters"]
+    rows = [] if data is None else parse_document(notes, data, _LETTERS)["letters"]
     try:
         return {LetterIdentity(int(place), str(name), int(stored_ms)): int(at) for place, name, stored_ms, at in rows}
     except (ValueError, TypeError) as error:

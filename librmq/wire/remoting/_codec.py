@@ -70,7 +70,6 @@ from librmq.protocol import (
     Received,
     ReceiveResponse,
     ResendLetters,
-    ResentLetters,
     ResetGroup,
     ResponseCode,
     SaveProgress,
@@ -99,7 +98,6 @@ from librmq.wire.remoting._bodies import (
     heartbeat_body,
     letters_in,
     messages_of,
-    number_in,
     offsets_of,
     queue_key,
     queue_row,
@@ -522,11 +520,6 @@ def _parse_resend(body: dict[str, Any]) -> ResendLetters:
     )
 
 
-def _parse_resent(body: dict[str, Any]) -> ResentLetters:
-    unknown = number_in(body, "unknown") if "unknown" in body else 0  # as an owner of an earlier version answers
-    return ResentLetters(letters_in(body), unknown)
-
-
 def _written(time: datetime | None) -> Any:  # noqa: ANN401 (in the place of a time)
     return None if time is None else (round(1000 * time.timestamp()), str(time.tzinfo))
 
@@ -626,8 +619,8 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _resend_row,
         _parse_resend,
         _Result(
-            lambda request, answer: Reply(body=write_body(answer._asdict())),
-            lambda request, answer: _parse_resent(read_body(check(answer).body, "dead letters")),
+            lambda request, answer: Reply(body=write_body({"letters": answer})),
+            lambda request, answer: letters_in(read_body(check(answer).body, "dead letters")),
         ),
     ),
     ChangeSchedule: _by_body(
