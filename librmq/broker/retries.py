@@ -77,15 +77,10 @@ class FailedMessages(BrokerPart):
         context: BrokerContext,
         put: Callable[..., AppendResult],
         flushed: Callable[[AppendResult, str | None], object],
-        send: Callable[[SendMessage], SendResponse],
         send_together: Callable[[SendTogether], list[SendResponse]],
     ) -> None:
-        """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send.
-
-        ``send(request)`` and ``send_together(request)`` send dead letters again.
-        """
+        """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send."""
         super().__init__(context)
-        self._send = send
         self._send_together = send_together
         self._put = put
         self._flushed = flushed
@@ -124,10 +119,11 @@ class FailedMessages(BrokerPart):
         else:
             properties[_DELAY] = str(request.delay_level or retry_level(times))
         properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
-        if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
+        is_ended = is_dead and ENDED in request.cause
+        if self._was_sent_back(message, group.name, name, properties) or (
+            is_ended and self._is_letter(group.name, message, properties)
+        ):
             return SentBack(is_dead, max_retries)
-        if is_dead and ENDED in request.cause and self._is_letter(group.name, message, properties):
-            return SentBack(True, max_retries)
         stored = self._store_copy(message, name, queue_id, properties)
         # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
         # and then a loss of power would leave neither. RocketMQ does not wait here.
@@ -171,15 +167,14 @@ class FailedMessages(BrokerPart):
             is_copy=True,
         )
 
-    def _was_sent_back(
-        self, earlier: EarlierCopies, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]
-    ) -> bool:
+    def _was_sent_back(self, message: StoredMessage, group: str, topic: str, properties: Mapping[str, str]) -> bool:
         """Return whether the last process stored this failure and died before it saved the group's progress.
 
         After a reset a message fails on purpose a second time, so it is stored again. A reset by an earlier process
         shows in the last retry, which the group has consumed without a failure.
         """
-        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
+        earlier = self._earlier
+        if earlier is None or (group, message.topic) in self._offsets.moved_back:
             return False
         name = PropertyName.ORIGIN_MESSAGE_ID
         origin = properties[name]
@@ -234,8 +229,7 @@ class FailedMessages(BrokerPart):
         if message is None:
             _log.warning(
                 "group %(group)s: the message of %(topic)s/%(queue_id)d at physical offset %(physical_offset)d was "
-                "not acknowledged, and can't come again: "
-                "retention has deleted it",
+                "not acknowledged, and can't come again: retention has deleted it",
                 group=group,
                 topic=topic,
                 queue_id=queue_id,
@@ -243,7 +237,7 @@ class FailedMessages(BrokerPart):
             )
             return
         retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
-        if self._earlier is not None and self._was_stored_again(self._earlier, message, group, retries):
+        if self._was_stored_again(message, group, retries):
             return
         name = self._topics.ensure(retries).name
         if self._offsets.consumer_offset(retries, group, 0) is None:  # from now on it has a lag there
@@ -255,13 +249,14 @@ class FailedMessages(BrokerPart):
             properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
         self._store_copy(message, name, 0, properties, of_receive=True)
 
-    def _was_stored_again(self, earlier: EarlierCopies, message: StoredMessage, group: str, retries: str) -> bool:
+    def _was_stored_again(self, message: StoredMessage, group: str, retries: str) -> bool:
         """Return whether the last process stored this message again, and died before it saved that it had.
 
         After a reset a message is received on purpose a second time. A reset by an earlier process shows in the last
         copy, which the group has consumed.
         """
-        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
+        earlier = self._earlier
+        if earlier is None or (group, message.topic) in self._offsets.moved_back:
             return False
 
         def is_next(copy: StoredMessage) -> bool:
@@ -301,10 +296,9 @@ class FailedMessages(BrokerPart):
         if not unsent:
             return ()
         begin, topic = min(unsent.values()).physical_offset, retry_topic(group)
+        queues = [queue for queue in store.queues if queue[0] == topic]
         copies = chain.from_iterable(
-            store.messages(*queue, offset_at_place(store.queues[queue], begin))
-            for queue in list(store.queues)
-            if queue[0] == topic
+            store.messages(*queue, offset_at_place(store.queues[queue], begin)) for queue in queues
         )
         names = (copy.properties.get(_RESENT_LETTER, "") for copy in copies)
         sent = [unsent.pop(name) for name in names if name in unsent]
@@ -314,19 +308,18 @@ class FailedMessages(BrokerPart):
 
     def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
         sent: list[LetterIdentity] = []
+        left: list[StoredMessage] = []
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
-            while left := list(islice(present, _SENT_TOGETHER)):
-                # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
+            while left := [*left, *islice(present, _SENT_TOGETHER - len(left))]:
                 requests = [retry_of(letter, group) for letter in left]
-                count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
+                try:
+                    # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
+                    count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
+                except (BrokerError, MessageIllegalError) as error:
+                    raise refused_copy(left[0], error) from None
                 sent += map(LetterIdentity.of, left[:count])
-                for letter, request in zip(left[count:], requests[count:], strict=True):
-                    try:
-                        self._send(request)  # alone, the error says why it is refused
-                    except (BrokerError, MessageIllegalError) as error:
-                        raise refused_copy(letter, error) from None
-                    sent.append(LetterIdentity.of(letter))
+                left = left[count:]
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
@@ -438,9 +431,8 @@ def send_letters(
         begin, count = 0, _RESENT_FIRST
         while begin < len(left):
             begin_s = clock.monotonic()
-            sent.update(
-                route.endpoint(name).call(ResendLetters(group, tuple(left[begin : begin + count]), only_unsent))
-            )
+            request = ResendLetters(group, tuple(left[begin : begin + count]), only_unsent)
+            sent.update(route.endpoint(name).call(request))
             begin += count
             # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed
             # the time for an answer.

@@ -224,7 +224,7 @@ class Changes:
     ) -> Iterator[tuple[StoredMessage, GivenUpMessage]]:
         """Yield the letters of a group with these ids; without any, those that match and were not sent again."""
         with self._place.view() as view:
-            for _, message, letter in letters_by_queue(view, group, view.resent_times):
+            for _, message, letter in letters_by_queue(view, group):
                 is_named = message.message_id in ids or message.unique_key in ids
                 is_unsent = letter.resent_at_ms is None
                 if is_named or (not ids and is_unsent and letter.is_caused_by(cause) and has_key(message, key)):

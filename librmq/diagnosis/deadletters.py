@@ -91,7 +91,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return [letter for *_, letter in letters_by_queue(view, group, view.resent_times)]
+        return [letter for *_, letter in letters_by_queue(view, group)]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -100,10 +100,9 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
-        MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        return sum_up_causes(letter for *_, letter in letters_by_queue(view, group, view.resent_times))
+        return sum_up_causes(letter for *_, letter in letters_by_queue(view, group))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
@@ -131,22 +130,16 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
 
 
 def letters_by_queue(
-    view: View[Any],
-    group: str | Collection[str] | None = None,
-    times: Mapping[LetterIdentity, int] = MappingProxyType({}),
-    newest: int = sys.maxsize,
+    view: View[Any], group: str | Collection[str] | None = None, newest: int = sys.maxsize
 ) -> Iterator[tuple[Any, StoredMessage, GivenUpMessage]]:
-    """Yield the dead letters of all groups, or of some, with queue and message; ``times`` say when they were resent.
-
-    Of each queue these are at most the ``newest`` ones.
-    """
+    """Yield the dead letters of all groups, or of some, with queue and message; of each queue the ``newest`` ones."""
     groups = (group,) if isinstance(group, str) else group
     for topic in view.topics:
         group_name = topic.removeprefix(TopicPrefix.DEAD_LETTER)
         if topic.startswith(TopicPrefix.DEAD_LETTER) and (groups is None or group_name in groups):
             for queue, offsets in view.queues(topic).items():
                 for message in view.messages(queue, offsets[-newest:]):
-                    yield queue, message, given_up(group_name, message, times)
+                    yield queue, message, given_up(group_name, message, view.resent_times)
 
 
 def given_up(
@@ -173,8 +166,7 @@ def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
 
 def dead_letter_findings(view: LiveView, limits: Thresholds) -> Iterator[Finding]:
     """Yield a finding for each frequent cause of unsent dead letters of a group and topic, and one for the rest."""
-    part = (None, view.resent_times) if isinstance(view, StoreView) else (view.groups, view.resent_times, ASKED)
-    letters = letters_by_queue(view, *part)
+    letters = letters_by_queue(view) if isinstance(view, StoreView) else letters_by_queue(view, view.groups, ASKED)
     unsent = [cause for cause in sum_up_causes(letter for *_, letter in letters) if cause.messages]
     for causes in grouped(unsent, lambda cause: (cause.group, cause.original_topic)).values():
         yield from (_causes_finding([cause], limits) for cause in causes[:_CAUSES])

@@ -680,7 +680,7 @@ class SendBatch(Request[SendResponse]):
 class SendTogether(Request[list[SendResponse]]):
     """Store messages that came together, as `SendMessage` stores each, up to the first that is refused.
 
-    The answer has the responses for the stored messages, maybe none. The caller sends the next message alone.
+    The answer has the responses for the stored messages. It is an error if none is: that for the first one.
     """
 
     sends: Sequence[SendMessage]

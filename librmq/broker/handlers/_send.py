@@ -128,7 +128,7 @@ class SendHandler(BrokerPart):
     def _make_failed(self, context: BrokerContext) -> FailedMessages:
         from librmq.broker.retries import FailedMessages
 
-        return FailedMessages(context, self.store_message, self._flushed, self.answer, self.send_together)
+        return FailedMessages(context, self.store_message, self._flushed, self.send_together)
 
     # ---- producers
 
@@ -142,8 +142,10 @@ class SendHandler(BrokerPart):
         for send in request.sends:
             try:
                 stored.append(self._put_requested(send))
-            except Exception:  # sent alone, it is refused again
-                break
+            except Exception:
+                if not stored:
+                    raise
+                break  # as the first of another call, it is refused again
         return [self.confirmed(send.message, *place) for send, place in zip(request.sends, stored, strict=False)]
 
     def _put_requested(self, request: SendMessage) -> tuple[int, AppendResult]:

@@ -453,7 +453,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     is_selected = _selection(arguments)
     with open_source(arguments) as view:
-        selected = [row for row in letters_by_queue(view, arguments.group, view.resent_times) if is_selected(row[-1])]
+        selected = [row for row in letters_by_queue(view, arguments.group) if is_selected(row[-1])]
         is_noted = isinstance(view, StoreView)  # a broker does not say what was sent again
         if arguments.causes:
             causes = sum_up_causes(letter for *_, letter in selected)
@@ -498,7 +498,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     with open_administered(arguments) as (broker, view):
         noted = view.resent_times.keys()
         unsent = set(unsent_letters(broker, group, broker.messages)) if only_unsent else None
-        letters = list(letters_by_queue(view, group, view.resent_times))
+        letters = list(letters_by_queue(view, group))
         selected = [row for row in letters if is_selected(row[-1])]
         if unsent is None:
             chosen = selected[: arguments.limit]

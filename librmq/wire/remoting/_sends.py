@@ -148,16 +148,13 @@ class Sends:
         store = channel.endpoint.call
         is_own = channel.endpoint is self._broker  # another endpoint watches each message
         stored: list[SendResponse | Exception] = []
-        while len(stored) < len(requests):
-            request = requests[len(stored)]
-            if is_own and isinstance(request, SendMessage) and len(requests) - len(stored) > 1:
-                together = tried(store, SendTogether(_messages(requests[len(stored) :])))
-                if not isinstance(together, Exception):  # sent alone, the first one is refused by the same error
-                    stored += together
-                if len(stored) == len(requests):
-                    break
-                request = requests[len(stored)]
-            stored.append(request if isinstance(request, Exception) else tried(store, request))
+        while left := requests[len(stored) :]:
+            request = left[0]
+            if is_own and isinstance(request, SendMessage) and len(left) > 1:
+                together = tried(store, SendTogether(_messages(left)))
+                stored += [together] if isinstance(together, Exception) else together
+            else:
+                stored.append(request if isinstance(request, Exception) else tried(store, request))
         return stored
 
     def read_request(self, call: RemotingCall) -> SendMessage | SendBatch:
