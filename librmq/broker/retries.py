@@ -396,8 +396,8 @@ def resend_letters(
     if letters is None or only_unsent:
         unsent = unsent_letters(route, group, messages)
         wanted = unsent if letters is None else [letter for letter in unsent if letter in requests]
-        return len(send_letters(route, group, wanted, only_unsent=True))
-    sent, names = send_letters(route, group, requests, only_unsent=False), route.broker_names()
+        return len(_send_letters(route, group, wanted, only_unsent=True))
+    sent, names = _send_letters(route, group, requests, only_unsent=False), route.broker_names()
     for letter, request in requests.items():
         if letter not in sent:  # no broker that answers has it
             having = (data.broker_name for data in route.topic_route(request.message.topic))
@@ -420,7 +420,7 @@ def unsent_letters(
     return list(unsent.values())
 
 
-def send_letters(
+def _send_letters(
     route: Route, group: str, letters: Iterable[LetterIdentity], *, only_unsent: bool
 ) -> set[LetterIdentity]:
     """Send dead letters to their group again, each by the broker that has it and notes it; return those."""

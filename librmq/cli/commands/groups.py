@@ -488,7 +488,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
-    from librmq.broker.retries import send_letters, unsent_letters
+    from librmq.broker.retries import unsent_letters
 
     group = arguments.group
     if group is None:
@@ -500,17 +500,14 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         unsent = set(unsent_letters(broker, group, broker.messages)) if only_unsent else None
         letters = list(letters_by_queue(view, group))
         selected = [row for row in letters if is_selected(row[-1])]
-        if unsent is None:
-            chosen = selected[: arguments.limit]
-            broker.resend_dead_letters(group, [message for _, message, _ in chosen])
-        else:
+        if unsent is not None:
             sent = {LetterIdentity.of(message) for _, message, _ in letters} - noted - unsent
             if count := len(sent):
                 complain(
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
-            chosen = [row for row in selected if LetterIdentity.of(row[1]) in unsent][: arguments.limit]
-            send_letters(broker, group, [LetterIdentity.of(message) for _, message, _ in chosen], only_unsent=True)
+        chosen = [row for row in selected if unsent is None or LetterIdentity.of(row[1]) in unsent][: arguments.limit]
+        broker.resend_dead_letters(group, [message for _, message, _ in chosen], only_unsent=only_unsent)
         at_ms = broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"
