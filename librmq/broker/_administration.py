@@ -239,7 +239,7 @@ class Progress(BrokerPart):
         members, was_left = self._clients.consumers.get(group), not request.was_held
         if members is not None and former != request.client_id:
             was_left &= former not in members.clients
-        place = self._offsets.place(topic, group, queue_id, is_held=True, was_left=was_left)
+        place = self._offsets.hold(topic, group, queue_id, was_held=request.was_held, was_left=was_left)
         if place is not None and (settings := self._groups.by_name.get(group)) is not None:
             place.max_process_deaths = settings.max_process_deaths
         return place

@@ -92,27 +92,33 @@ class GroupOffsets:
         self._table.revision += 1
         return True
 
-    def place(
-        self, topic: str, group: str, queue_id: int, *, is_held: bool = False, was_left: bool = False
-    ) -> Place | None:
-        """Return the place on the page of groups of a queue's progress; None if there is no room for one.
-
-        A consumer that holds the queue has a `Place` of its own, which a position that is set back ends. ``was_left``
-        says that the former holder has ended.
-        """
+    def place(self, topic: str, group: str, queue_id: int) -> Place | None:
+        """Return the place on the page of groups of a queue's progress; None if there is no room for one."""
         page, places = self.page, self._places.setdefault((group, topic), {})
         place = places.get(queue_id)
         if page is None:
             return None
-        try:
-            if place is None:
-                row = self._table.rows.get(f"{topic}@{group}", {})
+        if place is None:
+            row = self._table.rows.get(f"{topic}@{group}", {})
+            try:
                 place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
-                place.saving = self.saving
-            return place.page.hold(place, was_left=was_left) if is_held else place
+            except StoreIOError as error:
+                self._fails(error)
+                return None
+            place.saving = self.saving
+        return place
+
+    def hold(self, topic: str, group: str, queue_id: int, *, was_held: bool, was_left: bool) -> Place | None:
+        """Return a `place` of its own for a consumer, which a position that is set back ends; see `GroupPage.hold`."""
+        place = self.place(topic, group, queue_id)
+        try:
+            return None if place is None else place.page.hold(place, was_held=was_held, was_left=was_left)
         except StoreIOError as error:
-            self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
+            self._fails(error)
             return place
+
+    def _fails(self, error: StoreIOError) -> None:
+        self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
 
     def end(self) -> None:
         """Let no place be written any more: another process can own the store."""

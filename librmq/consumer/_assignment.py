@@ -223,6 +223,8 @@ class AssignedQueue:
     is_chosen: bool = False
     """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
     stored even if the broker has later progress."""
+    is_taken: bool = False
+    """Whether another instance has taken the queue: it is pulled no more, until a rebalance gives it up or takes it."""
     settled_ms: int = 0
     """By then the former reader has stored its progress, or the next one has taken the queue."""
     released: bool = False

@@ -577,7 +577,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             assigned
             for assigned in self.assigned.values()
             if not assigned.released and assigned.queue not in self._paused and assigned.queue not in self._rests
-            if only is None or only is assigned
+            if (only is None or only is assigned) and not self._is_taken(assigned)
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
@@ -597,6 +597,15 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 return messages, True
             has_moved |= queues[at].next_offset != before
         return [], has_moved
+
+    def _is_taken(self, assigned: AssignedQueue) -> bool:
+        """Return whether another instance has taken a queue; of one just taken, pass what the former reader had."""
+        place = assigned.place
+        if place is not None and self._shares_queues:
+            assigned.is_taken |= place.is_taken
+            if assigned.may_be_passed and not assigned.is_chosen and place.is_open:
+                assigned.next_offset = max(assigned.next_offset, place.position)
+        return assigned.is_taken
 
     def _pull_queue(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
         queue = assigned.queue

@@ -493,7 +493,7 @@ class MessageStore(Closing):
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Return whether a message is so far from the log's end that a read counts it as on disk only."""
-        return self._handle.transfer.is_on_disk(self.log.end, physical_offset)
+        return self.log.end - physical_offset > self._handle.transfer.memory
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """Return the message whose record begins at ``physical_offset``, None if the log has nothing there.

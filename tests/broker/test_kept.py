@@ -7,10 +7,10 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from librmq import (
     BrokerConfig,
     ConsumeFrom,
     DeliveredMessage,
+    ManualRunner,
     Message,
     Metrics,
     Producer,
@@ -281,6 +282,55 @@ def leave_much(path: Path, lines: Path) -> None:
         broker.call(UpdateOffset("g_retry", "RetryTopic", queue_id, queue_offset))
     listen_and_stop_at(broker, lines)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def two_readers() -> Iterator[tuple[PullConsumer, PullConsumer, ManualRunner]]:
+    """Open a queue of six messages, and return a reader that has it, and one that is to have it."""
+    with Broker.temporary(runner=(runner := ManualRunner())) as broker, Producer(broker, "p") as producer:
+        broker.create_topic("t", 1)
+        for number in range(6):
+            producer.send("t", b"%d" % number)
+        settings: dict[str, Any] = {"pull_batch_size": 1, "auto_commit": False, "consume_from": ConsumeFrom.FIRST}
+        former, new = (PullConsumer(broker, "g", instance_name=name, **settings) for name in ("b", "a"))
+        for consumer in (former, new):
+            consumer.subscribe("t")
+        yield former.start(), new, runner
+
+
+def polled(consumer: PullConsumer) -> list[int]:
+    return [int(message.body) for message in consumer.poll(0)]
+
+
+def test_a_queue_that_changes_hands_repeats_what_was_in_work(
+    two_readers: tuple[PullConsumer, PullConsumer, ManualRunner],
+) -> None:
+    """Neither what the former reader would take before its rebalance, nor what it ends before the new one's poll."""
+    former, new, runner = two_readers
+    assert polled(former) == [0]
+    former.commit()
+    assert polled(former) == [1]
+    new.start()
+    assert former.assignment == new.assignment != ()
+    assert polled(former) == [], "it is the new one's, although no rebalance has told so"
+    former.commit()
+    assert polled(new) == [2], "what has ended meanwhile does not come again"
+    runner.advance(0)
+    assert former.assignment == ()
+    new.shutdown()
+    runner.advance(0)
+    assert polled(former) == [2]
+
+
+def test_a_reader_takes_a_queue_back_that_another_one_had(
+    two_readers: tuple[PullConsumer, PullConsumer, ManualRunner],
+) -> None:
+    former, new, runner = two_readers
+    new.start()
+    new.shutdown()
+    assert polled(former) == [], "it does not know yet that the other one has left"
+    runner.advance(0)
+    assert polled(former) == [0]
 
 
 def test_a_broker_s_table_wins_for_the_queues_that_it_has_moved(store_copy: StoreCopy, tmp_path: Path) -> None:

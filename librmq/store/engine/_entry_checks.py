@@ -63,10 +63,6 @@ class Transfer:
         """Return the most messages and bytes of a read that reaches ``physical_offset``."""
         return self.most[log_end - physical_offset > self.memory]
 
-    def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
-        """Return whether a message at ``physical_offset`` counts as on disk."""
-        return log_end - physical_offset > self.memory
-
 
 class _Neighbour(NamedTuple):
     """The nearest entry before another one whose record is known."""

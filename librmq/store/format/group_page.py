@@ -15,6 +15,7 @@
                                   8 the cell of its window, 0 without one; 9 that of its first suspect, sealed
                                   10 sealed, how many ends of its process the group lets a message have
                                   11 and 12 sealed, the positions in the tables that were saved last, and before that
+                                  13 how often a consumer has taken the queue
     a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
                                   remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
                                   << 56, of a message that is finished although the position has not passed it; with
@@ -88,7 +89,7 @@ _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
 _PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW, _SUSPECT = 1, 2, 3, 4, 5, 6, 7, 8
 _PLACE_CELLS: Final = 2
 _POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS, _DEATHS = 1, 2, 3, 4, 5, 6, 8, 9, 10
-_SAVED_LAST, _SAVED_BEFORE = 11, 12
+_SAVED_LAST, _SAVED_BEFORE, _TAKES = 11, 12, 13
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
 BEGUN: Final = -1 << 56
@@ -189,7 +190,7 @@ class _SeenWords:
 class Place:
     """Where a group is in a queue, on the page. Written by the consumer that holds the queue, alone."""
 
-    __slots__ = ("_at", "_set_back", "_words", "number", "page", "saving", "watcher", "window")
+    __slots__ = ("_at", "_set_back", "_takes", "_words", "number", "page", "saving", "watcher", "window")
 
     def __init__(self, page: GroupPage, number: int) -> None:
         self.page: GroupPage = page
@@ -201,7 +202,7 @@ class Place:
         self._at = number % _CELLS * _CELL
         self.number: int = number
         """Its first cell."""
-        self._set_back = words[self._at + _SET_BACK]
+        self._set_back, self._takes = words[self._at + _SET_BACK], words[self._at + _TAKES]
         self.window: tuple[_Words, int, int] | None = None
         """Words, where the slots begin in them, and the `_slot` of offset 0 without its remainder: the word ``begin +
         offset % SLOTS`` is the `_slot` of a message that is finished although the position has not passed it."""
@@ -222,6 +223,14 @@ class Place:
         try:
             return self.position is not None
         except ValueError:
+            return False
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another consumer has taken the queue since; what this one has of it still counts."""
+        try:
+            return self._words[self._at + _TAKES] != self._takes
+        except ValueError:  # the broker has ended
             return False
 
     def advance(self, position: int) -> bool:
@@ -760,13 +769,14 @@ class GroupPage:
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
         words[at + _POSITION] = words[at + _SAVED_LAST] = _sealed(position)
         words[at + _SET_BACK], words[at + _SAVED_BEFORE], words[at + _QUEUE] = 0, 0, name.queue_id
+        words[at + _TAKES] = 0
         words[at + _GROUP], words[at + _TOPIC] = group, topic
         words[at] = _kind_of_place(number, name.queue_id, group, topic)
         self._used = number + _PLACE_CELLS
         return Place(self, number)
 
-    def hold(self, place: Place, *, was_left: bool = False) -> Place:
-        """Return a place for a consumer that holds the queue from now on, with a window.
+    def hold(self, place: Place, *, was_held: bool = False, was_left: bool = False) -> Place:
+        """Return a place for a consumer that takes the queue, or ``was_held`` by it before, with a window.
 
         ``was_left`` says that what has begun there is a former holder's, which has ended.
 
@@ -782,6 +792,8 @@ class GroupPage:
             self._used = cell + _WINDOW_CELLS
             words[at + _WINDOW_AT] = cell
             self._with_window.append(number)  # those of `opened` have one already
+        if not was_held:
+            words[at + _TAKES] = words[at + _TAKES] + 1 & _NUMBER
         held = Place(self, number)
         held.saving = place.saving
         if was_left:
