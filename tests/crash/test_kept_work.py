@@ -8,6 +8,7 @@ there is always something to do.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import random
@@ -39,6 +40,7 @@ from librmq import (
 from librmq.broker import AdministeredRoute
 from librmq.clock import SystemClock
 from librmq.message import StoredMessage
+from librmq.override import override
 from tests.conftest import SlowBudget
 from tests.interrupting import killed_at_line
 from tests.programs import Fork
@@ -118,6 +120,20 @@ class Ledger:
     def end(self, messages: list[Any]) -> None:
         """Note that messages are consumed, or that this was answered."""
         self.write("ends", *map(name_of, messages))
+
+
+class Takes(logging.Handler):
+    """Notes in a ledger which queues a life takes."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        if " takes %(queue)s" in record.msg:
+            fields = vars(record)
+            self._ledger.write("takes", f"{fields['rmq_topic']}/{fields['rmq_queue_id']}")
 
 
 def name_of(message: StoredMessage) -> str:
@@ -200,6 +216,8 @@ def live(store: Path, path: Path, settings: Round, life: int, line: int | None, 
 
     def work() -> None:
         ledger = Ledger(path, life, settings.work_s)
+        logging.getLogger("librmq.consumer").addHandler(Takes(ledger))
+        logging.getLogger("librmq.consumer").setLevel(logging.DEBUG)
         route = librmq.share(store, wait=60, timeout=5) if settings.members > 1 else Broker.open(store, wait=60)
         with route, Producer(route, "p", retries=0) as producer:  # a retry can store a message twice
             end = consume(route, settings, ledger)
@@ -341,57 +359,83 @@ class Call(NamedTuple):
     end: int | None
 
 
-def judged(text: str, way: str, *, is_alone: bool) -> list[str]:
-    """Return a sentence for each message of a ledger that is lost, or comes again but was not in work at a kill."""
-    lines = [line.split() for line in text.splitlines()]
-    closed = {life for life, _, what, *_ in lines if what == "closes"}
-    sent = {body for _, _, what, *names in lines for body in names if what == "sent"}
-    calls = defaultdict[str, list[Call]](list)
-    begins_of, lines_of = defaultdict[tuple[str, str], list[Call]](list), defaultdict[tuple[str, str], list[int]](list)
-    for number, (life, thread, what, *names) in enumerate(lines):
-        if what in ("begins", "ends"):
-            lines_of[life, thread].append(number)
-        for name in names if what in ("begins", "ends") else ():
-            queue, _, body = name.partition(":")
-            if what == "begins":
-                calls[body].append(Call(life, thread, queue, number, None))
-                begins_of[life, queue].append(calls[body][-1])
-            else:
-                place = next(at for at in reversed(range(len(calls[body]))) if calls[body][at][:2] == (life, thread))
-                calls[body][place] = calls[body][place]._replace(end=number)
+class Lives:
+    """What a ledger says of calls, and of the queues that each life took."""
 
-    def taken_behind(call: Call) -> int:
+    def __init__(self, text: str, way: str, *, is_alone: bool) -> None:
+        self._way, self._is_alone = way, is_alone
+        lines = [line.split() for line in text.splitlines()]
+        self._count = len(lines)
+        self.closed = {life for life, _, what, *_ in lines if what == "closes"}
+        self.sent = {body for _, _, what, *names in lines for body in names if what == "sent"}
+        self.calls = defaultdict[str, list[Call]](list)
+        self._takes = defaultdict[tuple[str, str], list[int]](list)
+        self._begins_of = defaultdict[tuple[str, str], list[Call]](list)
+        self._lines_of = defaultdict[tuple[str, str], list[int]](list)
+        for number, (life, thread, what, *names) in enumerate(lines):
+            if what == "takes":
+                self._takes[life, names[0]].append(number)
+            elif what in ("begins", "ends"):
+                self._lines_of[life, thread].append(number)
+                for name in names:
+                    self._note(Call(life, thread, name.partition(":")[0], number, None), what, name.partition(":")[2])
+
+    def _note(self, call: Call, what: str, body: str) -> None:
+        row = self.calls[body]
+        if what == "begins":
+            row.append(call)
+            self._begins_of[call.life, call.queue].append(call)
+        else:
+            place = next(at for at in reversed(range(len(row))) if row[at][:2] == call[:2])
+            row[place] = row[place]._replace(end=call.begin)
+
+    def _taken_behind(self, call: Call) -> int:
         """Return the line of its thread behind which a message was taken."""
-        own = lines_of[call.life, call.thread]
+        own = self._lines_of[call.life, call.thread]
         return own[bisect_left(own, call.begin) - 1] if own[0] < call.begin else -1
 
-    def was_in_work(call: Call, again: Call) -> bool:
-        if is_alone and way != "simple" and call.life == again.life:
+    def _was_handed_over(self, call: Call, answered: int | None, other: Call) -> bool:
+        """Return whether the life of another call has taken the queue of a message that was in work."""
+        until = other.begin if answered is None else min(answered, other.begin)
+        own = [taken for taken in self._takes[call.life, call.queue] if taken < call.begin]
+        behind = max(self._taken_behind(call), *own[-1:], -1)
+        return any(behind < taken < until for taken in self._takes[other.life, call.queue])
+
+    def was_in_work(self, call: Call, again: Call) -> bool:
+        """Return whether a message may come again."""
+        if self._is_alone and self._way != "simple" and call.life == again.life:
             return False
         if call.end is None or call.end > again.begin:
             return True
-        own = lines_of[call.life, call.thread]
+        own = self._lines_of[call.life, call.thread]
         later = own[bisect_right(own, call.end) :]
-        if way in LISTENERS and call.life not in closed and not later:
+        if self._way in LISTENERS and call.life not in self.closed and not later:
             return True  # It was killed before it could answer.
-        # A process that lives had it in work when it handed the queue over, so it took nothing of the queue since. A
-        # listener's thread has answered when it takes the next one, other threads know of that at its next line.
-        answered = call.end if way not in LISTENERS else later[0] if later else len(lines)
-        return not is_alone and not any(
+        # A listener's thread has answered when it takes the next one, other threads know of that at its next line.
+        answered = call.end if self._way not in LISTENERS else later[0] if later else self._count
+        if self._was_handed_over(call, answered, again) or self._was_handed_over(again, again.end, call):
+            return not self._is_alone
+        # A process that lives had it in work when it handed the queue over, so it took nothing of the queue since.
+        return not self._is_alone and not any(
             begun.begin < again.begin
-            and (taken_behind(begun) >= answered or (begun.thread == call.thread and begun.begin > call.end))
-            for begun in begins_of[call.life, call.queue]
+            and (self._taken_behind(begun) >= answered or (begun.thread == call.thread and begun.begin > call.end))
+            for begun in self._begins_of[call.life, call.queue]
         )
 
-    found = [f"{body} is lost" for body in sent - calls.keys()]
-    for body, row in calls.items():
+
+def judged(text: str, way: str, *, is_alone: bool) -> list[str]:
+    """Return a sentence for each message of a ledger that is lost, or comes again but was not in work at a kill."""
+    lives = Lives(text, way, is_alone=is_alone)
+    found = [f"{body} is lost" for body in lives.sent - lives.calls.keys()]
+    for body, row in lives.calls.items():
         found += [
             f"{body} was not in work, and comes again: {call}, {again}"
             for call, again in itertools.pairwise(row)
-            if not was_in_work(call, again)
+            if not lives.was_in_work(call, again)
         ]
-        answers = way not in LISTENERS and row[-1].life not in closed
-        if row[-1].end is None and not body.startswith("poison") and not answers:
+        answers = way not in LISTENERS and row[-1].life not in lives.closed
+        has_ended = any(call.end is not None for call in row)
+        if not has_ended and not body.startswith("poison") and not answers:
             found.append(f"{body} is lost: {row}")
     return found
 
@@ -439,5 +483,12 @@ def test_a_process_of_a_share_hands_over_what_it_has_in_work() -> None:
     # A thread can have taken a message before another one has answered, and write that it begins behind that.
     begin = "0 2 begins t/0:x\n" + begin + "0 1 ends t/0:a\n"
     assert not judged(begin + "0 2 ends t/0:x\n0 2 begins t/0:b\n0 2 ends t/0:b\n" + again, "push", is_alone=False)
+    # A process can also take the queue back, and find what it had in work, or write that it begins behind the new one.
+    work, more = "0 1 begins t/0:a\n0 1 ends t/0:a\n", "0 1 begins t/0:b\n0 1 ends t/0:b\n"
+    assert not judged(work + "0 3 takes t/0\n" + more + work, "push", is_alone=False)
+    assert judged(work + more + work, "push", is_alone=False)
+    late = "0 3 takes t/0\n1 3 takes t/0\n1 1 begins t/0:a\n1 1 ends t/0:a\n1 1 begins t/0:b\n1 1 ends t/0:b\n"
+    assert not judged(late + work, "poll", is_alone=False)
+    assert judged(late + "0 1 begins t/0:c\n0 1 ends t/0:c\n" + work, "poll", is_alone=False)
     taken = "0 1 begins t/1:d\n0 1 ends t/1:d\n0 2 ends t/0:x\n0 2 begins t/0:b\n0 2 ends t/0:b\n"
     assert judged(begin + taken + again, "push", is_alone=False)
