@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Iterable
@@ -36,7 +35,7 @@ from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines, HeldRequests
 from librmq.files import DiskFiles
 from librmq.message.ids import IN_ORDER, Receipt
-from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription, UpdateOffset
+from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
 
@@ -436,27 +435,6 @@ def test_messages_in_flight_come_again_without_the_file(tmp_path: Path, content:
         place.write_bytes(content)
     with Broker.open(tmp_path / "b", runner=runner) as broker:
         assert bodies(receive(broker)) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("queues", "expected"),
-    [
-        ({"g@t@0": {"committed": 0, "next": 2, "flights": "0 0 1 1 1 1700000009000"}}, ["c"]),
-        ({"g@t@0": {"committed": 0, "next": 2, "flights": "0 0 1 1"}}, ["a", "b", "c"]),
-        ({"g@t@0": [1]}, ["a", "b", "c"]),
-    ],
-)
-def test_the_file_of_former_versions_is_taken_over_once(tmp_path: Path, queues: object, expected: list[str]) -> None:
-    runner = ManualRunner(ManualClock(1_700_000_000_000))
-    with Broker.open(tmp_path, runner=runner, store_config=StoreConfig.tiny()) as broker:
-        broker.create_topic("t", 1)
-        send(broker, "a", "b", "c")
-        broker.call(UpdateOffset("g", "t", 0, 0))
-    place = tmp_path / "librmq" / "receives.json"
-    place.write_text(json.dumps({"receives": {"version": 1, "queues": queues}}))
-    with Broker.open(tmp_path, runner=runner) as broker:
-        assert bodies(receive(broker)) == expected
-        assert not place.exists()
 
 
 def test_crash_repeats_and_loses_nothing(tmp_path: Path) -> None:

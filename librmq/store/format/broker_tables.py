@@ -54,12 +54,7 @@ from librmq.store.format.documents import (
     full_disk_suffered,
     with_checksum,
 )
-from librmq.store.format.group_page import (
-    GroupPage,
-    KeptPage,
-    take_former_flights,
-    take_positions,
-)
+from librmq.store.format.group_page import GroupPage, KeptPage, take_positions
 
 if TYPE_CHECKING:
     from librmq.filter import BloomFilter, Registrations
@@ -179,18 +174,16 @@ class BrokerTables:
 
     def kept_page(self, flush: Callable[[], object]) -> KeptPage:
         """Return the page of groups for the broker that owns the store; ``flush()`` flushes the log."""
-        store, table, page = os.path.dirname(self._folder), self.offsets, self._page(writable=True)
-        kept, files = KeptPage(self._files, store, flush, page), self._files
-        received = take_former_flights(files, store)
+        store, files, table = os.path.dirname(self._folder), self._files, self.offsets
+        page = self._page(writable=True)
+        kept = KeptPage(files, store, flush, page)
         if page is None and self.database is None and (saved := GroupPage.saved(files, store, lambda: table.rows)):
-            received += [
-                (name, place.next_offset or 0, saved.flights.get(place.number, [])) for name, place in saved.named()
-            ]
-        with full_disk_suffered(store, "messages in flight"):
-            for name, next_offset, rows in received:
-                position = self.consumer_offset(name.topic, name.group, name.queue_id)
-                if rows and position is not None:
-                    kept.restore(name, position, next_offset, rows)
+            with full_disk_suffered(store, "messages in flight"):
+                for name, place in saved.named():
+                    position = self.consumer_offset(name.topic, name.group, name.queue_id)
+                    rows = saved.flights.get(place.number)
+                    if rows and position is not None:
+                        kept.restore(name, position, place.next_offset or 0, rows)
         return kept
 
     def _offsets(self, stored: StoredTable | None) -> ConfigTable:

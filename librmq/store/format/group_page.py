@@ -55,10 +55,8 @@ Nothing of the original mirrors it: there the broker outlives its consumers, and
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import re
 import struct
 import sys
 import zlib
@@ -72,7 +70,7 @@ from librmq.files import Buffer, File, Files, file_size
 from librmq.files.interface import identity_of, read_replaced
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
-from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, checked, folder_part
+from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, folder_part
 
 if TYPE_CHECKING:
     from librmq.message import StoredMessage
@@ -1048,47 +1046,3 @@ class KeptPage:
         page, self._page = self._page, None
         if page is not None:
             page.close(deletes=self.is_in_table and not self.is_needed and not page.has_left)
-
-
-# ---- what former versions saved
-#
-#     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
-#                                 {"committed", "next", "flights"}}}}
-#                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
-#                             separated by blanks, messages by commas; for a queue in order also "counts" (queue
-#                             offset, deliveries)
-
-_FORMER: Final = os.path.join(OWN_FOLDER, "receives.json")
-_NUMBERS: Final = re.compile(r"(?:\d{1,18}[ ,]?)*", re.ASCII)
-
-
-def take_former_flights(files: Files, store: str) -> list[tuple[PlaceName, int, list[FlightRow]]]:
-    """Return what a former version had in flight, with the next queue offset, and delete its file.
-
-    What can't be read is delivered again.
-    """
-    path, found = os.path.join(store, _FORMER), list[tuple[PlaceName, int, list[FlightRow]]]()
-    if (data := read_replaced(files, path)) is None:
-        return []
-    with suppress(ValueError, TypeError, KeyError, AttributeError, CorruptionError):
-        table = json.loads(checked(path, data))["receives"]
-        for name, row in table["queues"].items() if table["version"] == 1 else ():
-            group, _, queue_name = name.partition("@")
-            topic, _, queue_id = queue_name.rpartition("@")
-            flights = [FlightRow(0, True, *numbers) for numbers in _numbers(row["flights"], _CELL - 2)]
-            counts = {offset: count for offset, count in _numbers(row.get("counts", ""), 2)}  # noqa: C416 (typed)
-            for flight in flights:
-                counts.pop(flight.queue_offset, None)
-            flights += [FlightRow(0, False, offset, 0, 0, 0, count, 0) for offset, count in counts.items()]
-            found.append((PlaceName(group, topic, int(queue_id)), int(row["next"]), flights))
-    for old in (path, f"{path}.bak"):
-        files.delete(old)
-    return found
-
-
-def _numbers(text: str, count: int) -> list[list[int]]:
-    """Return the numbers in a text, sorted, in groups of so many between commas."""
-    groups = [part.split(" ") for part in text.split(",") if part]
-    if not _NUMBERS.fullmatch(text) or any(len(group) != count for group in groups):
-        raise ValueError(text)
-    return sorted(list(map(int, group)) for group in groups)
