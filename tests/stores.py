@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import threading
@@ -25,6 +26,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.derivation import has_queue_entry, is_indexed
+from librmq.store.format.documents import with_checksum
 from librmq.store.retention import RetainedStore
 from tests.budget import some, step
 from tests.file_seams import Event, FailingFiles
@@ -147,6 +149,13 @@ def with_contents(files: F, found: Mapping[str, bytes | None]) -> F:
             files.make_folder(os.path.dirname(os.path.join(ROOT, path)))
             files.write(os.path.join(ROOT, path), data)
     return files
+
+
+def with_fields(document: bytes | None, **fields: object) -> bytes:
+    """Return a document of librmq's own with other values of these fields, or these more."""
+    before = {} if document is None else json.loads(document)
+    before.pop("crc32", None)
+    return with_checksum(json.dumps(before | fields).encode())
 
 
 def from_disk(folder: Path) -> Contents:

@@ -31,13 +31,7 @@ from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueN
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
-from librmq.store.format.documents import (
-    KeptSettings,
-    ReplicaMark,
-    add_checksums,
-    write_kept_config,
-    write_retention,
-)
+from librmq.store.format.documents import KeptSettings, ReplicaMark, write_kept_config, write_retention
 from librmq.store.recovery._log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
@@ -120,8 +114,6 @@ class Writer(StoreHandle):
             if config is not None and kind is not directory.StoreKind.NEW:
                 kept = write_kept_config(path, self.config, files, kept, is_own=self.is_own)
             write_retention(path, self.config, files, default=directory.default_retention(kept))
-            if kept.lacks_checksums:
-                add_checksums(path, files)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

@@ -37,7 +37,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.documents import write_document
+from librmq.store.format.documents import with_checksum, write_document
 from librmq.testing import Kit, Process, explore
 from librmq.testing.histories._verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
@@ -291,9 +291,9 @@ def test_without_the_file_levels_come_again(form: str) -> None:
         b"",
         b"{",
         b"[]",
-        b'{"version": 2, "messages": []}',
-        b'{"version": 1, "messages": [["a", "T", 0, 1, 2, "x", null]]}',
-        b'{"version": 1, "messages": [["a", "T"]]}',
+        with_checksum(b'{"version": 2, "number": 1, "messages": []}'),
+        with_checksum(b'{"version": 1, "number": 1, "messages": [["a", "T", 0, 1, 2, "x", null]]}'),
+        with_checksum(b'{"version": 1, "number": 1, "messages": [["a", "T"]]}'),
     ],
 )
 def test_file_that_is_damaged(rubbish: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 from librmq import Broker, BrokerConfig, Message, MessageStore, Producer
 from librmq.clock import ManualClock
 from librmq.protocol import ResponseCode
+from librmq.store.format.documents import with_checksum
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._frames import Frame, answer_to
 from tests.cli.stand import Shell
@@ -227,6 +228,6 @@ def test_wrong_words_are_refused(filled: Shell) -> None:
     both = filled("replay", "full", "--route", "127.0.0.1:1", "--to", "g")
     assert "leave them out with --route" in both.said
     place = {"physical_offset": 0}
-    for wrong in ([1], {"a": place | {"record": 5}}, {"a": place | {"record": [0, 0, 0]}}, {"a": {"since_ms": 1}}):
-        (filled.folder / "full" / "librmq" / "replay.json").write_text(json.dumps(wrong))
+    for wrong in ({"a": 1}, {"a": place | {"record": 5}}, {"a": place | {"record": [0, 0, 0]}}, {"a": {"since_ms": 1}}):
+        (filled.folder / "full" / "librmq" / "replay.json").write_bytes(with_checksum(json.dumps(wrong).encode()))
         assert "delete it to begin at the start" in filled("replay", "full", "--route", "127.0.0.1:1").said

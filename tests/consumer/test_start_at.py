@@ -29,6 +29,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.store import snapshot
+from librmq.store.format.documents import with_checksum
 from librmq.testing import Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
@@ -240,7 +241,10 @@ def test_refused(settings: dict[str, Any], error: str) -> None:
             PullConsumer(broker, "g").configure(start_at="last")
 
 
-@pytest.mark.parametrize("rubbish", [b"{", b"[]", b'{"startTable": {"g": 7}}', b'{"startTable": {"g": {"t": "x"}}}'])
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"{", b"[]", with_checksum(b'{"startTable": {"g": 7}}'), with_checksum(b'{"startTable": {"g": {"t": "x"}}}')],
+)
 def test_a_damaged_file(rubbish: bytes) -> None:
     files = MemoryFiles()
     open_broker(files).close()

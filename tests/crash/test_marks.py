@@ -36,6 +36,7 @@ from tests.stores import (
     opened,
     served,
     with_contents,
+    with_fields,
 )
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")
@@ -280,9 +281,7 @@ def mark_of_another_store(store: Killed) -> Contents:
 
 def marked(**fields: object) -> Callable[[Killed], Contents]:
     def change(store: Killed) -> Contents:
-        mark = json.loads(store.contents[MARK] or b"")
-        del mark["crc32"]  # as an earlier version has written it
-        return store.contents | {MARK: json.dumps(mark | fields).encode()}
+        return store.contents | {MARK: with_fields(store.contents[MARK], **fields)}
 
     return change
 

@@ -162,6 +162,7 @@ def checkpoint(data: bytes) -> None:
     from librmq.errors import StoreError
     from librmq.store.engine.saved_state import MarkError, read_closed_state, take_mark
     from librmq.store.format._checkpoint import CHECKPOINT_SIZE, Checkpoint
+    from librmq.store.format.documents import with_checksum
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]
@@ -172,7 +173,7 @@ def checkpoint(data: bytes) -> None:
         found.flush()
     files.make_folder("/store/librmq")
     for name in ("closed", "flushed"):
-        files.write(f"/store/librmq/{name}.json", data)
+        files.write(f"/store/librmq/{name}.json", with_checksum(data))
     read_closed_state("/store", files)
     with suppress(MarkError):
         take_mark("/store", files)

@@ -23,7 +23,19 @@ from librmq.store.format.directory import MISSING_LOG
 from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.file_seams import FailingFiles
-from tests.stores import ROOT, SMALL, START_MS, Contents, OpenedFiles, contents, fill, in_memory, opened, served
+from tests.stores import (
+    ROOT,
+    SMALL,
+    START_MS,
+    Contents,
+    OpenedFiles,
+    contents,
+    fill,
+    in_memory,
+    opened,
+    served,
+    with_fields,
+)
 
 CLOSED = "librmq/closed.json"
 
@@ -93,11 +105,11 @@ def write_on(files: MemoryFiles) -> None:
 
 def write_one_on(files: MemoryFiles) -> None:
     """Append one message, then restore the earlier file except for its queues."""
-    kept = json.loads(files.read(f"{ROOT}/{CLOSED}"))
+    kept = files.read(f"{ROOT}/{CLOSED}")
     with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS + 5000)) as store:
         store.append(Message("TopicA", b"one"))
     after = json.loads(files.read(f"{ROOT}/{CLOSED}"))
-    files.write(f"{ROOT}/{CLOSED}", json.dumps({**kept, "queues": after["queues"]}).encode())
+    files.write(f"{ROOT}/{CLOSED}", with_fields(kept, queues=after["queues"]))
 
 
 def cut_off(files: MemoryFiles) -> None:

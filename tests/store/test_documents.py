@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import product
 
@@ -36,16 +35,12 @@ def opened(files: MemoryFiles, closed: bool) -> Broker:
 @many
 @pytest.mark.parametrize(("name", "closed"), [*product(OWN, (True, False)), ("closed", True)])
 def test_verify_finds_each_changed_byte(name: str, closed: bool) -> None:
-    """A change within the name of the checksum's field may leave the document as it was."""
     found, path = of_librmq(closed), f"librmq/{name}.json"
     data = found[path]
     for at in some(range(0, len(data), 7)):
         changed = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
         verdict = verify(ROOT, files=in_memory({**found, path: changed}))
-        if verdict.sound:
-            assert [*json.loads(changed).items()][:-1] == [*json.loads(data).items()][:-1], at
-        else:
-            assert [damage.file for damage in verdict.damage] == [f"{ROOT}/{path}"], at
+        assert [damage.file for damage in verdict.damage] == [f"{ROOT}/{path}"], at
 
 
 @pytest.mark.parametrize(
@@ -67,7 +62,7 @@ def test_a_writer_refuses_a_changed_document_and_says_what_follows_without_it(
     assert before in found[path], found[path]
     files = in_memory({**found, path: found[path].replace(before, after).replace(b"crc32", field)})
     was = contents(files)
-    with pytest.raises(CorruptionError, match=rf"{name}\.json.*delete it: then .*{effect}.*delete its crc32"):
+    with pytest.raises(CorruptionError, match=rf"{name}\.json.*delete it: then .*{effect}"):
         opened(files, closed)
     changed = {name for name, data in contents(files).items() if data != was.get(name)}
     assert not changed if closed else path not in changed  # a recovery can come before
@@ -84,27 +79,12 @@ def test_a_reader_warns_and_goes_on_without_changed_settings(caplog: pytest.LogC
         assert sum(1 for _ in reading.topic_messages("T")) == 40
 
 
-def test_documents_of_earlier_versions_get_their_checksums_once(closed: bool) -> None:
+def test_a_document_without_a_checksum_is_damaged(closed: bool) -> None:
     found, checksum = of_librmq(closed), re.compile(rb',"crc32":"[0-9a-f]{8}"}$')
     own = [path for path in found if path.startswith("librmq/") and checksum.search(found[path] or b"")]
     assert {path.removesuffix(".bak") for path in own} == {
         f"librmq/{name}.json" for name in (*OWN, *["closed"] * closed)
     }
-    earlier = {path: checksum.sub(b"}", found[path]) for path in own}
-    files = in_memory(found | earlier)
-    with opened(files, closed) as broker:
-        assert not broker.resend_dead_letters("G", broker.dead_letters("G")[:1], only_unsent=True)
-        now = contents(files)
-        for path in own:
-            assert checksum.search(now[path]), path
-            assert now[path] == found[path], path
-
-
-def test_a_changed_document_gets_no_checksum_when_others_do(closed: bool) -> None:
-    found, path = of_librmq(closed), "librmq/resent.json"
-    changed = found[path].replace(b"[[", b"[[9").replace(b"crc32", b"cr")
-    config = re.sub(rb',"crc32":"[0-9a-f]{8}"}$', b"}", found["librmq/config.json"])
-    files = in_memory({**found, path: changed, "librmq/config.json": config})
-    opened(files, closed).close()
-    assert contents(files)["librmq/config.json"] == found["librmq/config.json"]
-    assert contents(files)[path] == changed
+    for path in own:
+        files = in_memory({**found, path: checksum.sub(b"}", found[path])})
+        assert [damage.file for damage in verify(ROOT, files=files).damage] == [f"{ROOT}/{path}"]

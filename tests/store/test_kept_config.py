@@ -24,7 +24,7 @@ from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.saved_state import read_mark as read_mark_of_flush
 from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
-from librmq.store.format.documents import KeptSettings, RecordedRetention, ReplicaMark, resent_times
+from librmq.store.format.documents import KeptSettings, RecordedRetention, ReplicaMark, resent_times, with_checksum
 from librmq.store.recovery._verify import verify
 from tests.budget import many
 
@@ -231,6 +231,6 @@ def test_a_document_that_is_deleted_after_a_look_counts_as_missing(
     """Readers take no lock, and a close deletes `closed.json` where the disk has no room for a new one."""
     files = Vanishing()
     files.make_folder("/s/librmq")
-    files.write(f"/s/librmq/{name}", b'{"version": 1}')
+    files.write(f"/s/librmq/{name}", with_checksum(b'{"version": 1}'))
     assert not read("/s", files)
     assert files.names("/s/librmq") == ()

@@ -20,6 +20,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT
 from librmq.store import MessageStore
+from librmq.store.format.documents import with_checksum
 from librmq.store.recovery import salvage
 from librmq.store.recovery._verify import verify
 from librmq.store.recovery.salvage import Gap
@@ -287,8 +288,8 @@ def test_manifests_of_any_kind_do_no_harm() -> None:
         b"[]",
         b"\xff",
         b"[" * 100_000,
-        b'{"version": 2, "records": 0}',
-        b'{"version": 1, "records": "x"}',
+        with_checksum(b'{"version": 2, "records": 0}'),
+        with_checksum(b'{"version": 1, "records": "x"}'),
     ):
         files.write(f"{kept.path}/manifest.json", text)
         (again,) = salvage.kept_cuts(ROOT, files)

@@ -35,10 +35,11 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
-from librmq.store.format.documents import RETENTION, RecordedRetention, write_retention
+from librmq.store.format.documents import RETENTION, RecordedRetention, with_checksum, write_retention
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
+from tests.stores import with_fields
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stores are not shared on Windows")
 
@@ -406,28 +407,21 @@ def test_a_copy_of_a_replica_deletes_nothing_either(tmp_path: Path, caplog: pyte
         assert broker.store.config.file_reserved_hours == 1
 
 
-def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
+def test_retention_of_another_folder_or_of_no_known_one_deletes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     owned(tmp_path, store_config=StoreConfig.tiny(file_reserved_hours=1))
     file = tmp_path / "librmq" / "retention.json"
-    text = json.loads(file.read_text())
-    del text["crc32"]
+    document = file.read_bytes()
     for folder in (None, "1:1"):
-        file.write_text(json.dumps(text | {"folder": folder}))
+        file.write_bytes(with_fields(document, folder=folder))
         assert owned(tmp_path)[0].file_reserved_hours is None
         assert "file_reserved_hours=1" in caplog.text
         caplog.clear()
-    file.unlink()
-    config = tmp_path / "librmq" / "config.json"
-    fields = json.loads(config.read_text()) | {"file_reserved_hours": 1}
-    del fields["crc32"]
-    config.write_text(json.dumps(fields))
-    assert owned(tmp_path)[0].file_reserved_hours is None
-    assert "file_reserved_hours=1" in caplog.text
-    for hostile in ("{", "[]", json.dumps(text | {"settings": {"file_reserved_hours": -1}})):
-        file.write_text(hostile)
+    hostile = with_fields(document, settings={"file_reserved_hours": -1})
+    for content in (b"{", b"[]", with_checksum(b"[]"), hostile):
+        file.write_bytes(content)
         with pytest.raises(CorruptionError, match=r"retention\.json.*then retention deletes nothing"):
             owned(tmp_path)
 
@@ -503,7 +497,7 @@ def test_a_command_names_nothing(tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused(tmp_path: Path, text: str, error: type[Exception], match: str) -> None:
     owned(tmp_path, store_config=SYNC)
     file = tmp_path / "librmq" / "settings.json"
-    file.write_text(text)
+    file.write_bytes(with_checksum(text.encode()) if text.endswith("}") else text.encode())
     with pytest.raises(error, match=match):
         librmq.share(tmp_path)
     file.unlink()
@@ -522,6 +516,6 @@ def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, kind: str) -> No
     else:
         file.symlink_to({"link": elsewhere, "link to nothing": tmp_path / "absent"}.get(kind, Path("/dev/zero")))
     for opens in (librmq.share, librmq.Broker.open):
-        with pytest.raises(CorruptionError, match=r"settings\.json.*(symbolic link|a regular file|without bytes)"):
+        with pytest.raises(CorruptionError, match=r"settings\.json.*(symbolic link|a regular file|its checksum)"):
             opens(store)
     assert elsewhere.read_bytes() == before

@@ -14,7 +14,7 @@
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
                                note about a Spark job, which writes nothing again if it is committed again
-    librmq/cancelled.json      {"version": 1, "messages": […]}, and cancelled-since.json
+    librmq/cancelled.json      {"version": 1, "number", "messages": […]}, and cancelled-since.json
                                messages that were cancelled while they waited (`librmq.scheduling.waiting`)
     librmq/schedules.json      {"schedules": {name: when it sends what, and how far it is}}
     librmq/starts.json         {"startTable": {group: {topic: time of the move}}}
@@ -27,15 +27,14 @@
                                (`librmq.diagnosis._skips`) change
 
 The last field of each is ``"crc32"``, eight hexadecimal digits: the checksum of the bytes before the comma in front of
-it. Documents of earlier versions have none; an opening for writing adds it. A document with another checksum counts as
-damaged.
+it. A document with another one, or without it, is damaged.
 
 Without `config.json`, sizes come from the store's files, and the delay levels are 4.9's. Without `retention.json`, or
 with that of another folder, retention deletes nothing by age or size. Without `replica.json`, the copy is an
-independent store that takes messages; ``folder`` tells two masters of one name apart, and copies of earlier versions
-lack it. In the note about a job, ``begin`` and ``end`` are physical offsets, ``first`` the first bytes of the first
-record in hexadecimal digits, and ``done`` says whether queues and index had all of it. `resent.json` has times in
-milliseconds; without it all letters count as unsent. `librmq.store.engine.saved_state` and
+independent store that takes messages; ``folder`` tells two masters of one name apart, and is noted when the copy first
+follows its master. In the note about a job, ``begin`` and ``end`` are physical offsets, ``first`` the first bytes of
+the first record in hexadecimal digits, and ``done`` says whether queues and index had all of it. `resent.json` has
+times in milliseconds; without it all letters count as unsent. `librmq.store.engine.saved_state` and
 `librmq.store.recovery.salvage` have further documents.
 """
 
@@ -111,10 +110,6 @@ class _LaterVersionError(CorruptionError):
     """A later version of librmq wrote a document, which must not be replaced by what this one knows."""
 
 
-_CHECKSUM: Final = re.compile(rb'(?:,\s*"[^"]{5}":\s*"([^"]{8})|"([0-9a-f]{8}))"\s*}\s*$')
-"""The last field as it is also with damage in its name or value, for which it must not count as missing. The name can
-have lost letters, or have changed places with bytes before it."""
-_CHECKSUM_ROOM: Final = 64
 _WITHOUT: Final = {
     CONFIG_FILE: "sizes come from the other files, and delay levels are RocketMQ's",
     RETENTION_FILE: "retention deletes nothing by age or size until it is named again",
@@ -136,25 +131,16 @@ def with_checksum(data: bytes) -> bytes:
     return content + b',"crc32":"%08x"}' % crc32(content)
 
 
-def _checksum(data: bytes) -> re.Match[bytes] | None:
-    return _CHECKSUM.search(data, max(0, len(data) - _CHECKSUM_ROOM))
-
-
 def checked(path: str, data: bytes, at: int = 0) -> bytes:
     """Return a JSON object, read at a place of the file ``path``, without its checksum.
 
-    One that an earlier version has written has none.
-
     Raises:
-        CorruptionError: It has another checksum.
+        CorruptionError: It has another checksum, or none.
     """
-    match = _checksum(data)
-    if match is None:
-        return data
-    content, expected = data[: match.start()], match[1] or match[2]
-    if expected != b"%08x" % crc32(content):
-        what = f"expected {expected.decode(errors='replace')} as checksum, found {crc32(content):08x}; {_advice(path)}"
-        raise CorruptionError(path, at, "checksum", f"{what}; if you have changed it yourself, delete its crc32")
+    content, _, end = data.rpartition(b',"crc32":"')
+    if end.rstrip() != b'%08x"}' % crc32(content):
+        what = f"expected its checksum as the last field, found {data[-21:]!r} at the end; {_advice(path)}"
+        raise CorruptionError(path, at, "checksum", what)
     return content + b"}"
 
 
@@ -164,45 +150,19 @@ def _advice(path: str) -> str:
     return f"copy the file from a backup of the store, or delete it{effect}"
 
 
-def add_checksums(path: str, files: Files) -> None:
-    """Add checksums to the documents of the store in ``path`` without any, last to that which says that they lack.
-
-    Unreadable ones stay as they are. The changes are durable on return.
-    """
-    config = os.path.join(path, CONFIG_FILE)
-    for place in [*(place for place in _documents(path, files) if place != config), config]:
-        data = read_replaced(files, place)
-        if data and _checksum(data) is None and _is_object(data):
-            files.write(place, with_checksum(data))
-
-
-def _documents(path: str, files: Files) -> list[str]:
-    folders = [os.path.join(path, OWN_FOLDER), os.path.join(path, JobNote.FOLDER)]
-    return [
-        os.path.join(folder, name)
-        for folder in folders
-        for name in files.names(folder)
-        if name.endswith((".json", ".json.bak", ".jsonl"))
-    ]
-
-
-def _is_object(data: bytes) -> bool:
-    try:
-        return type(json.loads(data)) is dict
-    except (ValueError, RecursionError):
-        return False
-
-
 def damaged_documents(path: str, files: Files) -> Iterator[CorruptionError]:
     """Yield what is wrong with the documents of the store in ``path``."""
-    for place in _documents(path, files):
+    folders = [os.path.join(path, folder) for folder in (OWN_FOLDER, JobNote.FOLDER)]
+    places = [os.path.join(folder, name) for folder in folders for name in files.names(folder)]
+    for place in places:
+        if not place.endswith((".json", ".json.bak", ".jsonl")):
+            continue
         try:
             data, at = _document(place, files), 0
             if data is None:
                 continue
             for item in data.splitlines(keepends=True) if place.endswith(".jsonl") else [data]:
-                if not _is_object(checked(place, item, at)):
-                    raise CorruptionError(place, at, "config", f"expected a JSON object; {_advice(place)}")
+                checked(place, item, at)
                 at += len(item)
         except CorruptionError as error:
             yield error
@@ -232,8 +192,6 @@ def _document(path: str, files: Files, *max_size: int) -> bytes | None:
 
 def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
     """Return the fields of a document that was read from ``path``, as `read_document` does."""
-    if not data:
-        raise CorruptionError(path, 0, "config", f"expected a document, found a file without bytes; {_advice(path)}")
     data = checked(path, data)
     try:
         document = json.loads(data)
@@ -274,7 +232,7 @@ _KEPT: Final = dict.fromkeys(
 RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
 """The settings of retention."""
 _OWN: Final = "made_by_librmq"
-_SETTINGS: Final[Kinds] = {**_KEPT, **dict.fromkeys(RETENTION, _ANY), _OWN: (bool, NoneType)}
+_SETTINGS: Final[Kinds] = {**_KEPT, _OWN: (bool, NoneType)}
 _SMALLEST_LOG_FILE: Final = 256  # it is below any total size
 _LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
@@ -323,8 +281,6 @@ class KeptSettings(NamedTuple):
     is_own: bool
     """Whether librmq made the store."""
     retention: RecordedRetention
-    lacks_checksums: bool
-    """Whether an earlier version has written them."""
 
     @classmethod
     def read(cls, path: str, files: Files) -> Self:
@@ -335,13 +291,10 @@ class KeptSettings(NamedTuple):
                 may differ.
         """
         place = os.path.join(path, CONFIG_FILE)
-        data = _document(place, files, _MOST_BYTES)
-        fields = {} if data is None else parse_document(place, data, _SETTINGS)
-        retention: dict[str, Any] = {name: fields.pop(name) for name in RETENTION if name in fields}
+        fields = read_document(place, files, _SETTINGS) or {}
         is_own = fields.pop(_OWN, None) is True
         _check_settings(place, fields)
-        lacks_checksums = data is not None and _checksum(data) is None
-        return cls(fields, is_own, _recorded_retention(path, files, retention), lacks_checksums)
+        return cls(fields, is_own, _recorded_retention(path, files))
 
     @classmethod
     def read_sound(cls, path: str, files: Files) -> Self:
@@ -359,7 +312,7 @@ class KeptSettings(NamedTuple):
                 files.delete(error.file)
 
 
-_NOTHING_KEPT: Final = KeptSettings({}, is_own=False, retention=RecordedRetention({}, []), lacks_checksums=False)
+_NOTHING_KEPT: Final = KeptSettings({}, is_own=False, retention=RecordedRetention({}, []))
 
 
 def _check_settings(place: str, settings: Mapping[str, Any]) -> None:
@@ -406,14 +359,14 @@ _RETENTION: Final[Kinds] = {
 }  # fmt: skip
 
 
-def _recorded_retention(path: str, files: Files, beside_sizes: dict[str, Any]) -> RecordedRetention:
+def _recorded_retention(path: str, files: Files) -> RecordedRetention:
     place = os.path.join(path, RETENTION_FILE)
     try:
         fields = read_document(place, files, _RETENTION)
     except _LaterVersionError:
+        fields = None
+    if fields is None:
         return RecordedRetention({}, [])
-    if fields is None:  # earlier versions have recorded it beside the sizes, which a copy has too
-        return RecordedRetention(beside_sizes, [], bool(beside_sizes))
     settings = {name: value for name, value in fields["settings"].items() if name in RETENTION}
     _check_settings(place, settings)
     named, identity = [name for name in settings if name in fields["named"]], _folder_identity(path, files)
