@@ -30,7 +30,7 @@
         attempts               INTEGER       number of failed sends
         due_timestamp_ms       BIGINT        no sender claims it earlier; indexed with state
 
-    rmq_tables                                       two rows for each table, of which the second may be missing
+    rmq_tables                                       two rows for each table
         table_name             VARCHAR(255)  PRIMARY KEY   the table's name; the same and " columns"
         version                INTEGER       the oldest version that may use the table; the version of its columns
 
@@ -255,7 +255,7 @@ def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:
     )
     found = {row[0]: int(row[1]) for row in rows.rows}
     oldest = found.get(name, 0)
-    version = found.get(name + _COLUMNS, oldest)
+    version = found.get(name + _COLUMNS, 0)
     if oldest > len(steps):
         raise ConfigError(
             f"table {name}: only a librmq that knows its version {oldest} may use it, this one knows {len(steps)}: "

@@ -153,9 +153,7 @@ class FolderBindings:
             self.close()
             self._file = file
         text = os.pread(self._file, status.st_size - self._read_end, self._read_end)
-        is_whole = not self._read_end and not text.count(b"\n")  # as earlier versions wrote it
-        lines = [text] if is_whole else text[: text.rfind(b"\n") + 1].splitlines()
-        for line in lines:
+        for line in text[: text.rfind(b"\n") + 1].splitlines():
             if not self._read_end:
                 self._table = _Table(loads(line.decode()))
                 self._watch(self._table.rows["queues"], 0)
@@ -165,7 +163,7 @@ class FolderBindings:
                 self._changes += 1
                 if change[0] == "queue":
                     self._watch({change[1]: change[2]}, _clock.now_ms())
-            self._read_end += len(line) + (not is_whole)
+            self._read_end += len(line) + 1
         self._seen = status.st_ino, status.st_size
 
     def close(self) -> None:
@@ -191,8 +189,6 @@ class FolderBindings:
             line = f"{to_json([*change])}\n".encode()
             file = _open(self._path, os.O_RDWR)
             try:
-                if os.pread(file, 1, self._read_end - 1) != b"\n":
-                    line = b"\n" + line
                 os.ftruncate(file, self._read_end)
                 os.pwrite(file, line, self._read_end)
                 os.fsync(file)

@@ -12,7 +12,8 @@ A hop of the relay waits in the schedule topic with the properties of the last r
 
 Cancelled messages stand in ``librmq/cancelled.json`` of the store, which a broker of RocketMQ ignores::
 
-    {"version": 1, "messages": [[id, topic, physical offset, log end, store time, time, time of passing], …]}
+    {"version": 1, "number",
+     "messages": [[id, topic, physical offset, log end, store time, time, time of passing], …]}
 
 The id is the unique id, or the offset id of a message without one; the place and store time are those of the record
 that waited; the log's end at that time tells later messages of the same id apart. The last is null until the message
@@ -169,12 +170,11 @@ class Cancellations:
 
     def _read(self, path: str) -> tuple[int, dict[tuple[str, str], Cancellation]]:
         """Return the number and the cancellations in a file; 0 and none if it is missing."""
-        kinds = {"messages": (list,), "number": (int, type(None))}
-        fields = read_document(path, self._files, kinds, max_size=_MAX_SIZE)
+        fields = read_document(path, self._files, {"number": (int,), "messages": (list,)}, max_size=_MAX_SIZE)
         if fields is None:
             return 0, {}
         try:
-            return fields.get("number", 0), {row[:2]: row for row in map(_checked, fields["messages"])}
+            return fields["number"], {row[:2]: row for row in map(_checked, fields["messages"])}
         except (TypeError, ValueError) as error:
             why = f"{error}; without the file, cancelled messages are delivered"
             raise CorruptionError(path, 0, "config", why) from None

@@ -7,7 +7,7 @@
 
 The fingerprint of a queue is that of the last entry before its offset. A store or a topic that was made again can have
 the same names and offsets, but not that record in that place. Streams keep positions in Spark's checkpoint, incremental
-runs in their state. Earlier ones have an ``identities`` with the last record of each store, or nothing beside offsets.
+runs in their state.
 
 A run of a pipeline over messages reads what was stored since the last one.
 
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 _log = EventLog("librmq.spark")
 _FINGERPRINTS: Final = "fingerprints"
 """Key of a document beside its stores, whose paths are absolute."""
-_IDENTITIES: Final = "identities"
-_WHOLE_STORE: Final = ("", -1)
-"""The queue of a fingerprint from ``identities``."""
 
 Document = dict[str, dict[str, dict[str, Any]]]
 Key = tuple[str, str, int]
@@ -77,11 +74,9 @@ class Positions:
 
     @classmethod
     def parse(cls, document: Document) -> Positions:
-        """Return the positions in a document, of any version."""
-        fingerprints = {key: Fingerprint(*pair) for key, pair in flat(document.get(_FINGERPRINTS, {})).items()}
-        for path, fields in document.get(_IDENTITIES, {}).items():
-            fingerprints[path, *_WHOLE_STORE] = Fingerprint(fields["physicalOffset"], str(fields["fingerprint"]))
-        return cls(flat(document), fingerprints)
+        """Return the positions in a document."""
+        marks = flat(document.get(_FINGERPRINTS, {}))
+        return cls(flat(document), {key: Fingerprint(*mark) for key, mark in marks.items()})
 
     def document(self) -> Document:
         """Return the document of these positions, which is JSON."""
@@ -235,8 +230,6 @@ class Positions:
                 f"or a log that lost its end ({unless} reads from its beginning)"
             )
         gone = f"{path}: this store was read, and none of the named folders holds it now"
-        if not marks:
-            gone += "; the record of what was read is of a librmq that knew stores by their paths alone"
         for now in sorted(stores.keys() - set(known)) if marks else ():
             if stores[now].fingerprint_at(marks[0].physical_offset) is None:
                 gone += (
@@ -263,7 +256,7 @@ def flat(document: Document) -> dict[Key, Any]:
     return {
         (path, topic, int(queue_id)): value
         for path, topics in document.items()
-        if path not in (_FINGERPRINTS, _IDENTITIES)
+        if path != _FINGERPRINTS
         for topic, queues in topics.items()
         for queue_id, value in queues.items()
     }
@@ -306,8 +299,7 @@ class _State:
     def read(cls, path: str) -> _State:
         try:
             document = json.loads(DiskFiles().read(path))
-            skipped = tuple(document.get("skipped", ()))
-            return cls(**(document | {"parts": tuple(document["parts"]), "skipped": skipped}))
+            return cls(**document | {name: tuple(document[name]) for name in ("parts", "skipped")})
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptionError(path, 0, "config", f"expected the state of an incremental run: {error}") from None
 

@@ -943,7 +943,7 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
 def test_an_upgrade_that_waits_for_another_names_it(
     place: Callable[[str], Place], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other may be a session that an earlier version left with the lock."""
+    """The other may be a session whose process hangs."""
     server = place(kind).server
     assert server is not None
     engine = sqlalchemy.create_engine(server.url)

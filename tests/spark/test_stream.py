@@ -251,23 +251,6 @@ def test_a_store_is_known_at_another_path(tmp_path: Path) -> None:
     assert count == 3
 
 
-def test_a_checkpoint_of_paths_alone_is_understood(tmp_path: Path) -> None:
-    path, link = tmp_path / "s", tmp_path / "link"
-    link.symlink_to(path)
-    with MessageStore.open(path, StoreConfig.tiny()) as store:
-        fill(store, "A", 0, 10)
-    old = {str(path): {"A": {"0": 5, "1": 3}}}
-    for same in (path, link):
-        offset, count = advance(reader(same), old)
-        assert count == 2
-        assert advance(reader(same), offset) == (offset, 0)
-    path.rename(tmp_path / "moved")
-    with pytest.raises(
-        DataLossError, match=r"/s: this store was read.*; the record of what was read is of a librmq that"
-    ):
-        advance(reader(tmp_path / "moved"), old)
-
-
 def test_a_store_that_is_gone_is_a_loss(tmp_path: Path) -> None:
     """So is another store in its folder. Without failOnDataLoss the stream goes on, and lists the store."""
     paths = tmp_path / "a", tmp_path / "b"
@@ -345,22 +328,6 @@ def test_a_queue_without_the_last_message_that_was_read(tmp_path: Path, caplog: 
         delete_log_files(path, deleted)
         with pytest.raises(DataLossError, match=error):
             advance(reader(path, {"topic": "A"}), offset)
-
-
-def test_a_checkpoint_of_earlier_versions_takes_fingerprints(tmp_path: Path) -> None:
-    """It stays as it is until a batch has messages; then a topic that is created again is seen."""
-    path, stream = store_of(tmp_path / "s", 0, 20), reader(tmp_path / "s")
-    offset, _ = advance(stream, stream.initialOffset())
-    place, digest = offset["fingerprints"][str(path)]["A"]["0"]
-    identities = {str(path): {"physicalOffset": place, "fingerprint": digest}}
-    for old in ({str(path): offset[str(path)]}, {str(path): offset[str(path)], "identities": identities}):
-        assert advance(reader(path), old) == (old, 0)
-    assert advance(reader(path.rename(tmp_path / "moved")), old) == ({str(tmp_path / "moved"): old[str(path)]} | {
-        "fingerprints": {str(tmp_path / "moved"): {"": {"-1": [place, digest]}}}}, 0)  # fmt: skip
-    end, _ = advance(reader(store_of(tmp_path / "moved", 20, 1)), old)
-    create_again(tmp_path / "moved", 50, 30)
-    with pytest.raises(DataLossError, match="offset 20 is another message"):
-        advance(reader(tmp_path / "moved", {"topic": "A"}), end)
 
 
 def test_what_a_lost_store_can_be(tmp_path: Path) -> None:

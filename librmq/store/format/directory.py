@@ -449,8 +449,8 @@ def _queue_id(folder: str, entry: FolderEntry) -> int:
 def is_made_by_librmq(path: str, files: Files, kept: KeptSettings | None = None) -> bool:
     """Return whether librmq made the store in ``path``, or will make it; otherwise it is a broker's directory.
 
-    `librmq/config.json` says so. Without it, and in those of version 0.1.0, log files of `StoreConfig`'s default length
-    do: a broker has others. ``kept`` is what the store keeps, if it was read.
+    `librmq/config.json` says so. Without it log files of `StoreConfig`'s default length do: a broker has others.
+    ``kept`` is what the store keeps, if it was read.
 
     Raises:
         CorruptionError: What the store keeps is damaged.
@@ -458,10 +458,9 @@ def is_made_by_librmq(path: str, files: Files, kept: KeptSettings | None = None)
     if not any(_sequence(os.path.join(path, COMMITLOG), files)):
         return True
     kept = kept or KeptSettings.read(path, files)
-    if kept.is_own:
-        return True
-    settings = _file_settings(path, files, kept.sizes)
-    return settings.get("commitlog_file_size") == StoreConfig().commitlog_file_size
+    if kept.sizes:
+        return kept.is_own
+    return _file_settings(path, files, {}).get("commitlog_file_size") == StoreConfig().commitlog_file_size
 
 
 def default_retention(kept: KeptSettings) -> dict[str, Any]:
