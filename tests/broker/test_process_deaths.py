@@ -173,6 +173,8 @@ WAYS: dict[str, Callable[[AdministeredRoute, Path, Callable[[], object]], None]]
 
 RECEIVED = [pytest.param(way, marks=pytest.mark.slow) for way in ("receive", "receive in order")]
 """Those that wait after each death until what the process had received is visible again."""
+PLACES = [False, pytest.param(True, marks=pytest.mark.slow)]
+"""Whether the store is shared; a few quick tests are."""
 
 
 def work(path: Path, ledger: Path, way: str, kind: str, is_shared: bool) -> None:
@@ -193,7 +195,7 @@ def check(store: Path, ledger: Path) -> None:
         for way, kind in zip(WAYS, [*DEATHS, *DEATHS, "exit", "kill"], strict=True)
     ],
 )
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("is_shared", PLACES)
 def test_a_message_that_ends_its_process_is_a_dead_letter(way: str, kind: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -210,8 +212,8 @@ def test_a_peer_dies_at_a_message_while_the_owner_lives(way: str, tmp_path: Path
     check(store, ledger)
 
 
-@pytest.mark.parametrize("way", ["push", "orderly", "poll", "receive", RECEIVED[1]])
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("way", ["push", "orderly", "poll", *RECEIVED])
+@pytest.mark.parametrize("is_shared", PLACES)
 def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -502,7 +504,7 @@ def convict_and_end(path: Path, ledger: Path) -> None:
         listen(route, ledger, DEATHS["kill"])
 
 
-@pytest.mark.parametrize("way", ["push", "orderly", "poll"])
+@pytest.mark.parametrize("way", ["push", pytest.param("orderly", marks=pytest.mark.slow), "poll"])
 def test_a_kill_in_the_conviction_makes_one_dead_letter(way: str, tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -520,6 +522,7 @@ def consume_beside_others(path: Path, ledger: Path) -> None:
         listen(route, ledger, DEATHS["kill"])
 
 
+@pytest.mark.slow
 def test_owners_and_peers_die_at_a_message(tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)
@@ -605,6 +608,7 @@ _ENDS_BY_ITSELF = """
 """
 
 
+@pytest.mark.slow
 def test_ends_of_an_interpreter_make_no_dead_letter(tmp_path: Path) -> None:
     store, ledger = tmp_path / "store", tmp_path / "ledger"
     fill(store)

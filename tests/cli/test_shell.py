@@ -52,6 +52,7 @@ def test_max_leaves_the_rest(store: Path) -> None:
     assert (len(first), sorted(first + rest)) == (2, ["one", "three", "two"])
 
 
+@pytest.mark.slow
 def test_a_broken_pipe_gives_the_rest_back(tmp_path: Path) -> None:
     lines = "".join(f"{number}-{'x' * 1000}\n" for number in range(300))
     assert ran("send", tmp_path / "s", "t", "--create", "--lines", given=lines).returncode == 0
@@ -66,6 +67,7 @@ def test_a_broken_pipe_gives_the_rest_back(tmp_path: Path) -> None:
     assert lost * 1500 < (1 << 17)  # what the pipe had when its reader left: it was written
 
 
+@pytest.mark.slow
 def test_a_program_gets_the_body_and_its_failure_is_one_with_its_last_line(store: Path) -> None:
     assert ran("group", "create", store, "g", "--retries", "0").returncode == 0
     script = (
@@ -86,6 +88,7 @@ def test_a_failure_is_a_retry(store: Path) -> None:
         assert [message.kind for message in pending_messages(opened)] == ["retry"] * 3
 
 
+@pytest.mark.slow
 def test_until_end_takes_the_retries_that_are_due(tmp_path: Path) -> None:
     """A worker that cron starts would else never try a failed message again, because it ends before the first look."""
     with Broker.open(tmp_path / "s", runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
@@ -104,6 +107,7 @@ def test_an_end_fails_nothing(store: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_acknowledges_nothing(store: Path) -> None:
     with open("/dev/full", "wb") as full:
         words = [sys.executable, "-m", "librmq", "consume", str(store), "t", "--group", "g", "--until-end"]
@@ -112,6 +116,7 @@ def test_a_full_disk_is_an_error_and_acknowledges_nothing(store: Path) -> None:
     assert len(bodies(ran("consume", store, "t", "--group", "g", "--until-end"))) == 3
 
 
+@pytest.mark.slow
 def test_a_share_s_processes_and_a_shell_use_one_store(store: Path) -> None:
     with librmq.share(store) as broker:
         assert ran("send", store, "t", "four").returncode == 0
@@ -119,6 +124,7 @@ def test_a_share_s_processes_and_a_shell_use_one_store(store: Path) -> None:
         assert len(bodies(ran("consume", store, "t", "--group", "g", "--until-end"))) == 4
 
 
+@pytest.mark.slow
 def test_over_a_name_server(tmp_path: Path) -> None:
     with Broker.temporary() as broker, RemotingServer(broker) as server:
         place = server.address

@@ -191,7 +191,7 @@ def ended(found: Contents) -> Iterator[Damage]:
         yield changed_at(found, path, "bit", (at + BODY_AT, b";"))
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+@pytest.mark.parametrize("closed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["closed", "killed"])
 @pytest.mark.parametrize(
     "damages",
     [
