@@ -269,7 +269,7 @@ class ReadOnlyView(StoreHandle):
                 self._live.complete()
             if self._is_brief:
                 self._is_brief = False
-                if self.parts.walked_from is not None:
+                if self.parts.is_brief:
                     self._open()
 
     def check_covered(self) -> Damage | None:

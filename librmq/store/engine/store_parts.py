@@ -380,9 +380,8 @@ class Parts:
     open_queue: OpenQueue
     cuts: list[Damage]
     """Everything that recovery cut or rewrote."""
-    walked_from: int | None = None
-    """For a view of a crashed store that did not compare the index: where its walk over the log began, behind records
-    that the checkpoint covers. None for parts that were opened as a whole."""
+    is_brief: bool = False
+    """Whether a view of a crashed store has passed over many records that the checkpoint covers, and left the index."""
     compared_from: int = 0
     """Where a recovery began to compare the queues with the log."""
     knows_ends: bool = True

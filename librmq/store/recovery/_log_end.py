@@ -15,12 +15,13 @@ import enum
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
+from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Damage, Files
@@ -62,6 +63,47 @@ class RecoveryMode(enum.Enum):
     def is_thorough(self) -> bool:
         """Whether the whole log is checked."""
         return self in (RecoveryMode.WHOLE_LOG, RecoveryMode.LIVING)
+
+
+@dataclass(slots=True)
+class Case:
+    """A store that is opened and recovered, and what is known of its last exit."""
+
+    path: str
+    config: StoreConfig
+    files: Files
+    clock: Clock
+    mode: RecoveryMode
+    is_clean: bool
+    """Whether the store was closed."""
+    noted: Mapping[QueueName, int]
+    """Where the messages of queues ended, as notes of the last close and flush say, if it was not."""
+    keeps_deleted: bool
+    """Whether a check of all of the log leaves a queue without a folder deleted, like its topic."""
+    mark: Mark | None = None
+    """The mark of the last flush, if the recovery begins there."""
+    begin: int = 0
+    """Where the walk over the log begins, and the comparison with it."""
+    reads_bodies: bool = False
+    """Whether no walk has checked the bodies of records from ``begin`` on, so that the comparison does."""
+    is_brief: bool = False
+    """As in `Parts`."""
+    changed_queues: frozenset[QueueName] | None = None
+    """Queues that were deleted or added since the store was closed; None: queues and index are unchanged."""
+    cuts: list[Damage] = field(default_factory=list)
+    """Everything that was cut or rewritten."""
+    repairs: list[Damage] = field(default_factory=list)
+    """As in `Parts`."""
+
+    @property
+    def is_thorough(self) -> bool:
+        """Whether the whole log is checked."""
+        return self.mode.is_thorough
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether the store is only read, and recovered in memory."""
+        return self.mode is RecoveryMode.PREVIEW
 
 
 class Suspect(NamedTuple):
@@ -207,80 +249,48 @@ def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
 
 
 class Recovery:
-    """One recovery of the store in folder ``path``, whose parts are open for writing."""
+    """One recovery of a store whose parts are open for writing."""
 
     end: LogEnd
     """Planned end of the log."""
     lacking: frozenset[QueueName] = frozenset()
     """Queues that lack a file: `lacking_queues`."""
-    keeps_deleted: bool = False
-    """Whether a check of all of the log leaves a queue without a folder deleted, like its topic."""
 
-    def __init__(
-        self,
-        path: str,
-        files: Files,
-        clock: Clock,
-        parts: Parts,
-        listed: ListedQueues,
-        mode: RecoveryMode,
-        *,
-        is_clean: bool,
-        has_ext: bool,
-    ) -> None:
-        """Take the parts; ``is_clean`` says that the store was closed."""
-        self._path = path
-        self._files = files
-        self._clock = clock
+    def __init__(self, case: Case, parts: Parts, listed: ListedQueues) -> None:
+        self._case = case
         self._parts = parts
-        self._mode = mode
-        self.noted: Mapping[QueueName, int] = {}
-        """Where the messages of queues ended, as notes of the last close and flush say."""
-        self._clean = is_clean
-        self._is_preview = mode is RecoveryMode.PREVIEW
-        self._has_ext = has_ext
         self._listed = listed
 
     # ---- plan
 
-    def plan(
-        self,
-        findings: WalkFindings,
-        begin: int,
-        changed_queues: frozenset[QueueName] | None,
-        bodies_from: int | None = None,
-        mark: Mark | None = None,
-    ) -> None:
-        """Plan the end of the log, by the findings of the walk from ``begin``, perhaps at a mark; this changes nothing.
-
-        ``changed_queues`` were deleted or added since the store was closed; None means that queues and index are
-        unchanged. With ``bodies_from``, check the bodies of records from there on, as no walk has done it.
+    def plan(self, findings: WalkFindings) -> None:
+        """Plan the end of the log, by the findings of the walk; this changes nothing.
 
         Raises:
             CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
                 thorough.
             MarkError: The log ends before the mark, or lacks what the index has.
         """
-        log = self._parts.log
-        self._begin, self._changed_queues, self._bodies_from, self._mark = begin, changed_queues, bodies_from, mark
+        case, log = self._case, self._parts.log
         self.end, self._uncovered_from = log.found_end, log.end
-        if not self._clean:
+        if not case.is_clean:
             torn, self._uncovered_from = self._first_torn(findings)
             self.end = torn or self.end
-        if self._mark is not None and self.end.physical_offset < self._mark.state.log_end:
-            raise MarkError(f"the log ends at {self.end.physical_offset}, before that flush")
-        if self._mark is not None and self._parts.index.end_physical_offset >= self.end.physical_offset:
+        end = self.end.physical_offset
+        if case.mark is not None and end < case.mark.state.log_end:
+            raise MarkError(f"the log ends at {end}, before that flush")
+        if case.mark is not None and self._parts.index.end_physical_offset >= end:
             raise MarkError("the key index is ahead of the log")
         self._cut = self._bytes_behind(self.end)
         self._stale = self._stale_index_files()
-        if not self._mode.is_thorough:
-            if not self._is_preview:
-                self._check_records(self.end.physical_offset)
-            if self._clean and not self._is_preview:
-                self._check_next_file(self.end.physical_offset)
-            self._check_cut(self.end, self._cut)
-            if not self._clean and not self._is_preview and self._mark is None:
-                self._check_walk(self.end.physical_offset)
+        if case.mode is not RecoveryMode.LAST_EXIT:
+            return
+        self._check_records(end)
+        if case.is_clean:
+            self._check_next_file(end)
+        self._check_cut(self.end, self._cut)
+        if not case.is_clean and case.mark is None:
+            self._check_walk(end)
 
     def _first_torn(self, findings: WalkFindings) -> tuple[LogEnd | None, int]:
         """Return the first record that did not reach the device completely (but its body did), and the covered bytes.
@@ -290,14 +300,14 @@ class Recovery:
         Raises:
             CorruptionError: The record names no queue, so it cannot be delivered, and the mode is not thorough.
         """
-        log = self._parts.log
+        case, log = self._case, self._parts.log
         uncovered = log.end if findings.uncovered is None else findings.uncovered
         for at, what, is_nameless in findings.suspects:
             torn = LogEnd(at, CorruptionError(log.sequence.path_at(at), at, "record", what))
-            if self._mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
+            if case.mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
                 return torn, min(uncovered, at)
             if is_nameless:
-                if not self._mode.is_thorough:
+                if not case.is_thorough:
                     self._check_cut(torn, log.data_behind(at))
                 # The record belongs to no queue that may exist, so the log ends before it, and nothing after it stays.
                 return None, min(uncovered, at)
@@ -305,11 +315,9 @@ class Recovery:
 
     def _check_records(self, log_end: int) -> None:
         """Refuse a log without a record behind those of its queues: other files are lost, or elsewhere."""
-        log = self._parts.log
-        if log_end == log.begin and (what := lacks_all_records(self._path, self._files, log)) is not None:
-            what += (
-                f": copy the missing files; {directory.ON_PATHS}; `librmq recover {self._path}` goes on without them"
-            )
+        case, log = self._case, self._parts.log
+        if log_end == log.begin and (what := lacks_all_records(case.path, case.files, log)) is not None:
+            what += f": copy the missing files; {directory.ON_PATHS}; `librmq recover {case.path}` goes on without them"
             raise CorruptionError(log.sequence.path(log.begin), log.begin, directory.MISSING_LOG, what)
 
     def _check_next_file(self, log_end: int) -> None:
@@ -325,7 +333,7 @@ class Recovery:
             place = os.path.join(log.sequence.folder, file_name(log.sequence.end))
             what = (
                 f"the file is missing: the store was closed with queues up to {end}: copy the file from the store that "
-                f"this is a copy of; {directory.ON_PATHS}; `librmq recover {self._path}` goes on without it"
+                f"this is a copy of; {directory.ON_PATHS}; `librmq recover {self._case.path}` goes on without it"
             )
             raise CorruptionError(place, log_end, "ahead", what)
 
@@ -334,26 +342,26 @@ class Recovery:
 
         The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
-        log = self._parts.log
+        case, log = self._case, self._parts.log
         kept = [file for file in self._parts.index.files if file not in self._stale]
         begin = max(kept[-1].header.end_physical_offset, log.begin) if kept else log.begin
         checked: set[tuple[bytes, bool]] = set()
-        for physical_offset, size, raw in log.scan(begin, min(self._begin, log_end), check_body=False):
+        for physical_offset, size, raw in log.scan(begin, min(case.begin, log_end), check_body=False):
             if raw is None:
                 continue
             _, _, topic_at, topic_end, _, _ = record.frame(raw, 0, size)
             what = names_no_queue(raw, raw[topic_at:topic_end], checked)
             if what is not None:
-                what += f": `librmq recover {self._path}` would cut the log here and keep the cut bytes aside"
+                what += f": `librmq recover {case.path}` would cut the log here and keep the cut bytes aside"
                 raise CorruptionError(log.sequence.path_at(physical_offset), physical_offset, "record", what)
 
     def _stale_index_files(self) -> dict[IndexFile, str]:
         """Return the index files to make again, and what each is beyond; a check of all compares them instead."""
-        parts, stale = self._parts, dict[IndexFile, str]()
+        case, parts, stale = self._case, self._parts, dict[IndexFile, str]()
         files = parts.index.files
-        if self._mode.is_thorough or parts.walked_from is not None or self._mark is not None:
+        if case.is_thorough or case.is_brief or case.mark is not None:
             return stale
-        if not self._clean:
+        if not case.is_clean:
             from librmq.store.recovery.missing_files import missing_keys
 
             stale |= dict.fromkeys(uncovered_index_files(parts), "the checkpoint")
@@ -367,12 +375,12 @@ class Recovery:
 
     def _bytes_behind(self, end: LogEnd) -> int:
         """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
-        parts = self._parts
+        case, parts = self._case, self._parts
         log, at = parts.log, end.physical_offset
         if (
             end.damage is not None
-            or not self._clean
-            or self._mode.is_thorough
+            or not case.is_clean
+            or case.is_thorough
             or any(queue.max_physic_offset > at for queue in parts.queues.values())
             or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
         ):
@@ -385,9 +393,9 @@ class Recovery:
         A crash explains it if the last writes reached the device in another order: uncovered records are then after a
         page or sector that was never written.
         """
-        if not cut or self._is_preview:
+        if not cut or self._case.is_preview:
             return
-        log, at = self._parts.log, end.physical_offset
+        case, log, at = self._case, self._parts.log, end.physical_offset
         if self._explained_by_crash(at, at + cut):
             return
         following = _sound_record(log, at + 1, at + cut)
@@ -397,8 +405,8 @@ class Recovery:
             at,
             "record" if end.damage is None else end.damage.kind,
             f"{what}, and sound records from {following} on, which no crash leaves. "
-            f"`librmq recover {self._path}` would cut {cut} bytes here and keep them aside "
-            f"(--dry-run shows it), `librmq salvage {self._path}` returns the sound records",
+            f"`librmq recover {case.path}` would cut {cut} bytes here and keep them aside "
+            f"(--dry-run shows it), `librmq salvage {case.path}` returns the sound records",
         )
 
     def _explained_by_crash(self, at: int, until: int) -> bool:
@@ -406,22 +414,22 @@ class Recovery:
 
         Records of an unfinished write at ``at`` do not count.
         """
-        log = self._parts.log
-        unfinished = 0 if self._clean else log.unfinished_at(at)
+        case, log = self._case, self._parts.log
+        unfinished = 0 if case.is_clean else log.unfinished_at(at)
         following = _sound_record(log, at + max(unfinished, 1), until)
         if following is None:
             return True
         place = following % log.file_size
         stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
         is_covered = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        return not self._clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
+        return not case.is_clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
 
     # ---- repair
 
     def carry_out(self) -> None:
         """Carry out the plan."""
-        parts = self._parts
-        if not self._clean and not self._is_preview:
+        case, parts = self._case, self._parts
+        if not case.is_clean and not case.is_preview:
             self._listed.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
@@ -430,20 +438,20 @@ class Recovery:
         self.lacking = self._lacking_queues(scope)
         if self.lacking:
             begin, scope = self._widened(scope, self.lacking)
-        parts.compared_from = min(parts.compared_from, scope.begin)
-        if begin < parts.log.end or self._mode.is_thorough or not self._clean:
+        parts.compared_from = min(case.begin, scope.begin)
+        if begin < parts.log.end or case.is_thorough or not case.is_clean:
             self._reconcile(begin, scope)
-        if self._is_preview:
+        if case.is_preview:
             return
         stored = self._last_timestamp_ms()
-        if self._mode.is_thorough:
+        if case.is_thorough:
             self._check_checkpoint(stored)
-        elif not self._clean and (what := beyond_checkpoint(parts)):
+        elif not case.is_clean and (what := beyond_checkpoint(parts)):
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
             path = parts.log.sequence.path_at(end)
             parts.cuts.append(Damage(path, end, directory.LOST, f"{what}, beyond the log's end"))
-        if not self._clean or parts.cuts:
+        if not case.is_clean or parts.cuts:
             self._set_checkpoint(stored)
 
     def _last_timestamp_ms(self) -> int:
@@ -465,17 +473,17 @@ class Recovery:
 
     def _set_checkpoint(self, stored: int) -> None:
         """Set the checkpoint for the complete store."""
-        log, checkpoint = self._parts.log, self._parts.checkpoint
-        folders = set() if self._clean else self._write_again()
+        case, log, checkpoint = self._case, self._parts.log, self._parts.checkpoint
+        folders = set() if case.is_clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
         is_many = len(queues) + len(self._listed.states) > MANY_FILES
-        if is_many and flush_all(self._files, self._path, *folders, *self._folders_of(queues)):
+        if is_many and flush_all(case.files, case.path, *folders, *self._folders_of(queues)):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders if self._clean else folders | self._listed.folders(queues)):
-                self._files.flush_folder(folder)
+            for folder in sorted(folders if case.is_clean else folders | self._listed.folders(queues)):
+                case.files.flush_folder(folder)
             self._listed.flush_overwritten()
             for queue in queues:
                 queue.flush()
@@ -486,21 +494,22 @@ class Recovery:
 
     def _folders_of(self, opened: Iterable[ConsumeQueue]) -> set[str]:
         """Return the folders of queues that can be on a disk of their own, by a link or a mount."""
-        names = (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT) if self._has_ext else (directory.CONSUMEQUEUE,)
+        case, names = self._case, [directory.CONSUMEQUEUE]
+        names += [directory.CONSUMEQUEUE_EXT] * case.config.enable_consumequeue_ext
         of_queues = [queue.folder for queue in opened]
-        of_queues += [directory.queue_folder(self._path, *name) for name in self._listed.states]
-        return {os.path.join(self._path, name) for name in names} | set(map(os.path.dirname, of_queues))
+        of_queues += [directory.queue_folder(case.path, *name) for name in self._listed.states]
+        return {os.path.join(case.path, name) for name in names} | set(map(os.path.dirname, of_queues))
 
     def _write_again(self) -> set[str]:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
-        log, begin = self._parts.log, self._uncovered_from
+        case, log, begin = self._case, self._parts.log, self._uncovered_from
         log.sequence.write_again(begin, log.end)
-        folders = {self._path}
-        if self._mark is not None:
+        folders = {case.path}
+        if case.mark is not None:
             for file in uncovered_index_files(self._parts):
                 file._note_unflushed()
                 folders.add(self._parts.index.folder)
-        elif self._mode.is_thorough:
+        elif case.is_thorough:
             # Write index files again that no checkpoint covers, because nothing says that they reached the disk.
             # Without a complete check these files are rebuilt instead.
             for file in uncovered_index_files(self._parts):
@@ -509,16 +518,16 @@ class Recovery:
         return folders
 
     def _cut_log(self, end: LogEnd, cut: int) -> None:
-        log = self._parts.log
+        case, log = self._case, self._parts.log
         if cut:
             why = f"no record: {end.damage.what}" if end.damage else "bytes after the last record"
-            if not self._is_preview:
+            if not case.is_preview:
                 from librmq.store.recovery.salvage import keep_cut
 
-                keep_cut(self._path, log, end.physical_offset, cut, why, self._files, self._clock.now_ms())
+                keep_cut(case.path, log, end.physical_offset, cut, why, case.files, case.clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
-        if self._is_preview:
+        if case.is_preview:
             # A preview only moves the end. Truncating would copy all that follows, possibly gigabytes, into memory.
             log.end = end.physical_offset
         elif cut or log.sequence.end > end.physical_offset + log.file_size:
@@ -537,26 +546,26 @@ class Recovery:
 
     def _reconcile_from(self) -> tuple[int, Scope]:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
-        parts = self._parts
+        case, parts = self._case, self._parts
         log = parts.log
         dispatched = partial(self._listed.dispatched, parts.queues, log)
-        if self._mode.is_thorough:
-            absent_before = dispatched() if self.keeps_deleted else 0
+        if case.is_thorough:
+            absent_before = dispatched() if case.keeps_deleted else 0
             return log.begin, self._scope(log.begin, absent_before)
-        if parts.walked_from is not None or self._mark is not None:
-            return self._begin, Scope(self._begin)
+        if case.is_brief or case.mark is not None:
+            return case.begin, Scope(case.begin)
         if _MISSING_ONE in self._stale.values():
             self._before_index()
         for file, than in self._stale.items():  # they are made again
             parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
             parts.index.delete(file.name)
-        begin, scope = self._begin, Scope(self._begin)
-        if self._clean:
+        begin, scope = case.begin, Scope(case.begin)
+        if case.is_clean:
             end = dispatched()
-            begin = end if self._changed_queues is None else log.begin
-            scope = Scope(end, self._changed_queues or frozenset())
+            begin = end if case.changed_queues is None else log.begin
+            scope = Scope(end, case.changed_queues or frozenset())
         begin = max(min(begin, parts.index.end_physical_offset), log.begin)
-        if begin < scope.begin and not self._clean:  # what is read for the index is compared with the queues too
+        if begin < scope.begin and not case.is_clean:  # what is read for the index is compared with queues too
             scope = self._scope(begin, scope.begin)
         return begin, scope
 
@@ -567,34 +576,34 @@ class Recovery:
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
         """Return the queues that lack a file, which a comparison of this scope would not see."""
-        parts = self._parts
-        if self._mode.is_thorough or self._mark is not None or not parts.queues:  # the mark knows the files
+        case, parts = self._case, self._parts
+        if case.is_thorough or case.mark is not None or not parts.queues:  # the mark knows the files
             return frozenset()
         from librmq.store.recovery.missing_files import lacking_queues
 
         def end_of_whole(name: QueueName) -> int | None:
-            return None if self._clean else self._listed.end_of_whole(name, parts.log.end)
+            return None if case.is_clean else self._listed.end_of_whole(name, parts.log.end)
 
         # After a clean end without a note a broker may not have come to the last entries, which are no loss then.
-        is_asked = not self._clean and scope.begin - parts.log.begin <= WORTH_A_MARK
+        is_asked = not case.is_clean and scope.begin - parts.log.begin <= WORTH_A_MARK
 
         def may_lack_end(name: QueueName, end: int) -> bool:
-            folder = directory.queue_folder(self._path, *name)
+            folder = directory.queue_folder(case.path, *name)
             was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.cuts)
-            return is_asked or was_cut or end < self.noted.get(name, 0)
+            return is_asked or was_cut or end < case.noted.get(name, 0)
 
         names = lacking_queues(
-            self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end
+            case.path, case.files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end
         )
         return names - scope.all_of
 
     def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:
         """Return the log's start, and a scope with all records of some queues."""
         begin = self._parts.log.begin
-        return begin, replace(scope, all_of=scope.all_of | names) if self._clean else Scope(begin)
+        return begin, replace(scope, all_of=scope.all_of | names) if self._case.is_clean else Scope(begin)
 
     def _before_index(self) -> None:
-        if self._mark is not None:
+        if self._case.mark is not None:
             raise MarkError("the key index does not fit the log")
         self._parts.checkpoint._clear_index_time()
 
@@ -602,19 +611,19 @@ class Recovery:
         from librmq.store.recovery._log_comparison import Reconciliation
         from librmq.store.recovery._queue_check import GapError
 
-        parts = self._parts
+        case, parts = self._case, self._parts
         comparison = Reconciliation(
             log=parts.log,
             queues=parts.queues,
             open_queue=parts.open_queue,
-            index=parts.index if parts.walked_from is None else None,
+            index=None if case.is_brief else parts.index,
             levels=parts.levels,
-            has_ext=self._has_ext,
+            has_ext=case.config.enable_consumequeue_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
-            listed=None if self._clean and not self._mode.is_thorough else self._listed,
-            is_thorough=self._mode.is_thorough,
-            bodies_from=self._bodies_from,
+            listed=None if case.is_clean and not case.is_thorough else self._listed,
+            is_thorough=case.is_thorough,
+            bodies_from=case.begin if case.reads_bodies else None,
         )
         while True:
             damages: list[Damage] = []
@@ -622,7 +631,7 @@ class Recovery:
                 damages.extend(comparison.run(begin, scope))
             except GapError as gap:
                 parts.cuts += [damage for damage in damages if damage.kind == directory.LOST]
-                if self._mark is not None:
+                if case.mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
                 begin, scope = self._widened(scope, frozenset([gap.name]))
                 continue
@@ -632,9 +641,9 @@ class Recovery:
                     raise
                 # A record with an impossible queue ends the log.
                 end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
-                if not self._mode.is_thorough:
+                if not case.is_thorough:
                     self._check_cut(end, cut)
-                    if error.offset < self._begin and not self._is_preview:
+                    if error.offset < case.begin and not case.is_preview:
                         # What the checkpoint covers was durable, so only `recover`, which a person asks for, may cut
                         # it.
                         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -35,7 +35,6 @@ from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
     WORTH_A_MARK,
-    Mark,
     MarkError,
     StoreState,
     noted_ends,
@@ -53,7 +52,7 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._listed_queues import ListedQueues
-from librmq.store.recovery._log_end import Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery._log_end import Case, Recovery, RecoveryMode, WalkFindings
 
 _T = TypeVar("_T")
 
@@ -206,7 +205,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
     """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
     A brief preview of a crashed store passes over many covered records, and leaves the index as it is;
-    `Parts.walked_from` says so. A preview makes damaged files of queues, index and checkpoint again, which
+    `Parts.is_brief` says so. A preview makes damaged files of queues, index and checkpoint again, which
     `Parts.repairs` lists, and compares the queues in ``rebuilt`` with all of the log. With ``keeps_deleted`` a check of
     all of the log leaves a queue without a folder deleted, like its topic.
 
@@ -214,85 +213,62 @@ def load(  # noqa: PLR0913 (one call for each way to open)
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
             thorough. The store is not changed.
     """
-    why_whole, cuts = "", list[Damage]()
-    noted = noted_queue_ends(path, files) if has_abort(files, path) else {}
+    is_killed = has_abort(files, path)
+    noted = noted_queue_ends(path, files) if is_killed else {}
+    case = Case(path, config, files, clock, mode, not is_killed, noted, keeps_deleted)
+    why_whole = ""
     if mode is not RecoveryMode.PREVIEW:
-        is_wanted = mode is RecoveryMode.LAST_EXIT and has_abort(files, path)
+        is_wanted = mode is RecoveryMode.LAST_EXIT and is_killed
         _check_noted_files(path, files)
         try:
-            mark = take_mark(path, files)
-            if mark is not None and is_wanted:
-                opening = _Opening(path, config, files, clock, mode, is_brief, mark)
-                cuts = opening.cuts
-                return opening.parts(levels, bitmap_of)
+            case.mark = take_mark(path, files)
+            if case.mark is not None and is_wanted:
+                return _Opening(case).parts(levels, bitmap_of)
         except (MarkError, CorruptionError) as error:
             # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is ignored.
             why_whole = str(error) if is_wanted else ""
-    opening = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt)
-    opening.noted, opening.keeps_deleted = noted, keeps_deleted
-    parts = opening.parts(levels, bitmap_of)
-    parts.cuts[:0] = cuts
+        case.mark = None
+    case.changed_queues = rebuilt or None
+    parts = _Opening(case, may_pass=is_brief).parts(levels, bitmap_of)
     parts.why_whole = why_whole
     return parts
 
 
 class _Opening:
-    checkpoint: Checkpoint
-    cuts: list[Damage]
-    """Everything that was cut or rewritten."""
-    walked_from: int | None
-    """As in `Parts`."""
-    keeps_deleted: bool = False
-    """As in `Recovery`."""
+    """Opens the parts of a store one after the other, and recovers them."""
 
-    def __init__(
-        self,
-        path: str,
-        config: StoreConfig,
-        files: Files,
-        clock: Clock,
-        mode: RecoveryMode,
-        is_brief: bool,
-        mark: Mark | None,
-        rebuilt: frozenset[QueueName] = frozenset(),
-    ) -> None:
-        """Clear what a crash left, and open the checkpoint; after a kill the recovery begins at ``mark``, if given."""
-        self._path = path
-        self._config = config
-        self._files = files
-        self._clock = clock
-        self._mode = mode
-        self._is_brief = is_brief
-        self._mark = mark
-        self.noted: Mapping[QueueName, int] = {}
-        self._clean = clean = not has_abort(files, path)
-        self._thorough = thorough = mode.is_thorough
+    checkpoint: Checkpoint
+    _recovery: Recovery
+
+    def __init__(self, case: Case, *, may_pass: bool = False) -> None:
+        """Clear what a crash left, and open the checkpoint; ``may_pass`` lets a view be brief.
+
+        Raises:
+            MarkError: Something was cleared, so that the mark does not count.
+        """
+        self._case, path, files, config = case, case.path, case.files, case.config
+        self._may_pass = may_pass
         # After a kill, or to check the whole log, the check opens all queues one by one, if their folders hold only
         # allowed names. A queue that agrees with the log stays unopened.
-        self._at_check = (thorough or not clean) and not config.enable_consumequeue_ext
+        self._at_check = (case.is_thorough or not case.is_clean) and not config.enable_consumequeue_ext
         self._pool = MappingPool(config.mapped_files)
         self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
-        self.cuts = []
-        if mode is not RecoveryMode.LIVING and (thorough or not clean):
+        if case.mode is not RecoveryMode.LIVING and (case.is_thorough or not case.is_clean):
             is_whole = self._listed.try_list if self._at_check else lambda _: False
-            self.cuts = clear_leftovers(path, files, queues=thorough or not self._at_check, is_whole=is_whole)
-        self._why_whole = ""
-        if self.cuts and mark is not None:
-            self._mark, self._why_whole = None, f"{self.cuts[0].file} is {self.cuts[0].what}"
-        self.repairs: list[Damage] = []
-        self._repairs = self.repairs if mode is RecoveryMode.PREVIEW else self.cuts if thorough else None
+            queues = case.is_thorough or not self._at_check
+            cleared = clear_leftovers(path, files, queues=queues, is_whole=is_whole)
+            case.cuts += cleared
+            if cleared and case.mark is not None:
+                raise MarkError(f"{cleared[0].file} is {cleared[0].what}")
+        # Where repairs are noted; None refuses damaged files.
+        self._repairs = case.repairs if case.is_preview else case.cuts if case.is_thorough else None
         place = os.path.join(path, directory.CHECKPOINT)
-        self.checkpoint = _open_or_remove(
-            lambda: Checkpoint.open(place, files=files, writable=True), files, self._repairs, [place]
+        self.checkpoint = self._open_or_remove(
+            lambda: Checkpoint.open(place, files=files, writable=True), self._repairs, [place]
         )
-        self._closed = read_closed_state(path, files) if clean and not thorough and not rebuilt else None
         self._trusted: StoreState | None = None  # the state at the close counts while nothing contradicts it
-        self.walked_from = None
-        self._changed_queues: frozenset[QueueName] | None = rebuilt or None
-        self._bodies_from: int | None = None
         self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
         self._part_files = PartFiles(path, config, files)
-        self._recovery: Recovery | None = None
         self._is_recovering = False
         self._noted_record: int | None = None
 
@@ -302,225 +278,241 @@ class _Opening:
         Raises:
             MarkError: Something contradicts the mark.
         """
+        case = self._case
         log = self.open_log()
         index = self.open_index()
-        names = directory.list_queues(self._path, self._files)
+        names = directory.list_queues(case.path, case.files)
         self.compare_with_close(log, index, names)
         queues = self.open_queues(log, names)
         dispatcher = Dispatcher(index, bitmap_of)
-        parts = Parts(
-            levels,
-            log,
-            queues,
-            index,
-            self.checkpoint,
-            dispatcher,
-            self.open_queue,
-            self.cuts,
-            self.walked_from,
-            why_whole=self._why_whole,
-            repairs=self.repairs,
-        )
+        parts = Parts(levels, log, queues, index, self.checkpoint, dispatcher, self.open_queue, case.cuts)
+        parts.is_brief, parts.repairs = case.is_brief, case.repairs
         self.recover_parts(parts)
-        parts.checkpoint.lower(self._clock.now_ms())
+        parts.checkpoint.lower(case.clock.now_ms())
         return parts
 
     def open_log(self) -> CommitLog:
-        on_record = None if self._clean else self._findings
-        gaps: list[Damage] = []
-        if self._mode is RecoveryMode.PREVIEW:
+        case, gaps = self._case, list[Damage]()
+        if case.is_preview:
             from librmq.store.recovery._gaps import bridged
 
-            _, gaps = bridged(self._path, self._files, self._config.commitlog_file_size)
-        log = self._part_files.open_log(writable=True, scan_from=self._scan_from, on_record=on_record)
+            _, gaps = bridged(case.path, case.files, case.config.commitlog_file_size)
+
+        def scan_from(log: CommitLog) -> int:
+            case.begin = self._walk_begin(log)
+            return case.begin
+
+        on_record = None if case.is_clean else self._findings
+        log = self._part_files.open_log(writable=True, scan_from=scan_from, on_record=on_record)
         log.gaps = gaps
         return log
 
-    def _scan_from(self, log: CommitLog) -> int:
+    def _walk_begin(self, log: CommitLog) -> int:
         """Return where the walk over the log begins."""
-        closed = self._closed
-        if self._thorough:
+        case = self._case
+        if case.is_thorough:
             return log.begin
-        if closed is not None and closed.agrees_with(log):
+        if case.is_clean:
+            closed = read_closed_state(case.path, case.files) if case.changed_queues is None else None
+            if closed is None or not closed.agrees_with(log):
+                return log.third_last_file()
             self._trusted = closed
             return closed.log_end
-        if self._clean:
-            return log.third_last_file()
-        if self._mark is not None:
-            self._mark.check_files(self._path, self._files, self._config, log)
-            return self._mark.last_record
-        begin = log.file_before(self.checkpoint.min_timestamp_ms)
-        if self._noted_record is None:  # it is asked twice
-            self._noted_record = self._find_noted_record(log)
-        begin = min(begin, self._noted_record)
-        if not self._is_brief or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
+        if case.mark is not None:
+            case.mark.check_files(case.path, case.files, case.config, log)
+            return case.mark.last_record
+        self._noted_record = self._find_noted_record(log)
+        begin = min(log.file_before(self.checkpoint.min_timestamp_ms), self._noted_record)
+        if not self._may_pass or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
-        covered = _covered_record(self._path, self._config, self._files, log, self.checkpoint)
-        covered = min(covered, self._noted_record)
-        if covered - begin < _WORTH_PASSING:
-            return begin
-        self.walked_from = covered
-        return covered
+        covered = min(_covered_record(case, log, self.checkpoint), self._noted_record)
+        case.is_brief = covered - begin >= _WORTH_PASSING
+        return covered if case.is_brief else begin
 
     def _find_noted_record(self, log: CommitLog) -> int:
         """Return up to where a mark says how queues ended, for a view, which takes no more from it; or a log's end."""
+        case = self._case
         with suppress(MarkError):
-            if self._mode is RecoveryMode.PREVIEW and (mark := read_mark(self._path, self._files)) is not None:
-                mark.check_files(self._path, self._files, self._config, log)
+            if case.is_preview and (mark := read_mark(case.path, case.files)) is not None:
+                mark.check_files(case.path, case.files, case.config, log)
                 return mark.last_record
         return log.sequence.end
 
     def open_index(self) -> KeyIndex:
-        def opened(repairs: list[Damage] | None, only: str | None, open_index: Callable[[], KeyIndex]) -> KeyIndex:
-            return _open_or_remove(
-                open_index,
-                self._files,
-                repairs,
-                [os.path.join(self._path, directory.INDEX)],
-                _INDEX_DIGITS,
-                only=only,
-                before_removal=self.checkpoint._clear_index_time,
-            )
-
+        case = self._case
         # A crash can leave a header incomplete.
-        by_crash = None if self._clean or self._mark is not None else self.cuts
-        open_index = partial(self._part_files.open_index, writable=True, now_ms=self._clock.now_ms)
-        return opened(self._repairs, None, partial(opened, by_crash, "header", open_index))
+        by_crash = None if case.is_clean or case.mark is not None else case.cuts
+        return self._open_or_remove(
+            partial(self._part_files.open_index, writable=True, now_ms=case.clock.now_ms),
+            self._repairs,
+            [os.path.join(case.path, directory.INDEX)],
+            _INDEX_DIGITS,
+            headers=by_crash,
+            before_removal=self.checkpoint._clear_index_time,
+        )
 
     def compare_with_close(self, log: CommitLog, index: KeyIndex, names: Sequence[QueueName]) -> None:
         """Trust the state at the close no more if queues or index have changed since."""
-        trusted = self._trusted
+        case, trusted = self._case, self._trusted
         if trusted is None:
             return
+        log.last_write = trusted.last_record
         if trusted.queues.keys() == set(names) and trusted.has_index(index):
-            log.last_write = trusted.last_record
             return
-        if self._mode is RecoveryMode.PREVIEW:
+        if case.is_preview:
             for name in sorted(trusted.queues.keys() - set(names)):
-                folder = directory.queue_folder(self._path, *name)
-                self.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
+                folder = directory.queue_folder(case.path, *name)
+                case.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
             if not trusted.has_index(index):
                 what = "the key index is not as it was at the close"
-                self.repairs.append(Damage(index.folder, 0, "missing", what))
+                case.repairs.append(Damage(index.folder, 0, "missing", what))
         # Queues whose files changed since the state was written are compared with the log one by one.
-        self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))
+        case.changed_queues = frozenset(trusted.queues.keys() ^ set(names))
         # The comparison with the queues reads these records anyway, so the walk over the end is left to it.
         log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
-        self._bodies_from = log.third_last_file()
+        case.begin, case.reads_bodies = log.third_last_file(), True
         self._trusted = None
-        log.last_write = log.found_end.last_record
 
     def open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue, which need not exist yet."""
-        folders = [directory.queue_folder(self._path, topic, queue_id, ext=ext) for ext in (False, True)]
+        case = self._case
+        folders = [directory.queue_folder(case.path, topic, queue_id, ext=ext) for ext in (False, True)]
         repairs = self._repairs if self._trusted is None else None  # a view then opens all queues again
-        before = len(self.repairs)
-        queue = _open_or_remove(
+        before = len(case.repairs)
+        queue = self._open_or_remove(
             lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=True),
-            self._files,
             repairs,
             folders,
             _QUEUE_DIGITS,
         )
-        if len(self.repairs) > before:
-            self._changed_queues = (self._changed_queues or frozenset()) | {(topic, queue_id)}
+        if len(case.repairs) > before:
+            case.changed_queues = (case.changed_queues or frozenset()) | {(topic, queue_id)}
         if self._is_recovering:  # a missing queue is unmapped when it has been made from the log
             queue.keep_descriptors()
         return queue
 
     def open_queues(self, log: CommitLog, names: Sequence[QueueName]) -> QueueTable:
         """Open the queues, or prepare that each is opened at its first use."""
-        if self._at_check:
-            queues = QueueTable(self._open_listed, dict.fromkeys(names))
-            for name in names:
-                if not self._listed.has_listed(name):
-                    self._list_queue(name, log.begin)
-                    if not self._listed.has_listed(name):  # opened now, it is repaired or refused before any change
-                        queues[name] = self.open_queue(*name)
-            return queues
         if self._trusted is not None:
             return QueueTable(self.open_queue, self._trusted.queues)
-        queues = QueueTable(self.open_queue, {})
+        queues = (
+            QueueTable(self._open_listed, dict.fromkeys(names)) if self._at_check else QueueTable(self.open_queue, {})
+        )
         for name in names:
-            queues[name] = self.open_queue(*name)
+            if self._at_check and not self._listed.has_listed(name):
+                self._list_queue(name, log.begin)
+            if not self._listed.has_listed(name):  # opened now, it is repaired or refused before any change
+                queues[name] = self.open_queue(*name)
         return queues
 
     def _list_queue(self, name: QueueName, log_begin: int) -> None:
         """List the files of a queue after a kill, and delete those beside a missing one."""
+        case = self._case
         try:
             self._listed.list_files(name)
         except CorruptionError:
-            if self._mark is not None:
+            if case.mark is not None:
                 raise
-            folder = directory.queue_folder(self._path, *name)
-            leftovers = _beside_missing(folder, self._files, log_begin)
-            if not leftovers and not self._thorough and self._mode is not RecoveryMode.PREVIEW:
+            folder = directory.queue_folder(case.path, *name)
+            leftovers = _beside_missing(folder, case.files, log_begin)
+            if not leftovers and not case.is_thorough and not case.is_preview:
                 raise
-            self.cuts += _clear(leftovers, self._files)
-            if leftovers and not self._thorough:  # a check of all, or of none, opens what is left, and repairs it
+            case.cuts += _clear(leftovers, case.files)
+            if leftovers and not case.is_thorough:  # a check of all, or of none, opens what is left, and repairs it
                 self._listed.list_files(name)
 
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue after a kill, by its listed files."""
         sequence = self._listed.pop_files((topic, queue_id))
-        if sequence is None or self._thorough:
+        if sequence is None or self._case.is_thorough:
             queue = self.open_queue(topic, queue_id)
         else:
             sequence.keeps_descriptors = True
             queue = ConsumeQueue(sequence, None)
-        assert self._recovery is not None
         self._recovery.cut_queue(queue)
         return queue
 
     def recover_parts(self, parts: Parts) -> None:
         """Recover the parts, unless the state at the close holds, and mark the store as open."""
-        path, files, log, mode = self._path, self._files, parts.log, self._mode
+        case, log = self._case, parts.log
+        path, files = case.path, case.files
         if self._trusted is not None:
             set_abort(files, path)
             return
-        begin = self._bodies_from
-        if self.walked_from is not None:
-            begin = self.walked_from
-        elif begin is None:
-            begin = self._scan_from(log) if self._mark is None else self._mark.last_record
-        parts.compared_from = begin
-        has_ext = self._config.enable_consumequeue_ext
-        recovery = Recovery(path, files, self._clock, parts, self._listed, mode, is_clean=self._clean, has_ext=has_ext)
-        recovery.noted, recovery.keeps_deleted = self.noted, self.keeps_deleted
-        self._recovery = recovery
-        recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
+        self._recovery = recovery = Recovery(case, parts, self._listed)
+        recovery.plan(self._findings)
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
         set_abort(files, path)
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         self._is_recovering = True
         try:
             recovery.carry_out()
-            knows_ends = self._mark is not None or (self._noted_record or log.end) < log.end
-            parts.knows_ends = knows_ends or parts.compared_from - log.begin <= WORTH_A_MARK
         except (CorruptionError, NotAStoreError):
             # The store was refused after a clean exit. Nothing was cut and what was repaired is right, so it stays
             # clean; with the marker, the next opening would take it for crashed and cut.
-            if self._clean:
+            if case.is_clean:
                 clear_abort(files, path)
             raise
         finally:
             self._is_recovering = False
+        knows_ends = case.mark is not None or (self._noted_record or log.end) < log.end
+        parts.knows_ends = knows_ends or parts.compared_from - log.begin <= WORTH_A_MARK
         for name, state in self._listed.states.items():
             parts.queues.expect(name, state)
-        if mode is RecoveryMode.PREVIEW:
+        if case.is_preview:
             folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
-            noted = {(damage.file, damage.what) for damage in self.repairs}
-            self.repairs += [
+            noted = {(damage.file, damage.what) for damage in case.repairs}
+            case.repairs += [
                 cut
-                for cut in parts.cuts
+                for cut in case.cuts
                 if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
                 and (cut.file, cut.what) not in noted
             ]
         else:
             self._repairs = None  # A queue that is opened later and is damaged by then is refused, and keeps its files.
             withdraw_closed_state(path, files, log)
-            if mode.is_thorough and log.begin and log.end == log.begin:  # the next opening would refuse it otherwise
+            if case.is_thorough and log.begin and log.end == log.begin:  # the next opening would refuse it otherwise
                 write_closed_state(path, files, log, parts.queues, parts.index)
+
+    def _open_or_remove(
+        self,
+        open_part: Callable[[], _T],
+        repairs: list[Damage] | None,
+        places: Sequence[str],
+        digits: int = 0,
+        *,
+        headers: list[Damage] | None = None,
+        before_removal: Callable[[], None] = lambda: None,
+    ) -> _T:
+        """Open a part derived from the log; with ``repairs``, remove a part with impossible files and note it there.
+
+        ``places`` are its files and folders, in which names have so many ``digits``. If other names are there too, the
+        part is refused and nothing is removed. A damaged header is noted in ``headers``, if given. ``before_removal()``
+        is called first.
+        """
+        files = self._case.files
+        try:
+            return open_part()
+        except CorruptionError as error:
+            notes = headers if error.kind == "header" and headers is not None else repairs
+            if notes is None or (error.kind == "name" and digits != _QUEUE_DIGITS):
+                raise
+            deleted = []
+            for place in places:
+                if not is_folder(files, place):
+                    if file_size(files, place) is not None:
+                        deleted.append(place)
+                    continue
+                for entry in files.list(place):
+                    named = entry.name.isascii() and entry.name.isdigit() and len(entry.name) == digits
+                    if entry.is_folder or (not named and digits == _QUEUE_DIGITS):
+                        raise
+                    if named:
+                        deleted.append(os.path.join(place, entry.name))
+            before_removal()
+            _delete(deleted, files)
+            notes.append(Damage(error.file, error.offset, error.kind, error.what))
+            return open_part()
 
 
 def describe_recovery(
@@ -674,47 +666,7 @@ def flush_made(made: Sequence[str], path: str, files: Files) -> None:
             files.flush(files.open(file, writable=True))
 
 
-def _open_or_remove(
-    open_part: Callable[[], _T],
-    files: Files,
-    repairs: list[Damage] | None,
-    places: Sequence[str],
-    digits: int = 0,
-    *,
-    only: str | None = None,
-    before_removal: Callable[[], None] | None = None,
-) -> _T:
-    """Open a part derived from the log; with ``repairs``, remove a part with impossible files and note it there.
-
-    ``places`` are its files and folders, in which names have so many ``digits``. If other names are there too, the part
-    is refused and nothing is removed. The same holds for another kind of damage than ``only``, if given.
-    ``before_removal()`` is called first.
-    """
-    try:
-        return open_part()
-    except CorruptionError as error:
-        if repairs is None or error.kind != (only or error.kind) or (error.kind == "name" and digits != _QUEUE_DIGITS):
-            raise
-        deleted = []
-        for place in places:
-            if not is_folder(files, place):
-                if file_size(files, place) is not None:
-                    deleted.append(place)
-                continue
-            for entry in files.list(place):
-                named = entry.name.isascii() and entry.name.isdigit() and len(entry.name) == digits
-                if entry.is_folder or (not named and digits == _QUEUE_DIGITS):
-                    raise
-                if named:
-                    deleted.append(os.path.join(place, entry.name))
-        if before_removal is not None:
-            before_removal()
-        _delete(deleted, files)
-        repairs.append(Damage(error.file, error.offset, error.kind, error.what))
-        return open_part()
-
-
-def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog, checkpoint: Checkpoint) -> int:
+def _covered_record(case: Case, log: CommitLog, checkpoint: Checkpoint) -> int:
     """Return the place of a late record of the log that the checkpoint covers, 0 without one.
 
     Queues say where records begin. Their files need not have entries of all records.
@@ -729,13 +681,14 @@ def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog
                 return record.store_timestamp_ms(file.buffer, place % file.size) <= covered_ms
         return False
 
-    names = directory.list_queues(path, files)
+    names = directory.list_queues(case.path, case.files)
+    size = case.config.consumequeue_file_size
     for topic, queue_id in names[:: -(-len(names) // _QUEUES_ASKED) or 1]:
-        folder = directory.queue_folder(path, topic, queue_id)
+        folder = directory.queue_folder(case.path, topic, queue_id)
         with (
             # The reader's view opens the queue again, and its error says more than this look-up could.
             suppress(CorruptionError),
-            ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, pool=pool, writable=False) as queue,
+            ConsumeQueue.open(folder, size, files=case.files, pool=pool, writable=False) as queue,
         ):
             queue.advance(log.begin)
             low, high = queue.min_offset, queue.max_offset
