@@ -18,7 +18,6 @@ from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
 _LONG: Final = struct.Struct(">q")
-_EVER: Final = 1 << 63
 
 
 class ExpectedEntry(NamedTuple):
@@ -34,119 +33,95 @@ class ExpectedEntry(NamedTuple):
         return int.from_bytes(self.packed[:8], "big")
 
 
-class EntryCheck:
-    """Compares the entries of one queue; differences are added to ``damages``, and corrected if the log is writable."""
+class EntryRun(NamedTuple):
+    """The entries that records expect in a queue from queue offset ``first`` on."""
 
-    __slots__ = ("_bitmap_of", "_delayed", "_log", "_queue", "_topic", "_units", "damages", "same_until")
+    queue: ConsumeQueue
+    topic: str
+    first: int
+    entries: Sequence[bytes]
+    units: Mapping[int, ExpectedEntry]
+    """By queue offset, for a queue with extension."""
 
-    _queue: ConsumeQueue
-    _units: Mapping[int, ExpectedEntry]
-
-    def __init__(self, log: CommitLog, topic: str, damages: list[Damage], bitmap_of: BitmapOf | None) -> None:
-        self._log = log
-        self._topic = topic
-        self.damages = damages
-        self._bitmap_of = bitmap_of
-        self._delayed = topic == SystemTopic.SCHEDULE
-        self.same_until: int = _EVER
-        """The first queue offset whose entry was another one, or lacked."""
-
-    def compare(
-        self, queue: ConsumeQueue, at: int, entries: Sequence[bytes], units: Mapping[int, ExpectedEntry]
-    ) -> None:
-        """Compare a run of entries with the queue from queue offset ``at`` on, and correct differences.
-
-        ``units`` are by queue offset, for a queue with extension.
-        """
-        self._queue, self._units = queue, units
-        same = self._count_same(at, entries) if at >= queue.min_offset else 0
-        if same < len(entries):
-            self.same_until = min(self.same_until, at + same)
-            self._report_difference(at + same, entries[same], len(entries) - same)
-            if self._log.sequence.writable:
-                self._rewrite(at + same, entries[same:])
-
-    def _report_difference(self, queue_offset: int, expected: bytes, count: int) -> None:
-        queue = self._queue
-        lacking = queue_offset >= queue.max_offset
-        if lacking and self.damages and self.damages[-1].kind == "missing":
-            return  # this was reported before
-        path, position = queue.place_of(queue_offset)
-        what = f"lacks entries from queue offset {queue_offset} on"
-        if lacking and (missing := queue.what_is_missing()) is not None:
-            path, position, what = queue.folder, 0, missing
-        if queue.min_offset <= queue_offset < queue.max_offset:
-            actual = ENTRY.unpack(queue.read(queue_offset, 1))
-            what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {actual}"
-        self.damages.append(Damage(path, position, "missing" if lacking else "entry", what, ENTRY_SIZE * count))
-
-    def _rewrite(self, queue_offset: int, entries: Sequence[bytes]) -> None:
-        queue = self._queue
-        if queue_offset < queue.min_offset or queue_offset > queue.max_offset:
-            queue.clear()
-        else:
-            queue.truncate_to(queue_offset)
-        if queue.ext is not None:
-            entries = [self._with_unit(number, entry) for number, entry in enumerate(entries, queue_offset)]
-        queue.append_many(queue_offset, b"".join(entries))
-
-    def _with_unit(self, queue_offset: int, packed: bytes) -> bytes:
-        """Return the entry with the address of a new unit in place of its code."""
-        entry = self._units.get(queue_offset)
-        if entry is None or self._queue.ext is None:
-            return packed
-        physical_offset, size, tags_code = ENTRY.unpack(packed)
-        bitmap = None
-        if self._bitmap_of is not None:
-            properties = entry.properties
-            bitmap = self._bitmap_of(self._topic, decode_properties(properties) if properties else None)
-        return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
-
-    def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
-        same = 0
-        while same < len(entries):
-            raw = self._queue.read(queue_offset + same, len(entries) - same)
+    def count_same(self, log: CommitLog) -> int:
+        """Return how many of the entries the queue has, up to the first that differs or lacks."""
+        same, entries = 0, self.entries
+        while same < len(entries) and self.first >= self.queue.min_offset:
+            raw = self.queue.read(self.first + same, len(entries) - same)
             if not raw:
-                return same
+                break
             count = len(raw) // ENTRY_SIZE
             if raw != b"".join(entries[same : same + count]):
                 for number in range(same, same + count):
                     stored = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
-                    if stored == entries[number] or self._leads_to(stored, entries[number], queue_offset + number):
+                    if stored == entries[number] or self._leads_to(log, stored, number):
                         continue
                     following = entries[number + 1] if number + 1 < len(entries) else None
                     if following is None or not _is_made_up(entries[number], following):
                         return number
-                    if not _is_hole(stored, following, self._log.file_size):
+                    if not _is_hole(stored, following, log.file_size):
                         return number
             same += count
         return same
 
-    def _leads_to(self, stored: bytes, expected: bytes, queue_offset: int) -> bool:
+    def _leads_to(self, log: CommitLog, stored: bytes, number: int) -> bool:
         """Return whether a different entry is acceptable: by its unit, or by the rules for delayed messages."""
+        queue, expected, queue_offset = self.queue, self.entries[number], self.first + number
         place, size, code = ENTRY.unpack(stored)
         if stored[:12] != expected[:12]:
             return False
-        message = record_at(self._log, place, size)
+        message = record_at(log, place, size)
         is_free = message is not None and is_illegible(message)
 
         def is_acceptable(stored_code: int) -> bool:
             if is_free or stored_code == ENTRY.unpack(expected)[2]:
                 return True
-            return self._delayed and message is not None and _can_wait_until(message, stored_code)
+            is_delayed = self.topic == SystemTopic.SCHEDULE
+            return is_delayed and message is not None and _can_wait_until(message, stored_code)
 
         if not is_ext_address(code):
             return is_acceptable(code)
-        if self._queue.ext is None:
+        if queue.ext is None:
             return False  # there are no units to which it could point
-        if before := self._queue.read(queue_offset - 1, 1):
+        if before := queue.read(queue_offset - 1, 1):
             place_before, _, earlier = ENTRY.unpack(before)
-            if place_before >= self._log.begin and is_ext_address(earlier) and earlier >= code:
+            if place_before >= log.begin and is_ext_address(earlier) and earlier >= code:
                 return False  # units are in the order of their entries, except those of deleted records
-        unit, entry = self._queue.ext_unit(code), self._units.get(queue_offset)
+        unit, entry = queue.ext_unit(code), self.units.get(queue_offset)
         if unit is None or entry is None:
             return False
         return is_acceptable(unit.tags_code) and unit.store_timestamp_ms == entry.store_timestamp_ms
+
+    def difference(self) -> Damage:
+        """Return as damage that the queue has another first entry, or lacks it."""
+        queue, first = self.queue, self.first
+        path, position = queue.place_of(first)
+        kind, what = "missing" if first >= queue.max_offset else "entry", f"lacks entries from queue offset {first} on"
+        if kind == "missing" and (missing := queue.what_is_missing()) is not None:
+            path, position, what = queue.folder, 0, missing
+        elif queue.min_offset <= first < queue.max_offset:
+            found = ENTRY.unpack(queue.read(first, 1))
+            what = f"queue offset {first}: expected {ENTRY.unpack(self.entries[0])}, found {found}"
+        return Damage(path, position, kind, what, ENTRY_SIZE * len(self.entries))
+
+    def write(self, bitmap_of: BitmapOf | None) -> None:
+        """Let the queue end with these entries."""
+        queue, packed = self.queue, list(self.entries)
+        if self.first < queue.min_offset or self.first > queue.max_offset:
+            queue.clear()
+        else:
+            queue.truncate_to(self.first)
+        for number, entry in enumerate(self.entries if queue.ext is not None else ()):
+            unit = self.units.get(self.first + number)
+            if unit is None or queue.ext is None:
+                continue
+            # The address of a new unit stands in place of the tags code.
+            place, size, code = ENTRY.unpack(entry)
+            bitmap = None
+            if bitmap_of is not None:
+                bitmap = bitmap_of(self.topic, decode_properties(unit.properties) if unit.properties else None)
+            packed[number] = ENTRY.pack(place, size, queue.ext.put(code, unit.store_timestamp_ms, bitmap))
+        queue.append_many(self.first, b"".join(packed))
 
 
 def _can_wait_until(message: StoredMessage, code: int) -> bool:

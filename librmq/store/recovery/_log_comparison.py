@@ -37,36 +37,18 @@ _pack_entry: Final = ENTRY.pack
 class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
     """The checks of all queues, by queue id and topic in a record's form."""
 
-    def __init__(
-        self,
-        log: CommitLog,
-        queues: MutableMapping[tuple[str, int], ConsumeQueue],
-        open_queue: OpenQueue,
-        scope: Scope,
-        bitmap_of: BitmapOf | None,
-        *,
-        has_ext: bool = True,
-        listed: ListedQueues | None = None,
-    ) -> None:
-        """Check ``queues``; `open_queue` makes missing ones.
-
-        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``listed`` reads
-        queues that were not opened, and hears of each check's end.
-        """
+    def __init__(self, comparison: Reconciliation, scope: Scope) -> None:
         super().__init__()
-        self.puts_off = not has_ext
-        """Whether checks collect entries before they open their queue."""
-        self._listed = listed
-        self._bitmap_of = bitmap_of
-        self._log = log
-        self._queues = queues
-        self._open_queue = open_queue
+        self.puts_off = not comparison.has_ext
+        """Whether checks collect entries before they open their queue, so that each is opened once."""
+        self._comparison = comparison
+        self._log, self._queues, self._listed = comparison.log, comparison.queues, comparison.listed
         self._scope = scope
         self._new_queues: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
         self.strays = Strays(self.open_all)
         """Records that may be those of another queue."""
-        self.has_light = any(topic.startswith(TopicPrefix.LIGHT) for topic, _ in queues)
+        self.has_light = any(topic.startswith(TopicPrefix.LIGHT) for topic, _ in self._queues)
         """Whether there are light queues, whose entries are those of records of other queues."""
 
     def check_of(self, record: DerivedRecord) -> QueueCheck:
@@ -138,7 +120,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Return the queue of that name, made if there is none."""
         queue = self._queues.get(name)
         if queue is None:
-            queue = self._queues[name] = self._open_queue(*name)
+            queue = self._queues[name] = self._comparison.open_queue(*name)
             self._new_queues.add(name)
         return queue
 
@@ -150,7 +132,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
         is_complete = (max(begin, since) if absent else begin) <= self._log.begin
-        check = QueueCheck(self.strays, self.queue, self._log, name, max(begin, since), is_complete, self._bitmap_of)
+        bitmap_of = self._comparison.bitmap_of
+        check = QueueCheck(self.strays, self.queue, self._log, name, max(begin, since), is_complete, bitmap_of)
         self._by_name[name] = check
         if not self.puts_off:
             check.open_queue()
@@ -288,6 +271,7 @@ class Reconciliation:
     before_rebuild: Callable[[], None] | None = None
     """Called before the index is rebuilt."""
     listed: ListedQueues | None = None
+    """Reads queues that were not opened, and hears of the end of each check."""
     is_thorough: bool = True
     """Whether a flag counts as damaged that only the numbers around it speak against. Recovery after a kill leaves such
     a record alone, because a flag that is wrongly corrected hides a message."""
@@ -306,10 +290,7 @@ class Reconciliation:
         """
         log = self.log
         begin = max(begin, log.begin)
-        checks = QueueChecks(
-            log, self.queues, self.open_queue, scope or Scope(begin), self.bitmap_of,
-            has_ext=self.has_ext, listed=self.listed,
-        )  # fmt: skip
+        checks = QueueChecks(self, scope or Scope(begin))
         keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin)
         fields = FieldCheck(log, checks, self.levels)
         in_blocks = not self.has_ext and not checks.has_light

@@ -22,7 +22,7 @@ from librmq.store.engine.derivation import COMPARED, BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format.directory import LOST
-from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
+from librmq.store.recovery._entry_check import EntryRun, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -95,7 +95,8 @@ class QueueCheck:
         self.damages: list[Damage] = []
         self.lost: list[tuple[StoredMessage, Damage]] = []
         """Entries without a record of this queue, and the whole ones to which they lead."""
-        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of)
+        self._bitmap_of = bitmap_of
+        self._same_until = _NONE  # the first queue offset whose entry was another one, or lacked
         self.prefix_hash = topic_hash(topic)
         self.entries: list[bytes] = []
         self.expected = _NONE
@@ -489,7 +490,7 @@ class QueueCheck:
     def had_entry_of(self, message: StoredMessage) -> bool:
         """Return whether the queue's files had the entry of a message before the comparison."""
         at, entry = message.queue_offset, ExpectedEntry(ENTRY.pack(message.physical_offset, message.size, 0), 0, b"")
-        return at < self._entry_check.same_until and self.points_at(at, entry)
+        return at < self._same_until and self.points_at(at, entry)
 
     def _place_before(self, queue_offset: int) -> int:
         raw = self.queue.read(queue_offset - 1, 1)
@@ -538,11 +539,22 @@ class QueueCheck:
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
-        if self.entries:
-            assert self._due is not None
-            self._entry_check.compare(self.queue, self._due - len(self.entries), self.entries, self._units)
-            self._compared_end = sum(ENTRY.unpack(self.entries[-1])[:2])
-            self.entries, self._units = [], {}
+        """Compare the collected entries with those of the queue, and correct differences if the log is writable."""
+        if not self.entries:
+            return
+        assert self._due is not None
+        run = EntryRun(self.queue, self._topic, self._due - len(self.entries), self.entries, self._units)
+        same = run.count_same(self._log)
+        if same < len(run.entries):
+            differing = run._replace(first=run.first + same, entries=run.entries[same:])
+            self._same_until = min(self._same_until, differing.first)
+            damage = differing.difference()
+            if damage.kind != "missing" or not self.damages or self.damages[-1].kind != "missing":
+                self.damages.append(damage)  # once for all that the queue lacks
+            if self._log.sequence.writable:
+                differing.write(self._bitmap_of)
+        self._compared_end = sum(ENTRY.unpack(self.entries[-1])[:2])
+        self.entries, self._units = [], {}
 
     def finish_queue(self) -> None:
         """Finish after the last record."""
