@@ -369,7 +369,7 @@ class FollowedParts:
         )  # because the records before it reached the device
 
     def _make_parts(self, queues: QueueTable, index: KeyIndex, open_queue: OpenQueue) -> None:
-        self.parts = Parts(self._levels, self._log, queues, index, self._checkpoint, Dispatcher(index), open_queue, [])
+        self.parts = Parts(self._levels, self._log, queues, index, self._checkpoint, Dispatcher(index), open_queue)
 
     def has_lost_end(self) -> bool:
         """List the log's files again, and return whether its known end is deleted or cut."""

@@ -88,7 +88,7 @@ def cut_at(parts: Parts, moment: Moment, order: TimeOrder | None) -> None:
     parts.queues = queues
     parts.index._show_before(end)
     log.end, log.last_write, log.found_end = end, last, LogEnd(end, None, last)
-    parts.cuts = [cut for cut in parts.cuts if cut.kind == "size"]  # others lie behind it
+    parts.recovered.cuts = [cut for cut in parts.recovered.cuts if cut.kind == "size"]  # others lie behind it
 
 
 def _place(parts: Parts, moment: Moment, order: TimeOrder | None) -> tuple[int, int | None]:
@@ -269,7 +269,7 @@ class ReadOnlyView(StoreHandle):
                 self._live.complete()
             if self._is_brief:
                 self._is_brief = False
-                if self.parts.is_brief:
+                if self.parts.recovered.is_brief:
                     self._open()
 
     def check_covered(self) -> Damage | None:
@@ -402,7 +402,7 @@ class ReadOnlyView(StoreHandle):
         self._marks = () if live is not None else self._read_state()
         with critical:
             self.use_parts(parts)
-        self.recovered = parts.cuts
+        self.recovered = parts.recovered.cuts
         self._noted_order = None
         self.version += 1
 
@@ -432,10 +432,10 @@ class ReadOnlyView(StoreHandle):
 
         def rebuild(error: CorruptionError) -> QueueTable:
             whole = previewed(frozenset(parts.queues))
-            added = [damage for damage in whole.repairs if damage not in parts.repairs]
-            parts.repairs += added or [Damage(error.file, error.offset, error.kind, without_advice(error))]
+            added = [damage for damage in whole.recovered.repairs if damage not in parts.recovered.repairs]
+            parts.recovered.repairs += added or [Damage(error.file, error.offset, error.kind, without_advice(error))]
             if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
-                parts.repairs += [cut for cut in whole.cuts if cut.kind == "record"]
+                parts.recovered.repairs += [cut for cut in whole.recovered.cuts if cut.kind == "record"]
                 parts.log.end = whole.log.end
             return whole.queues
 

@@ -27,7 +27,7 @@ from librmq.store.engine._durability import Durability, Housekeeping, Housekeepi
 from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
-from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable, Recovered
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
@@ -76,8 +76,7 @@ class Writer(StoreHandle):
         self._bitmap_of = bitmap_of
         self._in_background = in_background
         self._file_lock: FileLock | None = None
-        self._disk_error = self._why_whole = ""
-        self._compared_from = 0
+        self._disk_error = ""
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -108,7 +107,7 @@ class Writer(StoreHandle):
                 # counts as a broker's, whose retention deletes unread messages on a full disk.
                 kept = write_kept_config(path, self.config, files, kept, is_own=self.is_own)
                 files.flush_folder(path)
-            self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
+            recovered = self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
             # The file is marked only now, because a recovery withdraws notes that a broker's retention has made wrong.
             self._file_lock.mark_untouched()
             if config is not None and kind is not directory.StoreKind.NEW:
@@ -116,13 +115,8 @@ class Writer(StoreHandle):
             write_retention(path, self.config, files, default=directory.default_retention(kept))
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
-                _log.warning(
-                    "%(recovery)s",
-                    recovery=describe_recovery(
-                        path, self.log, self.recovered, took_ms, self._why_whole, self._compared_from
-                    ),
-                    path=path,
-                )
+                what = describe_recovery(path, self.log, recovered, took_ms)
+                _log.warning("%(recovery)s", recovery=what, path=path)
         except BaseException:
             with critical:
                 self._release_store()
@@ -151,15 +145,15 @@ class Writer(StoreHandle):
         super().configure(config)
         self.appender.configure(config, self.levels)
 
-    def _load_parts(self, mode: RecoveryMode) -> None:
+    def _load_parts(self, mode: RecoveryMode) -> Recovered:
         """Open the parts for writing and repair them."""
         bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
         parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
         with critical:
             self.use_parts(parts)
         self.durability.mark_flush()
-        self.recovered: list[Damage] = self.recovered + parts.cuts
-        self._why_whole, self._compared_from = parts.why_whole, parts.compared_from
+        self.recovered: list[Damage] = self.recovered + parts.recovered.cuts
+        return parts.recovered
 
     @override
     def use_parts(self, parts: Parts) -> None:
@@ -203,7 +197,7 @@ class Writer(StoreHandle):
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._comparison = LaterPart(partial(_make_comparison, parts, self.checks))
-        if parts.compared_from > parts.log.begin:
+        if parts.recovered.compared_from > parts.log.begin:
             self._comparison().add_older()
         self.checks.noticed = self._compare_soon
 
@@ -471,12 +465,11 @@ class Writer(StoreHandle):
                         appender.catch_up()
                     self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
                     self._close_parts()
-                before = len(self.recovered)
                 try:
                     delete_mark(self.path, self.files)
                     if between is not None:
                         between()
-                    self._load_parts(RecoveryMode.LIVING)
+                    recovered = self._load_parts(RecoveryMode.LIVING)
                     self.accept_calls()
                 except BaseException:
                     with critical:
@@ -485,7 +478,7 @@ class Writer(StoreHandle):
                     raise
             finally:
                 appender.lock.owner = 0
-            return self.recovered[before:]
+            return list(recovered.cuts)
 
     # --------------------------------------------------------------------------------------------------------- closing
 

@@ -37,16 +37,18 @@ class Comparison:
         self._unreadable: list[CorruptionError] = []
         self._ends: dict[QueueName, int] = {}
         """Where queues end of which the recovery saw no record: last entries that became zeros leave no trace there."""
-        self._searched = parts.compared_from
+        self._searched = parts.recovered.compared_from
         """Where the search of the log for records behind these ends goes on."""
 
     def add_older(self) -> None:
-        """Compare what the recovery did not look at: entries of records before `Parts.compared_from`."""
+        """Compare what the recovery did not look at: entries of records before `Recovered.compared_from`."""
         parts = self._parts
-        self._waiting.update(dict.fromkeys(parts.queues, parts.compared_from))
-        if not parts.knows_ends:
+        self._waiting.update(dict.fromkeys(parts.queues, parts.recovered.compared_from))
+        if not parts.recovered.knows_ends:
             states = parts.queues.states().items()
-            idle = {name: state for name, state in states if 0 < state.max_physic_offset <= parts.compared_from}
+            idle = {
+                name: state for name, state in states if 0 < state.max_physic_offset <= parts.recovered.compared_from
+            }
             self._ends = {name: state.max_offset for name, state in idle.items()}
             self._searched = min((state.max_physic_offset for state in idle.values()), default=self._searched)
 
@@ -84,7 +86,7 @@ class Comparison:
 
     def _search(self) -> bool:
         """Search the next records for ones of which their queue lacks the entries; return whether there are more."""
-        log, end = self._parts.log, min(self._parts.compared_from, self._parts.log.end)
+        log, end = self._parts.log, min(self._parts.recovered.compared_from, self._parts.log.end)
         begin = self._searched = max(self._searched, log.begin)
         if not self._ends or begin >= end:
             return False

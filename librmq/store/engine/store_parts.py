@@ -368,6 +368,24 @@ Dispatched = tuple[int, Sequence[Queued]]
 
 
 @dataclass(slots=True)
+class Recovered:
+    """What an opening recovered, and what it did not look at."""
+
+    cuts: list[Damage] = field(default_factory=list)
+    """Everything that was cut or rewritten."""
+    repairs: list[Damage] = field(default_factory=list)
+    """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
+    is_brief: bool = False
+    """Whether a view of a crashed store has passed over many records that the checkpoint covers, and left the index."""
+    compared_from: int = 0
+    """Where the comparison of the queues with the log began."""
+    knows_ends: bool = True
+    """Whether it is known that no queue lacks its last entries."""
+    why_whole: str = ""
+    """Why the recovery did not begin at the mark of the last flush, if there was one."""
+
+
+@dataclass(slots=True)
 class Parts:
     """The opened parts of a store."""
 
@@ -378,18 +396,8 @@ class Parts:
     checkpoint: Checkpoint
     dispatcher: Dispatcher
     open_queue: OpenQueue
-    cuts: list[Damage]
-    """Everything that recovery cut or rewrote."""
-    is_brief: bool = False
-    """Whether a view of a crashed store has passed over many records that the checkpoint covers, and left the index."""
-    compared_from: int = 0
-    """Where a recovery began to compare the queues with the log."""
-    knows_ends: bool = True
-    """Whether the recovery knew that no queue lacks its last entries."""
-    why_whole: str = ""
-    """Why a recovery did not begin at the mark of the last flush, if there was one."""
-    repairs: list[Damage] = field(default_factory=list)
-    """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
+    recovered: Recovered = field(default_factory=Recovered)
+    """What the opening recovered."""
     lanes: dict[QueueName, Lane] = field(default_factory=dict)
     irregular_at: int = -1
     """Place of the first dispatched record that was not the next one in its queue, -1 for none."""

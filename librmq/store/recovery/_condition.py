@@ -91,7 +91,7 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
     Of a store that is being written, or whose queues are in no files, only what the log lacks counts.
     """
     log = parts.log
-    cut = cut_before_records(log, parts.cuts)
+    cut = cut_before_records(log, parts.recovered.cuts)
     gaps = [_with_messages(gap, parts) for gap in log.gaps]
     if is_written:
         return Condition(Wholeness.SHORT if cut or gaps else Wholeness.SOUND, cut, gaps=gaps)
@@ -102,8 +102,8 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
     cut, note = (cut, "") if cut is not None else _cut_before_covered(path, parts, files, was_closed=was_closed)
     begin, begin_note = missing_first_files(path, log, files, config, was_closed=was_closed)
-    unseen = f"queues, which can lack last entries, were compared with the log from {parts.compared_from} on"
-    unseen = "" if was_closed or parts.knows_ends else f"{unseen}; librmq verify compares all"
+    unseen = f"queues, which can lack last entries, were compared with the log from {parts.recovered.compared_from} on"
+    unseen = "" if was_closed or parts.recovered.knows_ends else f"{unseen}; librmq verify compares all"
     note = "; ".join(filter(None, (note, begin_note, unseen)))
     if of_end is not None:  # a copy of the last file was not completed
         gap, ends = log.gaps[of_end], [noted.log_end for noted in noted_ends(path, files)]
@@ -115,9 +115,9 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
             remedy = "librmq recover has deleted the file" if is_empty else "the file has been copied again"
             gaps[of_end] = dataclasses.replace(gap, kind="size", what=f"{gap.what}: {_WHOLE.format(remedy)}")
     begin = begin and _with_messages(begin, parts)
-    is_short = cut is not None or begin is not None or gaps or parts.repairs
+    is_short = cut is not None or begin is not None or gaps or parts.recovered.repairs
     kind = Wholeness.SHORT if is_short else Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE
-    return Condition(kind, cut, begin, note, gaps, parts.repairs)
+    return Condition(kind, cut, begin, note, gaps, parts.recovered.repairs)
 
 
 def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
@@ -143,7 +143,7 @@ def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
 def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Damage | None:
     """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
     end, lost = parts.queues.max_physic_offset, {}
-    for cut in parts.cuts:
+    for cut in parts.recovered.cuts:
         folder = os.path.dirname(cut.file)
         if cut.kind == "ahead" and cut.bytes and os.path.basename(folder).isdigit():  # a recovery in memory cut a queue
             queue = ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, writable=False)

@@ -34,7 +34,7 @@ from librmq.message.topics import validate_queue
 from librmq.store.engine._durability import MANY_FILES
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks_all_records
-from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.engine.store_parts import Parts, QueueName, Recovered
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
@@ -86,14 +86,9 @@ class Case:
     """Where the walk over the log begins, and the comparison with it."""
     reads_bodies: bool = False
     """Whether no walk has checked the bodies of records from ``begin`` on, so that the comparison does."""
-    is_brief: bool = False
-    """As in `Parts`."""
     changed_queues: frozenset[QueueName] | None = None
     """Queues that were deleted or added since the store was closed; None: queues and index are unchanged."""
-    cuts: list[Damage] = field(default_factory=list)
-    """Everything that was cut or rewritten."""
-    repairs: list[Damage] = field(default_factory=list)
-    """As in `Parts`."""
+    recovered: Recovered = field(default_factory=Recovered)
 
     @property
     def is_thorough(self) -> bool:
@@ -359,7 +354,7 @@ class Recovery:
         """Return the index files to make again, and what each is beyond; a check of all compares them instead."""
         case, parts, stale = self._case, self._parts, dict[IndexFile, str]()
         files = parts.index.files
-        if case.is_thorough or case.is_brief or case.mark is not None:
+        if case.is_thorough or case.recovered.is_brief or case.mark is not None:
             return stale
         if not case.is_clean:
             from librmq.store.recovery.missing_files import missing_keys
@@ -438,7 +433,7 @@ class Recovery:
         self.lacking = self._lacking_queues(scope)
         if self.lacking:
             begin, scope = self._widened(scope, self.lacking)
-        parts.compared_from = min(case.begin, scope.begin)
+        parts.recovered.compared_from = min(case.begin, scope.begin)
         if begin < parts.log.end or case.is_thorough or not case.is_clean:
             self._reconcile(begin, scope)
         if case.is_preview:
@@ -450,8 +445,8 @@ class Recovery:
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
             path = parts.log.sequence.path_at(end)
-            parts.cuts.append(Damage(path, end, directory.LOST, f"{what}, beyond the log's end"))
-        if not case.is_clean or parts.cuts:
+            parts.recovered.cuts.append(Damage(path, end, directory.LOST, f"{what}, beyond the log's end"))
+        if not case.is_clean or parts.recovered.cuts:
             self._set_checkpoint(stored)
 
     def _last_timestamp_ms(self) -> int:
@@ -469,7 +464,7 @@ class Recovery:
         checkpoint = self._parts.checkpoint
         if max(checkpoint.times_ms) > stored:
             what = f"times {checkpoint.times_ms}, the last record was stored at {stored}"
-            self._parts.cuts.append(Damage(checkpoint.path, 0, "checkpoint", what, 24))
+            self._parts.recovered.cuts.append(Damage(checkpoint.path, 0, "checkpoint", what, 24))
 
     def _set_checkpoint(self, stored: int) -> None:
         """Set the checkpoint for the complete store."""
@@ -526,7 +521,7 @@ class Recovery:
 
                 keep_cut(case.path, log, end.physical_offset, cut, why, case.files, case.clock.now_ms())
             path = log.sequence.path_at(end.physical_offset)
-            self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
+            self._parts.recovered.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if case.is_preview:
             # A preview only moves the end. Truncating would copy all that follows, possibly gigabytes, into memory.
             log.end = end.physical_offset
@@ -540,7 +535,7 @@ class Recovery:
         if queue.max_physic_offset > parts.log.end:
             cut = queue.truncate_after(parts.log.end)
             path, position = queue.place_of(queue.max_offset)
-            parts.cuts.append(Damage(path, position, "ahead", f"{cut} entries ahead of the log", 20 * cut))
+            parts.recovered.cuts.append(Damage(path, position, "ahead", f"{cut} entries ahead of the log", 20 * cut))
         if parts.log.begin:
             queue.advance(parts.log.begin)
 
@@ -552,12 +547,12 @@ class Recovery:
         if case.is_thorough:
             absent_before = dispatched() if case.keeps_deleted else 0
             return log.begin, self._scope(log.begin, absent_before)
-        if case.is_brief or case.mark is not None:
+        if case.recovered.is_brief or case.mark is not None:
             return case.begin, Scope(case.begin)
         if _MISSING_ONE in self._stale.values():
             self._before_index()
         for file, than in self._stale.items():  # they are made again
-            parts.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
+            parts.recovered.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
             parts.index.delete(file.name)
         begin, scope = case.begin, Scope(case.begin)
         if case.is_clean:
@@ -589,7 +584,7 @@ class Recovery:
 
         def may_lack_end(name: QueueName, end: int) -> bool:
             folder = directory.queue_folder(case.path, *name)
-            was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.cuts)
+            was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.recovered.cuts)
             return is_asked or was_cut or end < case.noted.get(name, 0)
 
         names = lacking_queues(
@@ -616,7 +611,7 @@ class Recovery:
             log=parts.log,
             queues=parts.queues,
             open_queue=parts.open_queue,
-            index=None if case.is_brief else parts.index,
+            index=None if case.recovered.is_brief else parts.index,
             levels=parts.levels,
             has_ext=case.config.enable_consumequeue_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
@@ -630,7 +625,7 @@ class Recovery:
             try:
                 damages.extend(comparison.run(begin, scope))
             except GapError as gap:
-                parts.cuts += [damage for damage in damages if damage.kind == directory.LOST]
+                parts.recovered.cuts += [damage for damage in damages if damage.kind == directory.LOST]
                 if case.mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
                 begin, scope = self._widened(scope, frozenset([gap.name]))
@@ -647,11 +642,11 @@ class Recovery:
                         # What the checkpoint covers was durable, so only `recover`, which a person asks for, may cut
                         # it.
                         raise
-                parts.cuts += damages
+                parts.recovered.cuts += damages
                 self._cut_log(end, cut)
                 # Cut all queues and not only the opened ones, because the comparison reads the others by their files.
                 for queue in parts.queues.values():
                     self.cut_queue(queue)
                 continue
-            parts.cuts += damages
+            parts.recovered.cuts += damages
             return

@@ -175,8 +175,12 @@ def _judged(
         log.end, log.last_write = parts.log.end, parts.log.last_write
         checkpoint = _checkpoint_of(path, files)
         folder = log.sequence.folder
-        lost = [cut for cut in parts.cuts if cut.kind == directory.LOST and os.path.dirname(cut.file) != folder]
-        before = replace(parts, log=log, checkpoint=checkpoint or parts.checkpoint, repairs=lost)
+        lost = [
+            cut for cut in parts.recovered.cuts if cut.kind == directory.LOST and os.path.dirname(cut.file) != folder
+        ]
+        before = replace(
+            parts, log=log, checkpoint=checkpoint or parts.checkpoint, recovered=replace(parts.recovered, repairs=lost)
+        )
         condition = condition_of(path, before, config, files, is_written=False)
         parts.close()
     if condition.lost:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
@@ -45,7 +45,7 @@ from librmq.store.engine.saved_state import (
     withdraw_closed_state,
     write_closed_state,
 )
-from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable, Recovered
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
@@ -205,8 +205,8 @@ def load(  # noqa: PLR0913 (one call for each way to open)
     """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
     A brief preview of a crashed store passes over many covered records, and leaves the index as it is;
-    `Parts.is_brief` says so. A preview makes damaged files of queues, index and checkpoint again, which
-    `Parts.repairs` lists, and compares the queues in ``rebuilt`` with all of the log. With ``keeps_deleted`` a check of
+    `Recovered.is_brief` says so. A preview makes damaged files of queues, index and checkpoint again, as
+    `Recovered.repairs`, and compares the queues in ``rebuilt`` with all of the log. With ``keeps_deleted`` a check of
     all of the log leaves a queue without a folder deleted, like its topic.
 
     Raises:
@@ -230,7 +230,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
         case.mark = None
     case.changed_queues = rebuilt or None
     parts = _Opening(case, may_pass=is_brief).parts(levels, bitmap_of)
-    parts.why_whole = why_whole
+    parts.recovered.why_whole = why_whole
     return parts
 
 
@@ -257,11 +257,11 @@ class _Opening:
             is_whole = self._listed.try_list if self._at_check else lambda _: False
             queues = case.is_thorough or not self._at_check
             cleared = clear_leftovers(path, files, queues=queues, is_whole=is_whole)
-            case.cuts += cleared
+            case.recovered.cuts += cleared
             if cleared and case.mark is not None:
                 raise MarkError(f"{cleared[0].file} is {cleared[0].what}")
         # Where repairs are noted; None refuses damaged files.
-        self._repairs = case.repairs if case.is_preview else case.cuts if case.is_thorough else None
+        self._repairs = case.recovered.repairs if case.is_preview else case.recovered.cuts if case.is_thorough else None
         place = os.path.join(path, directory.CHECKPOINT)
         self.checkpoint = self._open_or_remove(
             lambda: Checkpoint.open(place, files=files, writable=True), self._repairs, [place]
@@ -285,8 +285,7 @@ class _Opening:
         self.compare_with_close(log, index, names)
         queues = self.open_queues(log, names)
         dispatcher = Dispatcher(index, bitmap_of)
-        parts = Parts(levels, log, queues, index, self.checkpoint, dispatcher, self.open_queue, case.cuts)
-        parts.is_brief, parts.repairs = case.is_brief, case.repairs
+        parts = Parts(levels, log, queues, index, self.checkpoint, dispatcher, self.open_queue, case.recovered)
         self.recover_parts(parts)
         parts.checkpoint.lower(case.clock.now_ms())
         return parts
@@ -326,8 +325,8 @@ class _Opening:
         if not self._may_pass or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
         covered = min(_covered_record(case, log, self.checkpoint), self._noted_record)
-        case.is_brief = covered - begin >= _WORTH_PASSING
-        return covered if case.is_brief else begin
+        case.recovered.is_brief = covered - begin >= _WORTH_PASSING
+        return covered if case.recovered.is_brief else begin
 
     def _find_noted_record(self, log: CommitLog) -> int:
         """Return up to where a mark says how queues ended, for a view, which takes no more from it; or a log's end."""
@@ -341,7 +340,7 @@ class _Opening:
     def open_index(self) -> KeyIndex:
         case = self._case
         # A crash can leave a header incomplete.
-        by_crash = None if case.is_clean or case.mark is not None else case.cuts
+        by_crash = None if case.is_clean or case.mark is not None else case.recovered.cuts
         return self._open_or_remove(
             partial(self._part_files.open_index, writable=True, now_ms=case.clock.now_ms),
             self._repairs,
@@ -362,10 +361,10 @@ class _Opening:
         if case.is_preview:
             for name in sorted(trusted.queues.keys() - set(names)):
                 folder = directory.queue_folder(case.path, *name)
-                case.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
+                case.recovered.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
             if not trusted.has_index(index):
                 what = "the key index is not as it was at the close"
-                case.repairs.append(Damage(index.folder, 0, "missing", what))
+                case.recovered.repairs.append(Damage(index.folder, 0, "missing", what))
         # Queues whose files changed since the state was written are compared with the log one by one.
         case.changed_queues = frozenset(trusted.queues.keys() ^ set(names))
         # The comparison with the queues reads these records anyway, so the walk over the end is left to it.
@@ -378,14 +377,14 @@ class _Opening:
         case = self._case
         folders = [directory.queue_folder(case.path, topic, queue_id, ext=ext) for ext in (False, True)]
         repairs = self._repairs if self._trusted is None else None  # a view then opens all queues again
-        before = len(case.repairs)
+        before = len(case.recovered.repairs)
         queue = self._open_or_remove(
             lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=True),
             repairs,
             folders,
             _QUEUE_DIGITS,
         )
-        if len(case.repairs) > before:
+        if len(case.recovered.repairs) > before:
             case.changed_queues = (case.changed_queues or frozenset()) | {(topic, queue_id)}
         if self._is_recovering:  # a missing queue is unmapped when it has been made from the log
             queue.keep_descriptors()
@@ -417,7 +416,7 @@ class _Opening:
             leftovers = _beside_missing(folder, case.files, log_begin)
             if not leftovers and not case.is_thorough and not case.is_preview:
                 raise
-            case.cuts += _clear(leftovers, case.files)
+            case.recovered.cuts += _clear(leftovers, case.files)
             if leftovers and not case.is_thorough:  # a check of all, or of none, opens what is left, and repairs it
                 self._listed.list_files(name)
 
@@ -456,15 +455,15 @@ class _Opening:
         finally:
             self._is_recovering = False
         knows_ends = case.mark is not None or (self._noted_record or log.end) < log.end
-        parts.knows_ends = knows_ends or parts.compared_from - log.begin <= WORTH_A_MARK
+        parts.recovered.knows_ends = knows_ends or parts.recovered.compared_from - log.begin <= WORTH_A_MARK
         for name, state in self._listed.states.items():
             parts.queues.expect(name, state)
         if case.is_preview:
             folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
-            noted = {(damage.file, damage.what) for damage in case.repairs}
-            case.repairs += [
+            noted = {(damage.file, damage.what) for damage in case.recovered.repairs}
+            case.recovered.repairs += [
                 cut
-                for cut in case.cuts
+                for cut in case.recovered.cuts
                 if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
                 and (cut.file, cut.what) not in noted
             ]
@@ -515,13 +514,9 @@ class _Opening:
             return open_part()
 
 
-def describe_recovery(
-    path: str, log: CommitLog, damages: Sequence[Damage], took_ms: int, why_whole: str, compared_from: int
-) -> str:
-    """Return one line for the log: what a recovery after an unclean exit cut and left out, and how long it took.
-
-    ``why_whole`` and ``compared_from`` are those of the `Parts`.
-    """
+def describe_recovery(path: str, log: CommitLog, recovered: Recovered, took_ms: int) -> str:
+    """Return one line for the log: what a recovery after an unclean exit cut and left out, and how long it took."""
+    damages, compared_from, why_whole = recovered.cuts, recovered.compared_from, recovered.why_whole
     cuts = [damage for damage in damages if damage.kind == "record" and damage.bytes]
     what = "nothing was cut"
     if cuts:
@@ -541,24 +536,19 @@ def describe_recovery(
     )
 
 
-class Settled(NamedTuple):
-    """A store that was recovered and closed."""
-
-    log_begin: int
-    log_end: int
-    cuts: list[Damage]
-    """Everything that recovery cut or rewrote."""
-
-
-def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keeps_deleted: bool = False) -> Settled:
+def settle(
+    path: str, config: StoreConfig, files: Files, clock: Clock, *, keeps_deleted: bool = False
+) -> tuple[int, int, list[Damage]]:
     """Recover the whole store in ``path``, which this process has made, and mark it as closed.
+
+    Return where its log begins and ends, and what was cut or rewritten.
 
     With ``keeps_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
     may know the store yet.
     """
     levels = DelayLevels.parse(config.message_delay_level)
     parts = load(path, config, levels, files, clock, mode=RecoveryMode.WHOLE_LOG, keeps_deleted=keeps_deleted)
-    settled = Settled(parts.log.begin, parts.log.end, parts.cuts)
+    settled = parts.log.begin, parts.log.end, parts.recovered.cuts
     parts.close()
     clear_abort(files, path)
     return settled
