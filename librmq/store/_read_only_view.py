@@ -37,7 +37,6 @@ from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOE
 from librmq.files import Damage, Files, OverlayFiles
 from librmq.files.interface import read_replaced
 from librmq.formatting import exact_moment
-from librmq.message import DelayLevels
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock
@@ -409,8 +408,6 @@ class ReadOnlyView(StoreHandle):
     def _recovered(self, config: StoreConfig) -> Parts:
         """Return the parts as a recovery would leave them, in memory."""
         files, path = self.files, self.path
-        levels = DelayLevels.parse(config.message_delay_level)
-        bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         is_brief = self._is_brief and not config.enable_consumequeue_ext
 
         overlays: list[OverlayFiles] = []
@@ -419,7 +416,7 @@ class ReadOnlyView(StoreHandle):
             overlay = OverlayFiles(files)
             overlays.append(overlay)
             parts = load(
-                path, config, levels, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
+                path, config, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=self._bitmap_of,
                 is_brief=is_brief, rebuilt=rebuilt,
             )  # fmt: skip
             # Mark the log as read-only from here on, so that scans release the pages that they have read.

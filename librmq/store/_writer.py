@@ -147,8 +147,7 @@ class Writer(StoreHandle):
 
     def _load_parts(self, mode: RecoveryMode) -> Recovered:
         """Open the parts for writing and repair them."""
-        bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
-        parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
+        parts = load(self.path, self.config, self.files, self.clock, mode=mode, bitmap_of=self._bitmap_of)
         with critical:
             self.use_parts(parts)
         self.durability.mark_flush()

@@ -59,11 +59,6 @@ class RecoveryMode(enum.Enum):
     LIVING = "all of the log of an open store"
     """`WHOLE_LOG` for a store that this process had open until now, so that no crash changed a record."""
 
-    @property
-    def is_thorough(self) -> bool:
-        """Whether the whole log is checked."""
-        return self in (RecoveryMode.WHOLE_LOG, RecoveryMode.LIVING)
-
 
 @dataclass(slots=True)
 class Case:
@@ -93,7 +88,7 @@ class Case:
     @property
     def is_thorough(self) -> bool:
         """Whether the whole log is checked."""
-        return self.mode.is_thorough
+        return self.mode in (RecoveryMode.WHOLE_LOG, RecoveryMode.LIVING)
 
     @property
     def is_preview(self) -> bool:
@@ -439,9 +434,10 @@ class Recovery:
         if case.is_preview:
             return
         stored = self._last_timestamp_ms()
-        if case.is_thorough:
-            self._check_checkpoint(stored)
-        elif not case.is_clean and (what := beyond_checkpoint(parts)):
+        if case.is_thorough and max(parts.checkpoint.times_ms) > stored:
+            what = f"times {parts.checkpoint.times_ms}, the last record was stored at {stored}"
+            parts.recovered.cuts.append(Damage(parts.checkpoint.path, 0, "checkpoint", what, 24))
+        elif not case.is_thorough and not case.is_clean and (what := beyond_checkpoint(parts)):
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
             path = parts.log.sequence.path_at(end)
@@ -458,13 +454,6 @@ class Recovery:
             end = log.walk(log.third_last_file())
         stored = None if end.last_record is None else log.store_timestamp_ms(end.last_record)
         return max(stored or 0, 0)
-
-    def _check_checkpoint(self, stored: int) -> None:
-        """Limit the checkpoint to the time of the last record."""
-        checkpoint = self._parts.checkpoint
-        if max(checkpoint.times_ms) > stored:
-            what = f"times {checkpoint.times_ms}, the last record was stored at {stored}"
-            self._parts.recovered.cuts.append(Damage(checkpoint.path, 0, "checkpoint", what, 24))
 
     def _set_checkpoint(self, stored: int) -> None:
         """Set the checkpoint for the complete store."""
@@ -629,24 +618,29 @@ class Recovery:
                 if case.mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
                 begin, scope = self._widened(scope, frozenset([gap.name]))
-                continue
             except CorruptionError as error:
-                path = parts.log.sequence.path_at(error.offset)
-                if error.file != path:
+                if error.file != parts.log.sequence.path_at(error.offset):
                     raise
-                # A record with an impossible queue ends the log.
-                end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
-                if not case.is_thorough:
-                    self._check_cut(end, cut)
-                    if error.offset < case.begin and not case.is_preview:
-                        # What the checkpoint covers was durable, so only `recover`, which a person asks for, may cut
-                        # it.
-                        raise
+                self._end_before(error, damages)
+            else:
                 parts.recovered.cuts += damages
-                self._cut_log(end, cut)
-                # Cut all queues and not only the opened ones, because the comparison reads the others by their files.
-                for queue in parts.queues.values():
-                    self.cut_queue(queue)
-                continue
-            parts.recovered.cuts += damages
-            return
+                return
+
+    def _end_before(self, error: CorruptionError, damages: Iterable[Damage]) -> None:
+        """End the log before a record with an impossible queue; ``damages`` were found before it.
+
+        Raises:
+            CorruptionError: Only a person may cut there, by `recover`: no crash explains the damage, or the checkpoint
+                covers the record, which so was durable.
+        """
+        case, parts = self._case, self._parts
+        end, cut = LogEnd(error.offset, error), parts.log.data_behind(error.offset)
+        if not case.is_thorough:
+            self._check_cut(end, cut)
+            if error.offset < case.begin and not case.is_preview:
+                raise error
+        parts.recovered.cuts += damages
+        self._cut_log(end, cut)
+        # Cut all queues and not only the opened ones, because the comparison reads the others by their files.
+        for queue in parts.queues.values():
+            self.cut_queue(queue)

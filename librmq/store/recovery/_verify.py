@@ -47,8 +47,7 @@ from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
-from librmq.store.recovery._log_end import RecoveryMode
-from librmq.store.recovery.open import clear_leftovers, load
+from librmq.store.recovery.open import clear_leftovers, load, readable_files
 
 if TYPE_CHECKING:
     from librmq.store.format.rocksdb import StoredEntry
@@ -122,8 +121,11 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append("there is an abort marker: the store was not closed")
     recoverable: list[Damage] = []
     if damage and writer is None and not closed:
-        damage, recoverable, note = _judged(path, config, files, damage, has_queues=not kind.derives_queues)
-        notes += filter(None, [note])
+        if kind.derives_queues:
+            damage, recoverable = _judged_log(path, config, files, damage)
+        else:
+            damage, recoverable, note = _judged(path, config, files, damage)
+            notes += filter(None, [note])
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
     for error in (*damaged_documents(path, files), GroupPage.damage(files, path)):
@@ -142,54 +144,40 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 
 
 def _judged(
-    path: str, config: StoreConfig, files: Files, damage: list[Damage], *, has_queues: bool
+    path: str, config: StoreConfig, files: Files, damage: list[Damage]
 ) -> tuple[list[Damage], list[Damage], str]:
     """Divide the damage of a store that was not closed into what stays and what the next opening repairs, with a note.
 
     The opening is tried in memory, and what it leaves is checked. If it refuses the store, or if something is lost,
     everything stays.
     """
-    from librmq.store.recovery._condition import condition_of, cut_before_records  # a sound store needs none of it
+    from librmq.store.recovery._condition import condition_of  # a sound store needs none of it
 
-    overlay, without_empty = OverlayFiles(files), OverlayFiles(files)
+    overlay = OverlayFiles(files)
     try:
-        clear_leftovers(path, without_empty, queues=False)
-        log = PartFiles(path, config, without_empty).open_log()
-    except CorruptionError:
+        with held_back():
+            parts = load(path, config, overlay, SystemClock())
+    except RmqError:
         return damage, [], ""
-    with log:
-        if not has_queues:  # librmq only reads the store, and a broker ends its log like librmq
-            if cut_before_records(log, ()) is not None:
-                return damage, [], ""
-            recoverable = [
-                item for item in damage
-                if os.path.dirname(item.file) == log.sequence.folder and item.offset >= log.end
-            ]  # fmt: skip
-            return [item for item in damage if item not in recoverable], recoverable, ""
-        levels = DelayLevels.parse(config.message_delay_level)
-        try:
-            with held_back():
-                parts = load(path, config, levels, overlay, SystemClock(), mode=RecoveryMode.LAST_EXIT)
-        except RmqError:
-            return damage, [], ""
-        log.end, log.last_write = parts.log.end, parts.log.last_write
-        checkpoint = _checkpoint_of(path, files)
-        folder = log.sequence.folder
-        lost = [
-            cut for cut in parts.recovered.cuts if cut.kind == directory.LOST and os.path.dirname(cut.file) != folder
-        ]
-        before = replace(
-            parts, log=log, checkpoint=checkpoint or parts.checkpoint, recovered=replace(parts.recovered, repairs=lost)
+    end, recovered = parts.log.end, parts.recovered
+    # What it has cut is only there in the files as they were.
+    before, _ = readable_files(path, files, config.commitlog_file_size)
+    with PartFiles(path, config, before).open_log(scan_from=lambda _: end) as log:
+        log.end, log.last_write = end, parts.log.last_write
+        cuts = [cut for cut in recovered.cuts if cut.kind == directory.LOST]
+        lost = [cut for cut in cuts if os.path.dirname(cut.file) != log.sequence.folder]
+        as_found = replace(
+            parts,
+            log=log,
+            checkpoint=Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=before),
+            recovered=replace(recovered, repairs=lost),
         )
-        condition = condition_of(path, before, config, files, is_written=False)
-        parts.close()
+        condition = condition_of(path, as_found, config, files, is_written=False)
+    parts.close()
     if condition.lost:
         known = {(item.file, item.offset) for item in damage}
-        return (
-            [*damage, *(item for item in condition.lost if (item.file, item.offset) not in known)],
-            [],
-            condition.note,
-        )
+        new = [item for item in condition.lost if (item.file, item.offset) not in known]
+        return [*damage, *new], [], condition.note
     left = _StoreCheck(path, config, overlay, closed=False, written=False, log_only=False).damage()
     files_left = {item.file for item in left}
     stays = [item for item in damage if item.file in files_left]
@@ -197,10 +185,21 @@ def _judged(
     return stays, [item for item in damage if item.file not in files_left], condition.note
 
 
-def _checkpoint_of(path: str, files: Files) -> Checkpoint | None:
+def _judged_log(
+    path: str, config: StoreConfig, files: Files, damage: list[Damage]
+) -> tuple[list[Damage], list[Damage]]:
+    """Do the same for a store that librmq only reads: a broker ends its log like librmq."""
+    from librmq.store.recovery._condition import cut_before_records
+
+    overlay = OverlayFiles(files)
     with suppress(CorruptionError):
-        return Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
-    return None
+        clear_leftovers(path, overlay, queues=False)
+        with PartFiles(path, config, overlay).open_log() as log:
+            if cut_before_records(log, ()) is None:
+                folder, end = log.sequence.folder, log.end
+                behind = [item for item in damage if os.path.dirname(item.file) == folder and item.offset >= end]
+                return [item for item in damage if item not in behind], behind
+    return damage, []
 
 
 def _read_tables(folder: str, files: Files) -> tuple[BrokerTables, list[Damage]]:

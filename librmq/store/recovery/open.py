@@ -192,7 +192,6 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
 def load(  # noqa: PLR0913 (one call for each way to open)
     path: str,
     config: StoreConfig,
-    levels: DelayLevels,
     files: Files,
     clock: Clock,
     *,
@@ -223,13 +222,13 @@ def load(  # noqa: PLR0913 (one call for each way to open)
         try:
             case.mark = take_mark(path, files)
             if case.mark is not None and is_wanted:
-                return _Opening(case).parts(levels, bitmap_of)
+                return _Opening(case).parts(bitmap_of)
         except (MarkError, CorruptionError) as error:
             # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is ignored.
             why_whole = str(error) if is_wanted else ""
         case.mark = None
     case.changed_queues = rebuilt or None
-    parts = _Opening(case, may_pass=is_brief).parts(levels, bitmap_of)
+    parts = _Opening(case, may_pass=is_brief).parts(bitmap_of)
     parts.recovered.why_whole = why_whole
     return parts
 
@@ -272,7 +271,7 @@ class _Opening:
         self._is_recovering = False
         self._noted_record: int | None = None
 
-    def parts(self, levels: DelayLevels, bitmap_of: BitmapOf | None) -> Parts:
+    def parts(self, bitmap_of: BitmapOf | None) -> Parts:
         """Open the parts, and recover them.
 
         Raises:
@@ -284,7 +283,8 @@ class _Opening:
         names = directory.list_queues(case.path, case.files)
         self.compare_with_close(log, index, names)
         queues = self.open_queues(log, names)
-        dispatcher = Dispatcher(index, bitmap_of)
+        dispatcher = Dispatcher(index, bitmap_of if case.config.enable_calc_filter_bitmap else None)
+        levels = DelayLevels.parse(case.config.message_delay_level)
         parts = Parts(levels, log, queues, index, self.checkpoint, dispatcher, self.open_queue, case.recovered)
         self.recover_parts(parts)
         parts.checkpoint.lower(case.clock.now_ms())
@@ -546,8 +546,7 @@ def settle(
     With ``keeps_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
     may know the store yet.
     """
-    levels = DelayLevels.parse(config.message_delay_level)
-    parts = load(path, config, levels, files, clock, mode=RecoveryMode.WHOLE_LOG, keeps_deleted=keeps_deleted)
+    parts = load(path, config, files, clock, mode=RecoveryMode.WHOLE_LOG, keeps_deleted=keeps_deleted)
     settled = parts.log.begin, parts.log.end, parts.recovered.cuts
     parts.close()
     clear_abort(files, path)
