@@ -205,13 +205,6 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
 
 
-def _sound_record(log: CommitLog, begin: int, end: int) -> int | None:
-    """Return the place of the first sound record of a part of the log that a walk did not reach."""
-    from librmq.store.recovery.salvage import find_record
-
-    return find_record(log.sequence, begin, end)
-
-
 def beyond_checkpoint(parts: Parts) -> str:
     """Return what the checkpoint says of flushed records that the log lacks at its end; empty if it lacks none."""
     checkpoint = parts.checkpoint
@@ -243,8 +236,6 @@ class Recovery:
 
     end: LogEnd
     """Planned end of the log."""
-    lacking: frozenset[QueueName] = frozenset()
-    """Queues that lack a file: `lacking_queues`."""
 
     def __init__(self, case: Case, parts: Parts, listed: ListedQueues) -> None:
         self._case = case
@@ -294,7 +285,7 @@ class Recovery:
         uncovered = log.end if findings.uncovered is None else findings.uncovered
         for at, what, is_nameless in findings.suspects:
             torn = LogEnd(at, CorruptionError(log.sequence.path_at(at), at, "record", what))
-            if case.mode is not RecoveryMode.LIVING and self._explained_by_crash(at, log.sequence.end):
+            if case.mode is not RecoveryMode.LIVING and self._unexplained(at, log.sequence.end) is None:
                 return torn, min(uncovered, at)
             if is_nameless:
                 if not case.is_thorough:
@@ -378,17 +369,13 @@ class Recovery:
         return 0  # only zeros follow, possibly a gigabyte
 
     def _check_cut(self, end: LogEnd, cut: int) -> None:
-        """Refuse to cut sound records, unless a crash explains the damage before them.
-
-        A crash explains it if the last writes reached the device in another order: uncovered records are then after a
-        page or sector that was never written.
-        """
+        """Refuse to cut sound records, unless a crash explains the damage before them."""
         if not cut or self._case.is_preview:
             return
         case, log, at = self._case, self._parts.log, end.physical_offset
-        if self._explained_by_crash(at, at + cut):
+        following = self._unexplained(at, at + cut)
+        if following is None:
             return
-        following = _sound_record(log, at + 1, at + cut)
         what = "a stretch of zeros" if end.damage is None else end.damage.what
         raise CorruptionError(
             log.sequence.path_at(at),
@@ -399,20 +386,23 @@ class Recovery:
             f"(--dry-run shows it), `librmq salvage {case.path}` returns the sound records",
         )
 
-    def _explained_by_crash(self, at: int, until: int) -> bool:
-        """Return whether no sound record is after ``at``, or only uncovered ones after zeros.
+    def _unexplained(self, at: int, until: int) -> int | None:
+        """Return the place of a sound record after damage at ``at`` that no crash explains, None without one.
 
-        Records of an unfinished write at ``at`` do not count.
+        A crash explains it if the last writes reached the device in another order: uncovered records are then after a
+        page or sector that was never written, or after an unfinished write, whose own records do not count.
         """
+        from librmq.store.recovery.salvage import find_record
+
         case, log = self._case, self._parts.log
         unfinished = 0 if case.is_clean else log.unfinished_at(at)
-        following = _sound_record(log, at + max(unfinished, 1), until)
-        if following is None:
-            return True
+        following = find_record(log.sequence, at + max(unfinished, 1), until)
+        if following is None or case.is_clean:
+            return following
         place = following % log.file_size
         stored_ms = record.store_timestamp_ms(log.sequence.file(following - place).buffer, place)
         is_covered = stored_ms <= self._parts.checkpoint.min_timestamp_ms
-        return not case.is_clean and not is_covered and (unfinished > 0 or _may_be_unwritten(log, at, following))
+        return following if is_covered or not (unfinished or _may_be_unwritten(log, at, following)) else None
 
     # ---- repair
 
@@ -425,13 +415,21 @@ class Recovery:
         for queue in parts.queues.opened():
             self.cut_queue(queue)
         begin, scope = self._reconcile_from()
-        self.lacking = self._lacking_queues(scope)
-        if self.lacking:
-            begin, scope = self._widened(scope, self.lacking)
+        lacking = self._lacking_queues(scope)
+        if lacking:
+            begin, scope = self._widened(scope, lacking)
         parts.recovered.compared_from = min(case.begin, scope.begin)
         if begin < parts.log.end or case.is_thorough or not case.is_clean:
             self._reconcile(begin, scope)
         if case.is_preview:
+            folders = {directory.queue_folder(case.path, *name) for name in lacking}
+            noted = {(damage.file, damage.what) for damage in case.recovered.repairs}
+            case.recovered.repairs += [
+                cut
+                for cut in case.recovered.cuts
+                if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
+                and (cut.file, cut.what) not in noted
+            ]
             return
         stored = self._last_timestamp_ms()
         if case.is_thorough and max(parts.checkpoint.times_ms) > stored:

@@ -103,18 +103,9 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     """
     closed = writer is None and not has_abort(files, path)
     kind = directory.recognise(path, files)
-    options = {"closed": closed, "written": writer is not None, "log_only": kind.derives_queues}
-    check = _StoreCheck(path, config, files, **options)
+    check = _StoreCheck(path, config, files, kind, closed=closed, written=writer is not None)
     damage = check.damage()
-    notes = [UNKNOWABLE]
-    if kind.derives_queues:
-        notes.append(
-            f"this is {kind.value}: only its log was checked{', and its queues in RocksDB' * check.has_compared}"
-        )
-        notes.append(f"records of the log: {check.batches} batches with {check.inner} messages")
-        if check.light:
-            notes.append(f"records of light queues: {check.light} of {len(check.light_queues)} light queues")
-    notes += check.notes
+    notes = [UNKNOWABLE, *check.notes]
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
@@ -124,7 +115,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         if kind.derives_queues:
             damage, recoverable = _judged_log(path, config, files, damage)
         else:
-            damage, recoverable, note = _judged(path, config, files, damage)
+            damage, recoverable, note = _judged(path, config, files, kind, damage)
             notes += filter(None, [note])
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
@@ -138,13 +129,13 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]
         for _ in range(_PASSES - 1):
             if damage:  # a second look rules out bytes of a running write
-                again = set(_StoreCheck(path, config, files, **{**options, "closed": False}).damage())
+                again = set(_StoreCheck(path, config, files, kind, closed=False, written=True).damage())
                 damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(recoverable), tuple(notes))
 
 
 def _judged(
-    path: str, config: StoreConfig, files: Files, damage: list[Damage]
+    path: str, config: StoreConfig, files: Files, kind: directory.StoreKind, damage: list[Damage]
 ) -> tuple[list[Damage], list[Damage], str]:
     """Divide the damage of a store that was not closed into what stays and what the next opening repairs, with a note.
 
@@ -178,7 +169,7 @@ def _judged(
         known = {(item.file, item.offset) for item in damage}
         new = [item for item in condition.lost if (item.file, item.offset) not in known]
         return [*damage, *new], [], condition.note
-    left = _StoreCheck(path, config, overlay, closed=False, written=False, log_only=False).damage()
+    left = _StoreCheck(path, config, overlay, kind, closed=False, written=False).damage()
     files_left = {item.file for item in left}
     stays = [item for item in damage if item.file in files_left]
     stays += [item for item in left if item.file not in {item.file for item in stays}]
@@ -221,14 +212,11 @@ def _read_tables(folder: str, files: Files) -> tuple[BrokerTables, list[Damage]]
 
 class _StoreCheck:
     def __init__(
-        self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool, log_only: bool
+        self, path: str, config: StoreConfig, files: Files, kind: directory.StoreKind, *, closed: bool, written: bool
     ) -> None:
         self.left_out: dict[QueueName, int] = {}
-        self.batches = self.inner = self.light = 0
-        self.light_queues: set[str] = set()
         self.notes: list[str] = []
-        self.has_compared = False
-        self._closed, self._written, self._log_only = closed, written, log_only
+        self._kind, self._closed, self._written = kind, closed, written
         self._path = path
         self._config = config
         self._files = files
@@ -260,11 +248,12 @@ class _StoreCheck:
                 place = log.sequence.path_at(at)
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
                 self._damages.append(Damage(place, at, "tail", what, behind))
-        if self._log_only:
-            self._batches(log)
+        if self._kind.derives_queues:
+            of_records = self._batches(log)
             levels = DelayLevels.parse(self._config.message_delay_level)
-            damages, self.notes, self.has_compared = _compare_queues(self._path, log, levels, self._files)
-            self._damages += damages
+            damages, notes, has_compared = _compare_queues(self._path, log, levels, self._files)
+            what = f"this is {self._kind.value}: only its log was checked{', and its queues in RocksDB' * has_compared}"
+            self._damages, self.notes = self._damages + damages, [what, *of_records, *notes]
             return
         if not self._written:
             self._first_files(log)
@@ -280,8 +269,9 @@ class _StoreCheck:
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
 
-    def _batches(self, log: CommitLog) -> None:
-        """Count batches and records of light queues, and note batches that can't be opened."""
+    def _batches(self, log: CommitLog) -> list[str]:
+        """Return the number of batches and records of light queues, and note batches that can't be opened."""
+        batches, inner, light, light_names = 0, 0, 0, set[str]()
         for place, size, raw in log.scan(check_body=False):
             if raw is None:
                 continue
@@ -289,15 +279,17 @@ class _StoreCheck:
             if MULTI_DISPATCH in message.properties_raw:
                 topic = message.topic.encode("utf-8", "replace")
                 names = list(light_queues(topic, message.queue_id, message.properties_raw))
-                self.light += bool(names)
-                self.light_queues.update(name for name, _, _ in names)
+                light += bool(names)
+                light_names.update(name for name, _, _ in names)
             if not is_batch(message):
                 continue
             try:
-                self.inner += len(inner_messages(message))
-                self.batches += 1
+                inner += len(inner_messages(message))
+                batches += 1
             except RecordError as error:
                 self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
+        notes = [f"records of the log: {batches} batches with {inner} messages"]
+        return notes + [f"records of light queues: {light} of {len(light_names)} light queues"] * bool(light)
 
     def _first_files(self, log: CommitLog) -> None:
         """Note that the log has lost its first files, or may have."""

@@ -394,9 +394,7 @@ class _Opening:
         """Open the queues, or prepare that each is opened at its first use."""
         if self._trusted is not None:
             return QueueTable(self.open_queue, self._trusted.queues)
-        queues = (
-            QueueTable(self._open_listed, dict.fromkeys(names)) if self._at_check else QueueTable(self.open_queue, {})
-        )
+        queues = QueueTable(self._open_listed, dict.fromkeys(names))
         for name in names:
             if self._at_check and not self._listed.has_listed(name):
                 self._list_queue(name, log.begin)
@@ -458,16 +456,7 @@ class _Opening:
         parts.recovered.knows_ends = knows_ends or parts.recovered.compared_from - log.begin <= WORTH_A_MARK
         for name, state in self._listed.states.items():
             parts.queues.expect(name, state)
-        if case.is_preview:
-            folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
-            noted = {(damage.file, damage.what) for damage in case.recovered.repairs}
-            case.recovered.repairs += [
-                cut
-                for cut in case.recovered.cuts
-                if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
-                and (cut.file, cut.what) not in noted
-            ]
-        else:
+        if not case.is_preview:
             self._repairs = None  # A queue that is opened later and is damaged by then is refused, and keeps its files.
             withdraw_closed_state(path, files, log)
             if case.is_thorough and log.begin and log.end == log.begin:  # the next opening would refuse it otherwise
