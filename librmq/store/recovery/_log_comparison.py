@@ -224,10 +224,8 @@ class FieldCheck:
         if record.address != place:
             at = record_format.PHYSICAL_OFFSET_AT
             self.damages.append(misaddressed(self._log, place, at, record.address, place))
-        if record.tags_code is None:
-            entry = ExpectedEntry(_pack_entry(place, size, 0), record.store_timestamp_ms, record.properties)
-            if check.points_at(record.queue_offset, entry):
-                record = self._derive(place, size, self._correct_flag(place, raw))
+        if record.tags_code is None and check.points_at(record.queue_offset, _pack_entry(place, size, 0)):
+            record = self._derive(place, size, self._correct_flag(place, raw))
         return record
 
     def _correct_flag(self, place: int, raw: bytes) -> bytes:

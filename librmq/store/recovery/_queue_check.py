@@ -113,7 +113,7 @@ class QueueCheck:
         self._due: int | None = None
         self._undecided: tuple[int, ExpectedEntry] | None = None
         self._compared_end = 0  # the last record that `_compare` took ends here in the log
-        self._units: dict[int, ExpectedEntry] = {}  # a queue with extension keeps its entries here, by queue offset
+        self._units: dict[int, ExpectedEntry] = {}  # by queue offset, what took no short cut
 
     @property
     def queue(self) -> ConsumeQueue:
@@ -335,13 +335,13 @@ class QueueCheck:
         if due is None:
             # Two records that follow each other are right, and a queue that is elsewhere had its file renamed.
             is_confirmed = possible and following == claimed + 1
-            if not is_confirmed and self.points_at(self.queue.min_offset, entry):
+            if not is_confirmed and self.points_at(self.queue.min_offset, entry.packed):
                 due = self.queue.min_offset
             elif (
                 following
                 and _is_possible(following)
                 and not (possible and _is_better_first(claimed, following, place))
-                and not self.points_at(claimed, entry)
+                and not self.points_at(claimed, entry.packed)
             ):
                 due = following - 1
             else:
@@ -351,13 +351,12 @@ class QueueCheck:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._strays.remove_stray(claimed, entry.physical_offset)
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
-                if self.queue.ext is not None:
-                    self._units[claimed] = entry
-            elif claimed == 0 and not self.points_at(0, entry):
+                self._units[claimed] = entry
+            elif claimed == 0 and not self.points_at(0, entry.packed):
                 self._strays.note_passed(entry.physical_offset)
             return
         elif possible:
-            points = self.points_at(claimed, entry)
+            points = self.points_at(claimed, entry.packed)
             jumps = following == claimed + 1 if following is not None else points
             if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
@@ -370,18 +369,15 @@ class QueueCheck:
 
         The queue decides. Where it has no entry of either, the topic was made again after a single message.
         """
-        if claimed or self.points_at(claimed, entry):
-            return self.points_at(claimed, entry)
-        return not self.points_at(claimed, ExpectedEntry(self.entries[-1], 0, b""))
+        if claimed or self.points_at(claimed, entry.packed):
+            return self.points_at(claimed, entry.packed)
+        return not self.points_at(claimed, self.entries[-1])
 
     def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
         """Return whether the log has room for the records that would be missing before this one."""
         assert self._due is not None
-        if self.entries:
-            place, size, _ = ENTRY.unpack(self.entries[-1])
-        else:
-            raw = self.queue.read(self._due - 1, 1) if self._due else b""
-            place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
+        raw = self.entries[-1] if self.entries else self.queue.read(self._due - 1, 1)
+        place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
         end = max(self._compared_end, place + (0 if size == HOLE_SIZE else size))
         room: int = entry.physical_offset - end
         return (claimed - self._due) * _SMALLEST <= room
@@ -402,11 +398,11 @@ class QueueCheck:
         self.first, self._due = claimed - 1, claimed
         return True
 
-    def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
-        """Return whether the queue's entry at ``queue_offset`` leads to this record."""
+    def points_at(self, queue_offset: int, packed: bytes) -> bool:
+        """Return whether the queue's entry at ``queue_offset`` leads to the record of this one."""
         raw = self.queue.read(queue_offset, 1)
         # Compare the size too: the log's first record is at place 0, and zeros are not an entry of it.
-        return raw[:12] == entry.packed[:12]
+        return raw[:12] == packed[:12]
 
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed and not self._is_light:
@@ -421,8 +417,7 @@ class QueueCheck:
             self._jump(queue_offset, entry)
         self._due = queue_offset + 1
         self.entries.append(entry.packed)
-        if self.queue.ext is not None:
-            self._units[queue_offset] = entry
+        self._units[queue_offset] = entry
         if len(self.entries) >= COMPARED:
             self._compare()
 
@@ -437,8 +432,7 @@ class QueueCheck:
                 return
             self.first, before = self.first - 1, place
             self.entries.insert(0, entry.packed)
-            if self.queue.ext is not None:
-                self._units[self.first] = entry
+            self._units[self.first] = entry
 
     def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
         """Continue the count at another queue offset."""
@@ -456,8 +450,7 @@ class QueueCheck:
                     continue
                 after = entry.physical_offset
                 self.entries.append(entry.packed)
-                if self.queue.ext is not None:
-                    self._units[lacking] = entry
+                self._units[lacking] = entry
             return
         # The topic was made again, or too many records are missing, so the queue consists of the later records.
         self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
@@ -489,8 +482,8 @@ class QueueCheck:
 
     def had_entry_of(self, message: StoredMessage) -> bool:
         """Return whether the queue's files had the entry of a message before the comparison."""
-        at, entry = message.queue_offset, ExpectedEntry(ENTRY.pack(message.physical_offset, message.size, 0), 0, b"")
-        return at < self._same_until and self.points_at(at, entry)
+        at, packed = message.queue_offset, ENTRY.pack(message.physical_offset, message.size, 0)
+        return at < self._same_until and self.points_at(at, packed)
 
     def _place_before(self, queue_offset: int) -> int:
         raw = self.queue.read(queue_offset - 1, 1)
@@ -507,19 +500,16 @@ class QueueCheck:
         raw = self.queue.read(queue_offset, 1)
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None
-        if message is None or message.queue_offset != queue_offset:
-            stray = None if self._delayed else self._strays.pop_stray_between(queue_offset, after, before, self.name)
-            if stray is None:
-                return None
-            stray.release(stray.entry)
-            place, size, _ = ENTRY.unpack(stray.entry.packed)
-            message = record_at(self._log, place, size)
-            if message is None:
-                return None
-        else:
+        if message is not None and message.queue_offset == queue_offset:
             stray = self._strays.pop_stray_at(queue_offset, place)
-            if stray is not None:
-                stray.release(stray.entry)
+        else:
+            stray = None if self._delayed else self._strays.pop_stray_between(queue_offset, after, before, self.name)
+            place, size, _ = ENTRY.unpack(stray.entry.packed) if stray is not None else (-1, 0, 0)
+            message = record_at(self._log, place, size) if stray is not None else None
+        if stray is not None:
+            stray.release(stray.entry)
+        if message is None:
+            return None
         self._reclaim(message)
         if not self._delayed:
             tags_code = message.tags_code
@@ -569,14 +559,16 @@ class QueueCheck:
             if entry is None:
                 break
             self.entries.append(entry.packed)
-            if queue.ext is not None:
-                self._units[self._due] = entry
+            self._units[self._due] = entry
             self._due += 1
         self._compare()
         if queue.max_offset > self._due:
             for queue_offset in range(self._due, min(queue.max_offset, self._due + _LARGEST_GAP)):
                 self._note_lost(queue_offset, self._log.end)
-            self._report_ahead(self._due)
+            path, position = queue.place_of(self._due)
+            ahead = queue.max_offset - self._due
+            what = f"{ahead} entries from queue offset {self._due} on without a record in the log"
+            self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
             if self._log.sequence.writable:
                 queue.truncate_to(self._due)
         if self._is_complete:
@@ -587,12 +579,6 @@ class QueueCheck:
             self.damages.append(Damage(path, position, "tail", "bytes after the last entry", stale))
             if self._log.sequence.writable:
                 queue.recover()
-
-    def _report_ahead(self, queue_offset: int) -> None:
-        path, position = self.queue.place_of(queue_offset)
-        ahead = self.queue.max_offset - queue_offset
-        what = f"{ahead} entries from queue offset {queue_offset} on without a record in the log"
-        self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
 
     def _check_older(self) -> None:
         """Check that entries before the queue's first record point below the log, or are filler."""
