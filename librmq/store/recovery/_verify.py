@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 import sys
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
-from operator import gt
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from librmq.clock import SystemClock
@@ -32,6 +32,7 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import inner_messages
 from librmq.message.message import is_batch
 from librmq.message.topics import SystemTopic
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
@@ -50,6 +51,8 @@ from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery.open import clear_leftovers, load, readable_files
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from librmq.store.format.rocksdb import StoredEntry
 
 _T = TypeVar("_T")
@@ -430,7 +433,6 @@ def _timer_damage(
 # is damage. Entries of records that retention has deleted stay until RocksDB compacts them.
 
 _MOST_DAMAGE: Final = 1_000
-_Columns = tuple["array[int]", "array[int]", "array[int]"]
 _CHECKPOINT_TOPIC: Final = "CHECKPOINT_TOPIC"
 
 
@@ -440,8 +442,7 @@ class _QueuesOfLog:
     def __init__(self, log: CommitLog, levels: DelayLevels) -> None:
         """Read the whole log: 24 bytes of memory for each message."""
         self.begin, self.end = log.begin, log.end
-        self._log = log
-        self._queues: dict[tuple[str, int], _Columns] = {}
+        self._queues = defaultdict[QueueName, "array[int]"](partial(array, "q"))  # three numbers a message
         derivation = Derivation(levels)
         for place, size, raw in log.scan(check_body=False):
             if raw is None:
@@ -455,28 +456,18 @@ class _QueuesOfLog:
                     count = len(inner_messages(message))
                 except RecordError:
                     continue
+            queue = self._queues[java_decode(record.topic), record.queue_id]
             for number in range(count):
-                self._add(java_decode(record.topic), record.queue_id, record.queue_offset + number, place, size)
+                queue.extend((record.queue_offset + number, place, size))
             for name, light_id, light_offset in record.light_queues():
-                self._add(name, light_id, light_offset, place, size)
+                self._queues[name, light_id].extend((light_offset, place, size))
 
-    def _add(self, topic: str, queue_id: int, queue_offset: int, place: int, size: int) -> None:
-        columns = self._queues.setdefault((topic, queue_id), (array("q"), array("q"), array("q")))
-        for column, value in zip(columns, (queue_offset, place, size), strict=True):
-            column.append(value)
-
-    def columns(self, topic: str, queue_id: int) -> _Columns:
+    def rows(self, name: QueueName) -> NDArray[np.int64]:
         """Return queue offset, place and size of the messages of a queue, in order of the queue offsets."""
-        columns = self._queues.get((topic, queue_id))
-        if columns is None:
-            return array("q"), array("q"), array("q")
-        offsets, places, sizes = columns
-        if any(map(gt, offsets, islice(offsets, 1, None))):  # written again by an earlier crash, or a copied log
-            order = sorted(range(len(offsets)), key=offsets.__getitem__)
-            return tuple(array("q", map(column.__getitem__, order)) for column in columns)  # type: ignore[return-value]
-        return offsets, places, sizes
+        rows = np.array(self._queues.get(name, ()), np.int64).reshape(-1, 3)
+        return rows[rows[:, 0].argsort(kind="stable")]  # written again by an earlier crash, or a copied log
 
-    def names(self) -> set[tuple[str, int]]:
+    def names(self) -> set[QueueName]:
         return set(self._queues)
 
 
@@ -509,7 +500,7 @@ def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Dama
         if name[0] == _CHECKPOINT_TOPIC:
             continue
         remaining.discard(name)
-        offsets, places, sizes = queues.columns(*name)
+        offsets, places, sizes = queues.rows(name).T.tolist()
         at, is_first = 0, True
         for entry in entries:
             count += 1
@@ -526,7 +517,7 @@ def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Dama
                 damages.append(damage)
             is_first = False
         behind += len(offsets) - at
-    without = {name: len(queues.columns(*name)[0]) for name in remaining if name[0] != _CHECKPOINT_TOPIC}
+    without = {name: len(queues.rows(name)) for name in remaining if name[0] != _CHECKPOINT_TOPIC}
     notes.append(f"queues in RocksDB: {count:,} entries compared with the log")
     if queues_without := sum(map(bool, without.values())):
         # Since 5.5.1 a setting of the broker says which queues it writes to RocksDB too.
