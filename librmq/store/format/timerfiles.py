@@ -523,6 +523,42 @@ def unit_damage(
     unit says is compared too, unless ``slots`` is None; then messages are read only where they have no unit. A message
     does not say in which slot it waits for its roll, but the wheel's ``slots`` do, of the last unit of each.
     """
+    units, damage = _units_of(log, end, entries, log_begin)
+    if damage is not None:
+        return damage
+    rows = np.concatenate([block for _, block in units]) if units else np.empty(0, unit_dtype())
+    ats = np.array([at + TimerLog.UNIT_SIZE * number for at, block in units for number in range(len(block))], np.int64)
+    times = rows["write_time_ms"].astype(np.int64) + rows["delay_ms"]
+    wrong = _unchained(log, ats, times, rows["previous"].astype(np.int64), read_ms)
+    if wrong is not None:
+        return _unit_damage(log, wrong, "it does not point at the one before in its slot")
+    precision_ms = int(np.gcd.reduce(times)) or 1
+    have_units = np.isin(entries["physical_offset"], rows["physical_offset"])
+    for place, size in [] if may_lack else entries[["physical_offset", "size"]][~have_units]:
+        message = _waiting(message_of(int(place), int(size)))
+        if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
+            return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
+    if slots is None:
+        return None
+    moved = _moved(np.array(slots, slot_dtype()), ats, times, read_ms)
+    for at, time_ms, row in zip(ats.tolist(), times.tolist(), rows, strict=True):
+        unit = Unit._make(row.item())
+        is_there = unit.physical_offset >= log_begin
+        message = _waiting(message_of(unit.physical_offset, unit.message_size)) if is_there else None
+        if message is None or max(message.due_ms, time_ms) < read_ms:
+            continue
+        early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)
+        rolls_on = early_ms > 0 and unit.delay_ms > 0 and time_ms >= message.stored_ms and at not in moved
+        is_its_time = rolls_on if unit.magic & TimerLog.ROLL else 0 <= early_ms < precision_ms
+        if not is_its_time or deletes != message.deletes:
+            return _unit_damage(log, at, f"it is not what the message at {unit.physical_offset} says")
+    return None
+
+
+def _units_of(
+    log: TimerLog, end: int, entries: npt.NDArray[Any], log_begin: int
+) -> tuple[list[tuple[int, npt.NDArray[Any]]], CorruptionError | None]:
+    """Return the units with their positions, and what is wrong with them: one is missing, or belongs to no message."""
     places, sizes = entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64)
     expected = log.begin
     units: list[tuple[int, npt.NDArray[Any]]] = []
@@ -536,42 +572,28 @@ def unit_damage(
             agrees |= (places[at] == wanted) & (sizes[at] == block["message_size"])
         if not agrees.all():
             position += int(agrees.argmin()) * TimerLog.UNIT_SIZE
-            return _unit_damage(log, position, "no message of the timer's topic has its place and size")
+            return units, _unit_damage(log, position, "no message of the timer's topic has its place and size")
         units.append((position, block))
         expected = log.position_after(position + (len(block) - 1) * TimerLog.UNIT_SIZE)
-    if expected < end:
-        return _unit_damage(log, expected, "expected a unit")
-    rows = np.concatenate([block for _, block in units]) if units else np.empty(0, unit_dtype())
-    ats = np.array([at + TimerLog.UNIT_SIZE * number for at, block in units for number in range(len(block))], np.int64)
-    times = rows["write_time_ms"].astype(np.int64) + rows["delay_ms"]
+    return units, _unit_damage(log, expected, "expected a unit") if expected < end else None
+
+
+def _unchained(
+    log: TimerLog,
+    positions: npt.NDArray[np.int64],
+    times: npt.NDArray[np.int64],
+    previous: npt.NDArray[np.int64],
+    read_ms: int,
+) -> int | None:
+    """Return the position of the first unit in a slot from ``read_ms`` on that does not point at the one before."""
     waits = np.flatnonzero(times >= read_ms)
-    waits = waits[np.lexsort((ats[waits], times[waits]))]
-    positions, previous = ats[waits], rows["previous"].astype(np.int64)[waits]
+    waits = waits[np.lexsort((positions[waits], times[waits]))]
+    positions, previous = positions[waits], previous[waits]
     has_one_before = np.diff(times[waits], prepend=-1) == 0
     continues = np.where(has_one_before, previous == np.roll(positions, 1), previous < log.begin)
     # -1 ends a chain, also where a slot was being emptied when its next unit came.
     is_chained = (previous == -1) | (previous >= 0) & continues
-    if not is_chained.all():
-        return _unit_damage(log, int(positions[is_chained.argmin()]), "it does not point at the one before in its slot")
-    precision_ms = int(np.gcd.reduce(times)) or 1
-    have_units = np.isin(places, rows["physical_offset"])
-    for place, size in [] if may_lack else entries[["physical_offset", "size"]][~have_units]:
-        message = _waiting(message_of(int(place), int(size)))
-        if message is not None and message.due_ms // precision_ms * precision_ms >= read_ms:
-            return _unit_damage(log, end, f"the message at {place}, which waits, has no unit")
-    moved = set[int]() if slots is None else _moved(np.array(slots, slot_dtype()), ats, times, read_ms)
-    for at, time_ms, row in () if slots is None else zip(ats.tolist(), times.tolist(), rows, strict=True):
-        unit = Unit._make(row.item())
-        is_there = unit.physical_offset >= log_begin
-        message = _waiting(message_of(unit.physical_offset, unit.message_size)) if is_there else None
-        if message is None or max(message.due_ms, time_ms) < read_ms:
-            continue
-        early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)
-        rolls_on = early_ms > 0 and unit.delay_ms > 0 and time_ms >= message.stored_ms and at not in moved
-        is_its_time = rolls_on if unit.magic & TimerLog.ROLL else 0 <= early_ms < precision_ms
-        if not is_its_time or deletes != message.deletes:
-            return _unit_damage(log, at, f"it is not what the message at {unit.physical_offset} says")
-    return None
+    return None if is_chained.all() else int(positions[is_chained.argmin()])
 
 
 def _moved(
