@@ -211,16 +211,19 @@ class NotedEnd(NamedTuple):
 
 def noted_ends(path: str, files: Files) -> list[NotedEnd]:
     """Return where the log ended at the last flush and at the last close that were noted."""
-    closed, mark = read_closed_state(path, files), read_mark(path, files)
-    ends = [] if mark is None else [NotedEnd(mark.state.log_end, "the last flush", True)]
-    return ends if closed is None else [*ends, NotedEnd(closed.log_end, "the last close", False)]
+    return [NotedEnd(state.log_end, f"the last {when}", when == "flush") for when, state in _noted(path, files)[::-1]]
 
 
 def noted_queue_ends(path: str, files: Files) -> dict[QueueName, int]:
     """Return where the messages of each queue ended at the last close or flush that was noted."""
-    closed, mark = read_closed_state(path, files), read_mark(path, files)
-    states = filter(None, [closed, mark and mark.state])
-    return {name: queue.max_physic_offset for state in states for name, queue in state.queues.items()}
+    return {name: queue.max_physic_offset for _, state in _noted(path, files) for name, queue in state.queues.items()}
+
+
+def _noted(path: str, files: Files, *, was_closed: bool = False) -> list[tuple[str, StoreState]]:
+    """Return the states at the last close, and at a last flush since, unless the store ``was_closed``."""
+    closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
+    states = ("close", closed), ("flush", mark and mark.state)
+    return [(when, state) for when, state in states if state is not None]
 
 
 def was_copied(path: str, files: Files) -> bool:
@@ -292,10 +295,7 @@ def missing_first_files(
     Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
     one that is further below the log's start tells that files are missing. Without one nothing does.
     """
-    closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
-    states = ("close", closed), ("flush", mark and mark.state)
-    notes = [(when, state) for when, state in states if state is not None]
-    begin = log.begin
+    notes, begin = _noted(path, files, was_closed=was_closed), log.begin
     for when, state in () if _broker_has_started(path, files) else notes:
         if state.log_begin < begin:
             what = f"the log began at {state.log_begin} at the last {when}, and begins at {begin}"

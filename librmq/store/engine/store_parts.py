@@ -290,13 +290,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     @property
     def max_physic_offset(self) -> int:
         """The end of the last message that a queue has, as in `states`; 0 without one."""
-        opened = [queue.max_physic_offset for queue in list(self._open.values())]
-        closed = [
-            state.max_physic_offset
-            for name, state in list(self._closed_states.items())
-            if state is not None and name not in self._open
-        ]
-        return max([0, *opened, *closed])
+        return max([0, *(state.max_physic_offset for state in self.states().values())])
 
 
 def _check(name: QueueName) -> None:

@@ -487,16 +487,14 @@ class Recovery:
         case, log, begin = self._case, self._parts.log, self._uncovered_from
         log.sequence.write_again(begin, log.end)
         folders = {case.path}
-        if case.mark is not None:
-            for file in uncovered_index_files(self._parts):
-                file._note_unflushed()
-                folders.add(self._parts.index.folder)
-        elif case.is_thorough:
-            # Write index files again that no checkpoint covers, because nothing says that they reached the disk.
-            # Without a complete check these files are rebuilt instead.
-            for file in uncovered_index_files(self._parts):
+        # Write index files again that no checkpoint covers, because nothing says that they reached the disk. Without a
+        # complete check these files are rebuilt instead; at a mark a flush is enough.
+        for file in uncovered_index_files(self._parts) if case.is_thorough or case.mark is not None else ():
+            if case.is_thorough:
                 file.write_again()
-                folders.add(self._parts.index.folder)
+            else:
+                file._note_unflushed()
+            folders.add(self._parts.index.folder)
         return folders
 
     def _cut_log(self, end: LogEnd, cut: int) -> None:

@@ -320,22 +320,17 @@ class _Opening:
         if case.mark is not None:
             case.mark.check_files(case.path, case.files, case.config, log)
             return case.mark.last_record
-        self._noted_record = self._find_noted_record(log)
+        self._noted_record = log.sequence.end
+        with suppress(MarkError):  # a view takes from a mark only up to where it says how queues ended
+            if case.is_preview and (mark := read_mark(case.path, case.files)) is not None:
+                mark.check_files(case.path, case.files, case.config, log)
+                self._noted_record = mark.last_record
         begin = min(log.file_before(self.checkpoint.min_timestamp_ms), self._noted_record)
         if not self._may_pass or log.sequence.end - begin < _WORTH_PASSING:  # asking queues would cost more
             return begin
         covered = min(_covered_record(case, log, self.checkpoint), self._noted_record)
         case.recovered.is_brief = covered - begin >= _WORTH_PASSING
         return covered if case.recovered.is_brief else begin
-
-    def _find_noted_record(self, log: CommitLog) -> int:
-        """Return up to where a mark says how queues ended, for a view, which takes no more from it; or a log's end."""
-        case = self._case
-        with suppress(MarkError):
-            if case.is_preview and (mark := read_mark(case.path, case.files)) is not None:
-                mark.check_files(case.path, case.files, case.config, log)
-                return mark.last_record
-        return log.sequence.end
 
     def open_index(self) -> KeyIndex:
         case = self._case

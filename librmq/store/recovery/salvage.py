@@ -18,9 +18,9 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -266,26 +266,15 @@ def salvaged_records(path: str, files: Files | None = None) -> Iterator[StoredMe
     """
     files = files or DiskFiles()
     check_kind(path, files)
-    yield from log_records(path, files)
-    yield from one_by_one(cut_records(path, files))
-
-
-LogPart = RecordBlock | StoredMessage | Gap
-"""A part of a log: many sound records, one, or bytes that form none."""
-
-
-def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
-    """Yield the part of `salvaged_records` that the log holds."""
-    return one_by_one(log_parts(path, files, in_blocks=False))
-
-
-def one_by_one(parts: Iterable[LogPart]) -> Iterator[StoredMessage | Gap]:
-    """Yield the records of blocks one by one."""
-    for part in parts:
+    for part in chain(log_parts(path, files, in_blocks=False), cut_records(path, files)):
         if isinstance(part, RecordBlock):
             yield from part.messages()
         else:
             yield part
+
+
+LogPart = RecordBlock | StoredMessage | Gap
+"""A part of a log: many sound records, one, or bytes that form none."""
 
 
 def log_parts(path: str, files: Files, *, in_blocks: bool = True) -> Iterator[LogPart]:
