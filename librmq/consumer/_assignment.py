@@ -18,13 +18,7 @@ from librmq.runtime import Step
 
 M = TypeVar("M", bound=StoredMessage)
 _V6_HOSTS: Final = 0x30
-_unpack_body = record.header_struct("sys_flag", "body_length").unpack_from
 _unpack_held = record.header_struct("queue_offset", "sys_flag", "body_length").unpack_from
-
-
-def _body_size(message: StoredMessage) -> int:
-    flags, size = _unpack_body(message.raw)
-    return len(message.stored_body) if flags & _V6_HOSTS else size
 
 
 class ProcessQueue:
@@ -102,7 +96,8 @@ class ProcessQueue:
             if queue_offset > self._largest:
                 self._largest = queue_offset
                 message = self._held[queue_offset] = DeliveredMessage(raw, self.queue, queue_offset, bounds)
-                self.size += len(message.stored_body) if flags & _V6_HOSTS else size
+                message._held_size = len(message.stored_body) if flags & _V6_HOSTS else size
+                self.size += message._held_size
                 begun.append(message)
         return begun
 
@@ -115,15 +110,12 @@ class ProcessQueue:
 
     def remove(self, messages: Iterable[DeliveredMessage]) -> int | None:
         """Remove messages that have begun; return the progress, None if none of them was held."""
-        held = self._held
+        held, remove = self._held, self._held.pop
         if not held:
             return None
         for message in messages:
-            if held.get(message.queue_offset) is message:
-                del held[message.queue_offset]
-                # This is `_body_size`, inlined, because it runs for each message.
-                flags, size = _unpack_body(message.raw)
-                self.size -= len(message.stored_body) if flags & _V6_HOSTS else size
+            if remove(message.queue_offset, None) is not None:
+                self.size -= message._held_size
         for queue_offset in held:  # This is `progress`, inlined, because it runs for each call of a listener.
             return queue_offset
         return self._largest + 1
@@ -137,7 +129,7 @@ class ProcessQueue:
         queue_offset = -1
         for _ in range(len(self._held) - len(self._waiting)):
             queue_offset, message = self._held.popitem(last=False)
-            self.size -= _body_size(message)
+            self.size -= message._held_size
         return queue_offset + 1 or None
 
     def roll_back(self) -> None:

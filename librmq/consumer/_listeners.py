@@ -30,11 +30,15 @@ class DeliveredMessage(StoredMessage):
     ``DefaultMQPushConsumerImpl.resetRetryAndNamespace`` to a ``MessageExt``.
     """
 
-    __slots__ = ("_all_properties", "_bounds", "_more_times", "consume_start_timestamp_ms", "queue", "queue_offset")
+    __slots__ = (
+        "_all_properties", "_bounds", "_held_size", "_more_times", "consume_start_timestamp_ms", "queue", "queue_offset"
+    )  # fmt: skip
 
     queue_offset: int
     """The number of the message's entry in the queue."""
     _all_properties: dict[str, str]
+    _held_size: int
+    """The length of the stored body, while a `ProcessQueue` holds it."""
 
     def __init__(self, raw: bytes, queue: MessageQueue, queue_offset: int, bounds: tuple[int, int]) -> None:
         """``raw`` is a whole record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
