@@ -61,9 +61,6 @@ _OWN: Final = record_format.header_struct(*_OWN_FIELDS, unsigned=("body_length",
 _unpack_body_size = record_format.header_struct("body_length", unsigned=("body_length",)).unpack_from
 _unpack_checksum = record_format.header_struct("body_crc", "sys_flag", "body_length").unpack_from
 _unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
-_SHORT_BODY: Final = record_format.SHORT_BODY
-_crc32: Final = record_format.crc32
-_short_crc32: Final = record_format.short_crc32
 _NOT_PLAIN: Final = record_format.HOSTS_V6 | record_format.COMPRESSED
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BODY_AT: Final = record_format.BODY_AT
@@ -360,12 +357,12 @@ def _are_usual(
     Raises:
         struct.error: A record ends before its parts do.
     """
-    (topic, queue_id), before, body_size = name, None, 0
+    (topic, queue_id), before, body_size, crc32 = name, None, 0, record_format.crc32
     for raw, place, size in zip(records, places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:
             before = size
             (body_size,) = _unpack_body_size(raw)
-            usual_head, usual_end, unpack, crc32 = _usual_parts(topic, size, body_size, checked)
+            usual_head, usual_end, unpack = _usual_parts(topic, size, body_size, checked)
         head, checksum, own_id, own_offset, own_place, own_body_size, body, body_end, last = unpack(raw)
         if head != usual_head:
             return False
@@ -385,11 +382,10 @@ def _are_usual(
 @lru_cache(maxsize=4096)
 def _usual_parts(
     topic: str, size: int, body_size: int, checked: bool
-) -> tuple[int, bytes, Callable[[bytes], tuple[Any, ...]], Callable[[bytes], int]]:
-    """Return what usual records of these sizes begin with, what follows their bodies, and two functions.
+) -> tuple[int, bytes, Callable[[bytes], tuple[Any, ...]]]:
+    """Return what usual records of these sizes begin with, what follows their bodies, and a function.
 
-    The first unpacks `_OWN`, the body, what follows it, and the last byte; the second computes a body's checksum. The
-    body is empty unless ``checked``.
+    It unpacks `_OWN`, the body, what follows it, and the last byte. The body is empty unless ``checked``.
 
     Raises:
         struct.error: There are no such records.
@@ -398,8 +394,7 @@ def _usual_parts(
     properties_size = size - _BODY_AT - body_size - len(end)
     body = f"{body_size}s" if checked else f"0s{body_size}x"
     last = f"{properties_size - 1}xB" if properties_size else "0s"
-    crc32 = _short_crc32 if body_size <= _SHORT_BODY else _crc32
-    return size << 32 | _MAGIC, end, struct.Struct(f"{_OWN}{body}{len(end)}s{last}").unpack, crc32
+    return size << 32 | _MAGIC, end, struct.Struct(f"{_OWN}{body}{len(end)}s{last}").unpack
 
 
 def _read_candidates(
