@@ -204,9 +204,9 @@ class Run(DeliveryCall):
         return self.messages[max(self._begun - 1, 0) : self._begun]
 
     @property
-    def ended(self) -> list[DeliveredMessage]:
-        """What the listener has consumed, and is not settled yet."""
-        return self.messages[self._settled : max(self._begun - 1, self._settled)]
+    def unsettled(self) -> list[DeliveredMessage]:
+        """What the listener has got, and is not settled yet; it has consumed all but the last."""
+        return self.messages[self._settled : self._begun]
 
     def settle(self, ended: list[DeliveredMessage]) -> None:
         """Note that the first of what has ended is part of the progress."""
@@ -364,11 +364,13 @@ class ConcurrentDelivery:
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
-        assigned, messages = call.assigned, call.messages
+        assigned, messages, before = call.assigned, call.messages, 0
         if isinstance(call, Run):
-            messages = call.at_listener
             self._end_run(call)
+            messages = call.unsettled
+            before = max(0, len(messages) - 1)  # all but the last are consumed
         consumed, error = outcome(call.listener, len(messages), result, error)
+        consumed = max(before, consumed)
         is_recorded = "settle" in self._instance.watchers
         if is_recorded:
             if consumed:
@@ -416,7 +418,7 @@ class ConcurrentDelivery:
         if self._run is run:
             self.is_fast, self._was_run_seen = not (run.is_seen and self._was_run_seen), run.is_seen
             self._clear_run()
-        self._divide(run)
+        self._give_back(run)
 
     def _clear_run(self) -> None:
         self._run = None
@@ -451,12 +453,15 @@ class ConcurrentDelivery:
 
     def _divide(self, run: Run) -> None:
         """Apply the results of a run up to now, and let what it has not begun wait again."""
-        remaining = run.take_remaining()
-        self.calls.counts.delivered -= len(remaining)
         if not run.assigned.released:
             self._settle(run)
-            if remaining:
-                self._begin_later(run.assigned, remaining)
+        self._give_back(run)
+
+    def _give_back(self, run: Run) -> None:
+        remaining = run.take_remaining()
+        self.calls.counts.delivered -= len(remaining)
+        if remaining and not run.assigned.released:
+            self._begin_later(run.assigned, remaining)
 
     def settle(self) -> None:
         """Apply the results of all listeners that have ended, before progress is stored."""
@@ -464,7 +469,7 @@ class ConcurrentDelivery:
             self._settle(self._run)
 
     def _settle(self, run: Run) -> None:
-        ended = run.ended
+        ended = run.unsettled[:-1]
         if ended:
             self._apply(run.assigned, ended, len(ended), None)
             run.settle(ended)

@@ -259,7 +259,7 @@ class Listeners:
 
 
 def _has_one_listener(by_tag: dict[str | None, Listener]) -> bool:
-    return len(set(map(id, by_tag.values()))) <= 1
+    return len(by_tag) <= 1 or len(set(map(id, by_tag.values()))) == 1
 
 
 # ---- subscriptions

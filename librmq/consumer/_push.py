@@ -110,6 +110,13 @@ class Fetcher:
         """Return whether the queue holds too much for another pull."""
         return assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span)
 
+    def _throttles(self, assigned: AssignedQueue) -> bool:
+        """Throttle a queue if it holds too much for another pull; return whether it does."""
+        assigned.throttled = self.is_full(assigned)
+        if assigned.throttled:
+            self._consumer._note("throttle", assigned.queue.topic)
+        return assigned.throttled
+
     def resume_throttled(self, assigned: AssignedQueue) -> None:
         """Resume a throttled queue once it holds less."""
         if not self.is_full(assigned):
@@ -139,9 +146,7 @@ class Fetcher:
             if assigned.released or consumer._stopping or consumer.is_paused:
                 return None
             assigned.pulled_timestamp_ms = now_ms
-            assigned.throttled = self.is_full(assigned)
-            if assigned.throttled:
-                self._consumer._note("throttle", assigned.queue.topic)
+            if self._throttles(assigned):
                 return None
             try:
                 if consumer.locks is not None and not consumer.locks.may_pull(assigned, now_ms):
@@ -294,7 +299,10 @@ class Fetcher:
         bounds = response.min_offset, response.max_offset
         self._consumer.delivery.pulled(assigned, messages, bounds, now_ms)
         self._pass_skipped(assigned)
-        return None if response.is_held and not self.is_full(assigned) else now_ms + self._interval_ms
+        # Without an interval the next pull would be the next turn, which a full queue can do without.
+        if (not self._interval_ms and self._throttles(assigned)) or response.is_held:
+            return None
+        return now_ms + self._interval_ms
 
     @staticmethod
     def _messages_left(

@@ -282,7 +282,7 @@ class Place:
         """Note that a listener gets messages next."""
         if self.window is not None:
             words, begin, tag = self.window
-            begun = _begun_slot(tag, 0)
+            begun = tag + BEGUN  # `_begun_slot`, inlined, because this runs for each message
             try:
                 for message in messages:
                     queue_offset = message.queue_offset
