@@ -366,17 +366,19 @@ def _derive_in_arrays(
     min_records, fixed = -(-max_records // 4), record_format.FIXED_SIZE
     at, size, last = 0, fixed, len(data) - fixed
     places: list[int] = []
-    while at <= last and size >= fixed and len(places) < max_records:
+    for _ in range(max_records):
+        if at > last or size < fixed:
+            break
         places.append(at)
-        size = _unpack_size(data, at)[0]
+        (size,) = _unpack_size(data, at)
         at += size
     if len(places) < min_records:
         return None
-    head, ends, tails = _usual_frames(data, begin, np.array(places), check_body)
+    head, ends, tails = _usual_frames(data, begin, _int64s(places), check_body)
     if len(tails) < min_records:
         return None
     raw = np.frombuffer(b"".join((*tails, bytes(_PADDING))), np.uint8)
-    sizes = np.fromiter(map(len, tails), np.int64, len(tails))
+    sizes = head["size"].astype(np.int64) - head["body_length"] - head.itemsize
     tails_end = np.cumsum(sizes)
     tails_at = tails_end - sizes
     topic_sizes = raw[tails_at].astype(np.int64)
@@ -391,10 +393,10 @@ def _derive_in_arrays(
         return None
     head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
 
-    topics = [tail[1 : 1 + size] for tail, size in zip(tails[:count], topic_sizes.tolist(), strict=False)]
     # Each queue gets a number, in order of appearance.
     numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)
-    queue_of = np.array([numbers[name] for name in zip(topics, head["queue_id"].tolist(), strict=True)])
+    names = zip(tails, topic_sizes.tolist(), head["queue_id"].tolist(), strict=False)
+    queue_of = _int64s([numbers[tail[1 : 1 + size], queue_id] for tail, size, queue_id in names])
     by_queue = np.argsort(queue_of, kind="stable")
     counts = np.bincount(queue_of)
     queue_offsets = head["queue_offset"].astype(np.int64)
@@ -403,7 +405,8 @@ def _derive_in_arrays(
     is_usual[by_queue] = ahead == np.repeat(ahead[np.cumsum(counts) - counts], counts)
 
     parts = _parts(raw, properties_at, tails_end, 2)
-    values = [_find_values(raw, parts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
+    starts = record_format.gather(raw, parts[1], "<u4")
+    values = [_find_values(raw, parts, starts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
     for values_at, values_end in values:
         is_usual &= values_at != values_end  # an empty one needs the careful search
     rows = [np.flatnonzero(values_at < values_end) for values_at, values_end in values]
@@ -425,7 +428,7 @@ def _derive_in_arrays(
     waits = np.array([topic == _SCHEDULE_TOPIC for topic, _ in numbers])[queue_of]
     codes = codes.astype(np.uint32).view(np.int32).astype(np.int64)
     if waits.any():
-        waits_ms = _waits_ms(raw, *_find_values(raw, parts, b"DELAY\1", count), levels.delays_ms)
+        waits_ms = _waits_ms(raw, *_find_values(raw, parts, starts, b"DELAY\1", count), levels.delays_ms)
         is_usual &= ~waits | (waits_ms >= 0)
         codes = np.where(waits, head["store_timestamp"] + waits_ms, codes)
 
@@ -462,15 +465,14 @@ def _usual_frames(
         & (head["sys_flag"] & UNUSUAL_IN_BLOCKS == 0)
         & (head["physical_offset"] == places + begin)
     )
-    frames = list(zip(places[:count].tolist(), tails_at.tolist(), ends.tolist(), strict=False))
+    tails = [data[at:end] for at, end in zip(tails_at[:count].tolist(), ends.tolist(), strict=False)]
     if check_body:
-        fixed, checksum = head.itemsize, record_format.body_checksum
-        sums = [checksum(data[at + fixed : end]) if end > at + fixed else -1 for at, end, _ in frames]
+        bodies = zip((places[:count] + head.itemsize).tolist(), tails_at.tolist(), strict=False)
+        sums = [record_format.body_checksum(data[at:end]) if end > at else -1 for at, end in bodies]
         count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
-        frames = frames[:count]
-        own = (at for at, (_, tail, end) in enumerate(frames) if record_format.has_own_checksum(data[tail:end]))
+        own = (number for number, tail in enumerate(tails[:count]) if record_format.has_own_checksum(tail))
         count = next(own, count)
-    return head[:count], ends[:count], [data[at:end] for _, at, end in frames[:count]]
+    return head[:count], ends[:count], tails[:count]
 
 
 _Parts = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.int64]"]
@@ -491,12 +493,15 @@ def _parts(raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.i
 
 
 def _find_values(
-    raw: NDArray[np.uint8], parts: _Parts, name: bytes, count: int
+    raw: NDArray[np.uint8], parts: _Parts, starts: NDArray[np.uint32], name: bytes, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return begin and end of the last value of a property in each of ``count`` rows; 0 and -1 in a row without."""
+    """Return begin and end of the last value of a property in each of ``count`` rows; 0 and -1 in a row without.
+
+    ``starts`` are the first four bytes of the parts.
+    """
     rows, begins, ends = parts
     values_at, values_end = np.zeros(count, np.int64), np.full(count, -1)
-    hits = np.flatnonzero(record_format.gather(raw, begins, "<u4") == int.from_bytes(name[:4], "little"))
+    hits = np.flatnonzero(starts == int.from_bytes(name[:4], "little"))
     hits = hits[ends[hits] - begins[hits] >= len(name)]
     for at in range(4, len(name)):
         hits = hits[raw[begins[hits] + at] == name[at]]
