@@ -93,6 +93,7 @@ SLOTS: Final = 2048
 BEGUN: Final = -1 << 56
 """What is added to a slot without its remainder, of a message that has begun, and not ended."""
 _WINDOW_CELLS: Final = 1 + SLOTS // _CELL
+_NO_SLOTS: Final = bytes(8 * SLOTS)
 _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
 _NUMBER: Final = (1 << 48) - 1
@@ -271,9 +272,10 @@ class Place:
         if self.window is None:
             return set()
         words, begin, tag = self.window
-        slots = words[begin : begin + SLOTS].tolist()
-        if not any(slots):  # the group has just come to the queue
+        window = words[begin : begin + SLOTS]
+        if window.tobytes() == _NO_SLOTS:  # the group has just come to the queue
             return set()
+        slots = window.tolist()
         position = max(self.position, 0)
         offsets = {(word & _NUMBER) - 1 for word in slots if word & _NUMBER > position}
         return {offset for offset in offsets if slots[offset % SLOTS] == word_of(tag, offset)}
