@@ -398,13 +398,14 @@ class ConcurrentDelivery:
 
     def _count_ended(self) -> None:
         """Note that a listener has ended while messages wait; if many did in a short time, runs begin."""
+        if not self._ended_calls:
+            self._count_began = self._runner.clock.monotonic()
         self._ended_calls += 1
-        if self._ended_calls >= RUN:
-            now, began = self._runner.clock.monotonic(), self._count_began
-            self._ended_calls, self._count_began = 0, now
+        if self._ended_calls > RUN:
+            self._ended_calls, seconds = 0, self._runner.clock.monotonic() - self._count_began
             # By hand, and in a history, each call is a turn of its own.
             is_by_hand = not moves_by_itself(self._runner.clock)
-            self.is_fast = now - began < RUN_S and not is_by_hand and "settle" not in self._instance.watchers
+            self.is_fast = seconds < RUN_S and not is_by_hand and "settle" not in self._instance.watchers
 
     def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
         """Return the listener of all messages of a queue, None if it can't have a run of them."""
