@@ -162,15 +162,15 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         if remaining:
             self.open_all()
         # Checks that wait for another record come last, because their record can belong to another queue.
-        for check in sorted(remaining, key=lambda check: check.waits):
+        for check in sorted(remaining, key=lambda check: check.undecided is not None):
             self._finish_check(check)
             yield check
 
     def _agrees_unopened(self, check: QueueCheck) -> bool:
         """Return whether a queue need not be opened, because its bytes are what the records say."""
-        if self._listed is None or check.is_queue_open:
+        if self._listed is None:
             return False
-        stored = self._listed.read_stored(check.name)
+        stored = self._listed.read_stored(check.name)  # of one that was opened there is nothing
         state = None if stored is None else check.state_of(*stored)
         if state is not None:
             self._listed.keep_unopened(check.name, state, check.first, check.entries)

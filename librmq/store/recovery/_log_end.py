@@ -561,9 +561,6 @@ class Recovery:
             return frozenset()
         from librmq.store.recovery.missing_files import lacking_queues
 
-        def end_of_whole(name: QueueName) -> int | None:
-            return None if case.is_clean else self._listed.end_of_whole(name, parts.log.end)
-
         # After a clean end without a note a broker may not have come to the last entries, which are no loss then.
         is_asked = not case.is_clean and scope.begin - parts.log.begin <= WORTH_A_MARK
 
@@ -572,6 +569,7 @@ class Recovery:
             was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.recovered.cuts)
             return is_asked or was_cut or end < case.noted.get(name, 0)
 
+        end_of_whole = partial(self._listed.end_of_whole, log_end=parts.log.end)
         names = lacking_queues(
             case.path, case.files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end
         )

@@ -62,7 +62,7 @@ class QueueCheck:
       ``_named_first``. The queue was not looked at.
     - *empty*, ``_due`` is None: the queue is open, and neither a record nor an older entry begins its count.
     - *counting*: ``_due`` is the queue offset of the next record, and the last in ``entries`` is directly below it.
-    - *undecided*: ``_undecided`` is a record that names another offset than the due one; the next record decides.
+    - *undecided*: ``undecided`` is a record that names another offset than the due one; the next record decides.
 
     Entries collect in ``entries`` and are compared together. Most records take a short cut that the caller has inline,
     unopened or counting: they have the queue offset ``expected``, and ``_due`` follows at `take_over`. In other states,
@@ -111,7 +111,8 @@ class QueueCheck:
         self.first = -1
         """First checked queue offset; entries below belong to older records."""
         self._due: int | None = None
-        self._undecided: tuple[int, ExpectedEntry] | None = None
+        self.undecided: tuple[int, ExpectedEntry] | None = None
+        """A record that waits for the next one to decide its place, and the queue offset that it names."""
         self._compared_end = 0  # the last record that `_compare` took ends here in the log
         self._units: dict[int, ExpectedEntry] = {}  # by queue offset, what took no short cut
 
@@ -121,11 +122,6 @@ class QueueCheck:
         if self._opened is None:
             self._opened = self._open(self.name)
         return self._opened
-
-    @property
-    def is_queue_open(self) -> bool:
-        """Whether the queue was opened."""
-        return self.first >= 0 or self._opened is not None
 
     def state_of(self, stored: bytes, start: int) -> QueueState | None:
         """Return the state of a queue of one file from the file's bytes, if all is as the records say.
@@ -164,7 +160,7 @@ class QueueCheck:
             self._find_first()
             if self._named_first >= 0:
                 return False
-        if self._undecided is not None:
+        if self.undecided is not None:
             return False
         if self.expected != _NONE:
             self._due = self.expected
@@ -227,13 +223,8 @@ class QueueCheck:
 
     def _expect(self) -> None:
         """Open the short cut for the next record unless it needs a full check."""
-        short = self._due is not None and self._undecided is None and self.queue.ext is None
+        short = self._due is not None and self.undecided is None and self.queue.ext is None
         self.expected = self._due if short and self._due is not None else _NONE
-
-    @property
-    def waits(self) -> bool:
-        """Whether a record waits for the next one to decide its place."""
-        return self._undecided is not None
 
     def take_over(self) -> None:
         """Take over the records of the short cut."""
@@ -300,7 +291,7 @@ class QueueCheck:
         if queue_offset == self._due:
             self._accept(queue_offset, entry, queue_offset)
         else:
-            self._undecided = queue_offset, entry
+            self.undecided = queue_offset, entry
             self._add_stray(queue_offset, entry)
         self._expect()
 
@@ -320,16 +311,16 @@ class QueueCheck:
 
     def release_entry(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
-        if self._undecided is not None and self._undecided[1] is entry:
-            self._undecided = None
+        if self.undecided is not None and self.undecided[1] is entry:
+            self.undecided = None
             self.released_all = self._due is None and self.queue.max_offset == 0
             self._expect()
 
     def _decide(self, following: int | None, place: int = 0) -> None:
         """Decide the queue offset of an undecided record, by the queue and the next record, at ``place``."""
-        if self._undecided is None:
+        if self.undecided is None:
             return
-        (claimed, entry), self._undecided = self._undecided, None
+        (claimed, entry), self.undecided = self.undecided, None
         due = self._due
         possible = _is_possible(claimed)
         if due is None:
