@@ -581,6 +581,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         ]
         for number in range(len(queues)):
             at = (self._turn + number) % len(queues)
+            self._pass_ended(queues[at])
             before = queues[at].next_offset
             try:
                 messages = self._pull_queue(queues[at])
@@ -599,13 +600,16 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return [], has_moved
 
     def _is_taken(self, assigned: AssignedQueue) -> bool:
-        """Return whether another instance has taken a queue; of one just taken, pass what the former reader had."""
-        place = assigned.place
-        if place is not None and self._shares_queues:
-            assigned.is_taken |= place.is_taken
-            if assigned.may_be_passed and not assigned.is_chosen and place.is_open:
-                assigned.next_offset = max(assigned.next_offset, place.position)
+        """Return whether another instance has taken a queue since."""
+        if self._shares_queues and assigned.place is not None:
+            assigned.is_taken |= assigned.place.is_taken
         return assigned.is_taken
+
+    def _pass_ended(self, assigned: AssignedQueue) -> None:
+        """Pass what the former reader of a queue has ended since this one took it."""
+        place = assigned.place
+        if self._shares_queues and assigned.may_be_passed and not assigned.is_chosen and place and place.is_open:
+            assigned.next_offset = max(assigned.next_offset, place.position)
 
     def _pull_queue(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
         queue = assigned.queue

@@ -513,9 +513,10 @@ class Appender(AppendState):
 
     def make_room(self, size: int) -> None:
         """Make room for a compiled batch at the log's end, under the lock, if its file has some."""
-        if self.log.end + size <= self.log.fits:
-            with suppress(StoreIOError):  # the append that finds no room raises it
-                self._make_room(size)
+        log = self.log
+        if log.end + size <= log.fits:
+            with critical, suppress(StoreIOError):  # the append that finds no room raises it
+                log.make_room(size)
 
     def write_due(self) -> None:
         """Dispatch records that are stored, so that an error is no reason to send them again: a later call goes on."""
