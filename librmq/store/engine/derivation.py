@@ -1,16 +1,13 @@
 """What a record defines: the entry of its queue, and its keys in the index.
 
 `Derivation` reads one record after the other. `derived_block` reads many adjacent ones together if they are usual, by
-the compiled core or by arrays. The arrays stay beside the core because stores are opened without it too: to rebuild
-queues and index of 253 MB takes 3.0 s with them, and 6.5 s by a loop. Mirrors 4.9.4's
-``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
+the compiled core or by arrays. Mirrors 4.9.4's ``CommitLogDispatcherBuildConsumeQueue`` and ``…BuildIndex``.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,17 +15,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, entry_dtype
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Buffer
 from librmq.java.lang import (
-    absolute_hashes,
     hash_append,
     index_key_hashes,
     java_decode,
     java_int,
     java_long,
-    part_hashes,
     string_hash,
 )
 from librmq.message import DelayLevels, StoredMessage
@@ -137,7 +132,7 @@ def key_block(records: Sequence[Pending]) -> KeyBlock:
     uniques: Sequence[Any]
     keys: Sequence[Any]
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
-    prefix_hashes, with_keys = _int64s(prefixes), np.arange(len(records))
+    prefix_hashes, with_keys = int64s(prefixes), np.arange(len(records))
     if not all(uniques):  # ops beside halves have no unique id
         indexed = [number for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)) if unique or key]
         uniques, keys = [uniques[number] for number in indexed], [keys[number] for number in indexed]
@@ -162,10 +157,10 @@ def key_block(records: Sequence[Pending]) -> KeyBlock:
         record_of_key = np.array(owners, np.int64)
         hashes = index_key_hashes(prefix_hashes[record_of_key], texts)
         record_of_key = with_keys[record_of_key]
-    return KeyBlock(_int64s(places), _int64s(stored), record_of_key, hashes)
+    return KeyBlock(int64s(places), int64s(stored), record_of_key, hashes)
 
 
-def _int64s(numbers: Sequence[int]) -> NDArray[np.int64]:
+def int64s(numbers: Sequence[int]) -> NDArray[np.int64]:
     """Return an array of numbers, in a third of the time that NumPy takes to find out what they are."""
     return np.frombuffer(struct.pack(f"{len(numbers)}q", *numbers), np.int64)
 
@@ -176,7 +171,6 @@ def _int64s(numbers: Sequence[int]) -> NDArray[np.int64]:
 _unpack_fields = record_format.header_struct(
     "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
 ).unpack_from
-_unpack_size = record_format.header_struct("size", unsigned=("size",)).unpack_from
 _find_keys_and_tags = find_keys_and_tags
 _new_record = tuple.__new__
 _TOPIC_AT: Final = record_format.TOPIC_AT
@@ -186,10 +180,10 @@ UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bi
 """Flags of records that are not derived together with others."""
 _NO_LEVELS: Final = DelayLevels()
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
-_SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
+SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
+"""As records have it."""
 _TAGS_KEPT: Final = 10_000
 _MOST_BYTES: Final = 1 << 22  # at most so many bytes of records are derived together
-_PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
 
 
 MULTI_DISPATCH: Final = PropertyName.INNER_MULTI_DISPATCH.encode()
@@ -199,7 +193,7 @@ _WITHOUT_LIGHT: Final = (TopicPrefix.RETRY.encode(), TopicPrefix.SYSTEM.encode()
 
 def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tuple[str, int, int]]:
     """Yield the light queues to which 5.x dispatched a record too, as topic, queue id and queue offset."""
-    if topic.startswith(_WITHOUT_LIGHT) or topic == _SCHEDULE_TOPIC:
+    if topic.startswith(_WITHOUT_LIGHT) or topic == SCHEDULE_TOPIC:
         return
     pairs = decode_properties(properties)
     names, offsets = pairs.get(PropertyName.INNER_MULTI_DISPATCH), pairs.get(PropertyName.INNER_MULTI_QUEUE_OFFSET)
@@ -332,7 +326,9 @@ def block_of_file(
     """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
     limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
-        return _derive_in_arrays(buffer[place:limit], start + place, max_records, levels, check_body=check_body)
+        from librmq.store.engine._derivation_in_arrays import derive_in_arrays
+
+        return derive_in_arrays(buffer[place:limit], start + place, max_records, levels, check_body=check_body)
     max_records = min(max_records, (limit - place) // record_format.FIXED_SIZE + 1)  # for which it makes room
     place, queues, *columns = CORE.derive(
         buffer, start, place, limit, max_records, UNUSUAL_IN_BLOCKS, check_body, levels.delays_ms
@@ -354,178 +350,6 @@ def block_of_records(records: Sequence[DerivedRecord]) -> DerivedBlock:
         None,
         records,
     )
-
-
-def _derive_in_arrays(
-    data: bytes, begin: int, max_records: int, levels: DelayLevels, *, check_body: bool
-) -> DerivedBlock | None:
-    """Do what the compiled core does with the bytes of a log file from physical offset ``begin`` on.
-
-    None also if an unusual record is among the first quarter of ``max_records``, because then a loop takes less time.
-    """
-    min_records, fixed = -(-max_records // 4), record_format.FIXED_SIZE
-    at, size, last = 0, fixed, len(data) - fixed
-    places: list[int] = []
-    for _ in range(max_records):
-        if at > last or size < fixed:
-            break
-        places.append(at)
-        (size,) = _unpack_size(data, at)
-        at += size
-    if len(places) < min_records:
-        return None
-    head, ends, tails = _usual_frames(data, begin, _int64s(places), check_body)
-    if len(tails) < min_records:
-        return None
-    raw = np.frombuffer(b"".join((*tails, bytes(_PADDING))), np.uint8)
-    sizes = head["size"].astype(np.int64) - head["body_length"] - head.itemsize
-    tails_end = np.cumsum(sizes)
-    tails_at = tails_end - sizes
-    topic_sizes = raw[tails_at].astype(np.int64)
-    properties_at = tails_at + topic_sizes + 3
-    is_usual = (
-        (topic_sizes <= record_format.MAX_TOPIC_SIZE)
-        & (record_format.gather(raw, properties_at - 2, ">i2") == tails_end - properties_at)
-        & (properties_at <= tails_end)
-    )
-    count = _count_first(is_usual)
-    if count < min_records:
-        return None
-    head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
-
-    # Each queue gets a number, in order of appearance.
-    numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)
-    names = zip(tails, topic_sizes.tolist(), head["queue_id"].tolist(), strict=False)
-    queue_of = _int64s([numbers[tail[1 : 1 + size], queue_id] for tail, size, queue_id in names])
-    by_queue = np.argsort(queue_of, kind="stable")
-    counts = np.bincount(queue_of)
-    queue_offsets = head["queue_offset"].astype(np.int64)
-    ahead = queue_offsets[by_queue] - np.arange(count)
-    is_usual = np.empty(count, np.bool_)
-    is_usual[by_queue] = ahead == np.repeat(ahead[np.cumsum(counts) - counts], counts)
-
-    parts = _parts(raw, properties_at, tails_end, 2)
-    starts = record_format.gather(raw, parts[1], "<u4")
-    values = [_find_values(raw, parts, starts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
-    for values_at, values_end in values:
-        is_usual &= values_at != values_end  # an empty one needs the careful search
-    rows = [np.flatnonzero(values_at < values_end) for values_at, values_end in values]
-    (_, uniques_at, uniques_end), keys, (_, tags_at, tags_end) = (
-        (at, values_at[at], values_end[at]) for at, (values_at, values_end) in zip(rows, values, strict=True)
-    )
-    of_keys, keys_at, keys_end = _parts(raw, *keys[1:], 32)
-    owners = np.concatenate((rows[0], rows[1][of_keys]))
-    by_owner = np.argsort(owners, kind="stable")
-    by_owner = by_owner[np.concatenate((uniques_end > uniques_at, keys_end > keys_at))[by_owner]]
-    owners = owners[by_owner]
-    texts_at, texts_end = np.concatenate((uniques_at, keys_at)), np.concatenate((uniques_end, keys_end))
-    prefixes = np.array([topic_hash(topic) for topic, _ in numbers], np.int64)[queue_of]
-    hashes = part_hashes(raw, texts_at[by_owner], (texts_end - texts_at)[by_owner], prefixes[owners])
-    is_usual[owners[hashes < 0]] = False
-    codes = np.zeros(count, np.int64)
-    codes[rows[2]] = part_hashes(raw, tags_at, tags_end - tags_at, codes[rows[2]])
-    is_usual &= codes >= 0
-    waits = np.array([topic == _SCHEDULE_TOPIC for topic, _ in numbers])[queue_of]
-    codes = codes.astype(np.uint32).view(np.int32).astype(np.int64)
-    if waits.any():
-        waits_ms = _waits_ms(raw, *_find_values(raw, parts, starts, b"DELAY\1", count), levels.delays_ms)
-        is_usual &= ~waits | (waits_ms >= 0)
-        codes = np.where(waits, head["store_timestamp"] + waits_ms, codes)
-
-    count = _count_first(is_usual)
-    if count < min_records:
-        return None
-    head, entries = head[:count], np.empty(count, entry_dtype())
-    entries["physical_offset"], entries["size"] = head["physical_offset"], head["size"]
-    entries["tags_code"] = codes[:count]
-    by_queue = by_queue[by_queue < count]
-    packed = entries[by_queue].tobytes()
-    queue_ends = np.cumsum(np.bincount(queue_of[:count])).tolist()
-    queues = [
-        (*name, int(queue_offsets[by_queue[at]]), packed[at * ENTRY_SIZE : end * ENTRY_SIZE])
-        for name, at, end in zip(numbers, [0, *queue_ends], queue_ends, strict=False)
-    ]
-    key_count = int(np.searchsorted(owners, count))
-    physical_offsets, stored = head["physical_offset"].astype(np.int64), head["store_timestamp"].astype(np.int64)
-    block = KeyBlock(physical_offsets, stored, owners[:key_count], absolute_hashes(hashes[:key_count]))
-    return DerivedBlock(begin + int(ends[count - 1]), queues, block)
-
-
-def _usual_frames(
-    data: bytes, begin: int, places: NDArray[np.int64], check_body: bool
-) -> tuple[NDArray[Any], NDArray[np.int64], list[bytes]]:
-    """Return headers, ends and what follows the bodies of the records at ``places``, up to the first unusual one."""
-    head = record_format.headers_at(np.frombuffer(data, np.uint8), places)
-    ends, tails_at = places + head["size"], places + head.itemsize + head["body_length"]
-    count = _count_first(
-        (head["magic"] == _MAGIC)
-        & (ends <= len(data))
-        & (head["body_length"] >= 0)
-        & (tails_at + 3 <= ends)
-        & (head["sys_flag"] & UNUSUAL_IN_BLOCKS == 0)
-        & (head["physical_offset"] == places + begin)
-    )
-    tails = [data[at:end] for at, end in zip(tails_at[:count].tolist(), ends.tolist(), strict=False)]
-    if check_body:
-        bodies = zip((places[:count] + head.itemsize).tolist(), tails_at.tolist(), strict=False)
-        sums = [record_format.body_checksum(data[at:end]) if end > at else -1 for at, end in bodies]
-        count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
-        own = (number for number, tail in enumerate(tails[:count]) if record_format.has_own_checksum(tail))
-        count = next(own, count)
-    return head[:count], ends[:count], tails[:count]
-
-
-_Parts = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.int64]"]
-"""The row of each part, its beginning and its end."""
-
-
-def _parts(raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], separator: int) -> _Parts:
-    """Split each row of ``raw``; rows are given by begin and end, in order."""
-    at = np.flatnonzero(raw == separator)
-    rows = np.searchsorted(begins, at, "right") - 1
-    is_inside = (rows >= 0) & (at < np.append(ends, 0)[rows])
-    at, rows = at[is_inside], rows[is_inside]
-    counts = np.bincount(rows, minlength=len(begins)) + 1
-    parts_at, parts_end = np.concatenate((begins, at + 1)), np.concatenate((ends, at))
-    parts_at.sort(kind="stable")
-    parts_end.sort(kind="stable")
-    return np.repeat(np.arange(len(begins)), counts), parts_at, parts_end
-
-
-def _find_values(
-    raw: NDArray[np.uint8], parts: _Parts, starts: NDArray[np.uint32], name: bytes, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return begin and end of the last value of a property in each of ``count`` rows; 0 and -1 in a row without.
-
-    ``starts`` are the first four bytes of the parts.
-    """
-    rows, begins, ends = parts
-    values_at, values_end = np.zeros(count, np.int64), np.full(count, -1)
-    hits = np.flatnonzero(starts == int.from_bytes(name[:4], "little"))
-    hits = hits[ends[hits] - begins[hits] >= len(name)]
-    for at in range(4, len(name)):
-        hits = hits[raw[begins[hits] + at] == name[at]]
-    values_at[rows[hits]], values_end[rows[hits]] = begins[hits] + len(name), ends[hits]
-    return values_at, values_end
-
-
-def _waits_ms(
-    raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], delays_ms: Sequence[int]
-) -> NDArray[np.int64]:
-    """Return how long records of delay levels wait, by the texts of their levels, -1 for an unusual one."""
-    sizes, last = ends - begins, raw[ends - 1].astype(np.int64) - 48
-    tens = np.where(sizes == 2, raw[begins].astype(np.int64) - 48, 0)
-    levels = 10 * tens + last
-    is_level = (last >= 0) & (last <= 9) & (tens <= 9) & np.where(sizes == 2, tens > 0, (sizes == 1) & (last > 0))
-    waits_ms = np.full(len(begins), -1)
-    if delays_ms:
-        waits_ms[is_level] = np.array(delays_ms)[np.minimum(levels[is_level], len(delays_ms)) - 1]
-    return waits_ms
-
-
-def _count_first(is_usual: NDArray[np.bool_]) -> int:
-    """Return the number of true values before the first false one."""
-    return len(is_usual) if is_usual.all() else int(is_usual.argmin())
 
 
 class Derivation:
@@ -556,7 +380,7 @@ class Derivation:
         unique, key, tags = _find_keys_and_tags(properties)
         code: int | None = None
         if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
-            wait_ms = _wait_ms(decode_properties(properties), self._levels) if topic == _SCHEDULE_TOPIC else None
+            wait_ms = _wait_ms(decode_properties(properties), self._levels) if topic == SCHEDULE_TOPIC else None
             if wait_ms is not None:
                 code = (stored + wait_ms + (1 << 63)) % (1 << 64) - (1 << 63)  # of a damaged time, as in Java
             else:
