@@ -542,7 +542,8 @@ class AdministeredRoute(Route, Closing):
         next call for those that were not sent finds their copies, which name them, in the log, and notes them. While
         the broker of a letter cannot be reached, another one sends it without a note; such a call finds its copy there.
         In both cases a letter whose properties leave no room for its name in the copy can be sent twice. A broker of
-        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
+        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them. A letter that a broker
+        refuses does not keep the others: the error comes after them.
 
         Args:
             group: The consumer group.
@@ -554,12 +555,17 @@ class AdministeredRoute(Route, Closing):
             ConfigError: A message is not a dead letter of the group; or at a broker of RocketMQ, ``letters`` is None or
                 ``only_unsent`` is given.
             CorruptionError: The file of the notes is damaged.
+            MessageIllegalError: A letter is too long for the broker's settings.
+            BrokerError: The broker stores no message, such as on a full disk.
         """
         from librmq.broker.retries import resend_letters
 
         validate_group(group)
         self._check_open()
-        return resend_letters(self, group, self.messages, letters, only_unsent=only_unsent)
+        sent, refused = resend_letters(self, group, self.messages, letters, only_unsent=only_unsent)
+        for _, error in refused:
+            raise error
+        return len(sent)
 
     def cancel(self, receipt: SentMessage | str) -> CancelResult:
         """Cancel the delivery of a message that waits in a delay level, the timer or the relay.

@@ -13,7 +13,7 @@ from typing import Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.handlers._in_flight import ALONE, Flight, is_receive_retry
-from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, refused_copy
+from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, RmqError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
 from librmq.message.delays import parse_level
@@ -27,6 +27,7 @@ from librmq.protocol import (
     PERM_WRITE,
     GroupSettings,
     ResendLetters,
+    ResentLetters,
     ResponseCode,
     Route,
     SendBack,
@@ -266,7 +267,7 @@ class FailedMessages(BrokerPart):
 
         return earlier.has(message, (retries,), is_next, deliveries=1)
 
-    def resend(self, request: ResendLetters) -> tuple[LetterIdentity, ...]:
+    def resend(self, request: ResendLetters) -> ResentLetters:
         """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
 
         Raises:
@@ -274,7 +275,7 @@ class FailedMessages(BrokerPart):
         """
         store, group, letters = self._store, request.group, request.letters
         if letters is None:
-            return self._unsent(group, dry_run=request.dry_run)
+            return ResentLetters(self._unsent(group, dry_run=request.dry_run))
         with self._runner.lock:
             claimed = set(letters) - self._resending
             self._resending |= claimed
@@ -306,8 +307,9 @@ class FailedMessages(BrokerPart):
             self._note_resent(sent)
         return tuple(unsent.values())
 
-    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
+    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> ResentLetters:
         sent: list[LetterIdentity] = []
+        refused: list[tuple[LetterIdentity, RmqError]] = []
         left: list[StoredMessage] = []
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
@@ -317,13 +319,15 @@ class FailedMessages(BrokerPart):
                     # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
                     count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
                 except (BrokerError, MessageIllegalError) as error:
-                    raise refused_copy(left[0], error) from None
+                    first = left.pop(0)
+                    refused.append((LetterIdentity.of(first), refused_copy(first, error)))
+                    continue
                 sent += map(LetterIdentity.of, left[:count])
                 left = left[count:]
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
-        return tuple(sent)
+        return ResentLetters(tuple(sent), tuple(refused))
 
     def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
         store = self._store
@@ -385,24 +389,30 @@ def resend_letters(
     letters: Iterable[StoredMessage] | None,
     *,
     only_unsent: bool,
-) -> int:
-    """Send dead letters to their group again, as `AdministeredRoute.resend_dead_letters`; return their number.
+) -> ResentLetters:
+    """Send dead letters to their group again, as `AdministeredRoute.resend_dead_letters`; return what became of each.
 
-    ``messages(topic)`` returns those of a topic at all brokers.
+    One that a broker refuses does not keep the others. ``messages(topic)`` returns those of a topic at all brokers.
     """
     # `retry_of` refuses other messages than dead letters, before anything asks for their places.
     checked = [(retry_of(letter, group), letter) for letter in letters or ()]
-    requests = {LetterIdentity.of(letter): request for request, letter in checked}
+    requests = {LetterIdentity.of(letter): (request, letter) for request, letter in checked}
     if letters is None or only_unsent:
         unsent = unsent_letters(route, group, messages)
         wanted = unsent if letters is None else [letter for letter in unsent if letter in requests]
-        return len(_send_letters(route, group, wanted, only_unsent=True))
-    sent, names = _send_letters(route, group, requests, only_unsent=False), route.broker_names()
-    for letter, request in requests.items():
-        if letter not in sent:  # no broker that answers has it
+        return _send_letters(route, group, wanted, only_unsent=True)
+    answer = _send_letters(route, group, requests, only_unsent=False)
+    sent, refused = list(answer.sent), list(answer.refused)
+    names, done = route.broker_names(), {*sent, *(letter for letter, _ in refused)}
+    for identity, (request, letter) in requests.items():
+        if identity not in done:  # no broker that answers has it
             having = (data.broker_name for data in route.topic_route(request.message.topic))
-            route.endpoint(next((name for name in having if name in names), names[0])).call(request)
-    return len(requests)
+            try:
+                route.endpoint(next((name for name in having if name in names), names[0])).call(request)
+                sent.append(identity)
+            except (BrokerError, MessageIllegalError) as error:
+                refused.append((identity, refused_copy(letter, error)))
+    return ResentLetters(tuple(sent), tuple(refused))
 
 
 def unsent_letters(
@@ -412,7 +422,7 @@ def unsent_letters(
 
     ``messages(topic)`` returns those of a topic at all brokers.
     """
-    answers = [route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()]
+    answers = [route.endpoint(name).call(ResendLetters(group)).sent for name in route.broker_names()]
     unsent = {_name_of(letter): letter for letter in chain.from_iterable(answers)}
     if unsent and len(answers) > 1:  # a broker does not know of the copies that another one has sent
         for copy in messages(retry_topic(group)):
@@ -420,25 +430,26 @@ def unsent_letters(
     return list(unsent.values())
 
 
-def _send_letters(
-    route: Route, group: str, letters: Iterable[LetterIdentity], *, only_unsent: bool
-) -> set[LetterIdentity]:
-    """Send dead letters to their group again, each by the broker that has it and notes it; return those."""
+def _send_letters(route: Route, group: str, letters: Iterable[LetterIdentity], *, only_unsent: bool) -> ResentLetters:
+    """Send dead letters to their group again, each by the broker that has it and notes it."""
     clock = route.runner.clock
-    sent: set[LetterIdentity] = set()
+    sent: dict[LetterIdentity, None] = {}
+    refused: dict[LetterIdentity, RmqError] = {}
     for name in route.broker_names():
-        left = [letter for letter in letters if letter not in sent]
+        left = [letter for letter in letters if letter not in sent and letter not in refused]
         begin, count = 0, _RESENT_FIRST
         while begin < len(left):
             begin_s = clock.monotonic()
             request = ResendLetters(group, tuple(left[begin : begin + count]), only_unsent)
-            sent.update(route.endpoint(name).call(request))
+            answer = route.endpoint(name).call(request)
+            sent.update(dict.fromkeys(answer.sent))
+            refused.update(answer.refused)
             begin += count
             # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed
             # the time for an answer.
             is_quick = clock.monotonic() - begin_s < _QUICK_S
             count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
-    return sent
+    return ResentLetters(tuple(sent), tuple(refused.items()))
 
 
 def _name_of(letter: LetterIdentity) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Final, Literal
 
+from librmq.broker.retries import resend_letters
 from librmq.config import check_reached
 from librmq.console._messages import Waits, has_key, name_of
 from librmq.console._place import Place
@@ -26,6 +27,7 @@ from librmq.message import StoredMessage
 from librmq.protocol import MoveGroup
 from librmq.runtime.event_log import EventLog, counted
 from librmq.scheduling.waiting import destination_of
+from librmq.store.format.documents import LetterIdentity
 
 _log = EventLog("librmq.console")
 _LETTERS: Final = 1_000
@@ -231,16 +233,16 @@ class Changes:
                     yield message, letter
 
     def _send_letters(self, group: str, letters: Sequence[StoredMessage]) -> list[Table]:
-        """Send letters one by one: each has its outcome, and one that a killed request has sent is not sent again."""
-        route, rows = self._place.acting(), []
-        is_noted = self._place.has_log  # a broker of RocketMQ notes nowhere what was sent
-        for letter in letters:
-            try:
-                sent = route.resend_dead_letters(group, [letter], only_unsent=is_noted)
-                outcome = Cell("sent", "", "good") if sent else Cell("was sent before")
-            except RmqError as error:
-                outcome = Cell(str(error), "", "bad")
-            rows.append([Cell(name_of(letter), message_link(letter)), outcome])
+        """Send letters, each of which has its outcome; one that a killed request has sent is not sent again."""
+        route, is_noted = self._place.acting(), self._place.has_log  # a broker of RocketMQ notes nowhere what was sent
+        sent, refused = resend_letters(route, group, route.messages, letters, only_unsent=is_noted)
+        outcomes = dict.fromkeys(sent, Cell("sent", "", "good"))
+        outcomes |= {letter: Cell(str(error), "", "bad") for letter, error in refused}
+        before = Cell("was sent before")
+        rows = [
+            [Cell(name_of(letter), message_link(letter)), outcomes.get(LetterIdentity.of(letter), before)]
+            for letter in letters
+        ]
         return [Table("Sent again", ("message", "outcome"), rows)]
 
     def _cancel(self, query: Query) -> Change:

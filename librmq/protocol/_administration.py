@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from librmq.config import StoreConfig
+from librmq.errors import RmqError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.topics import TopicType, kind_of_topic
@@ -35,7 +36,7 @@ __all__ = [
     "DescribeLog", "DescribeProgress", "DescribeQueues", "DescribeSchedules", "DescribeTopics", "DirectResult",
     "DirectlyConsumed", "FollowLog", "GroupConnections", "GroupProgress", "GroupSettings", "GroupsBehind", "HeldQueue",
     "InstanceState", "LeaveLog", "ListenerCall", "LogBytes", "LogDescription", "MoveGroup", "QueryMessages",
-    "QueueBounds", "ResendLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup",
+    "QueueBounds", "ResendLetters", "ResentLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup",
     "TopicDescription", "ViewMessage",
 ]  # fmt: skip
 """What `librmq.protocol` has of this module."""
@@ -238,9 +239,17 @@ class GroupsBehind(Request[tuple[str, ...]]):
     """The text for delayed messages and retries that are due and not delivered yet."""
 
 
+class ResentLetters(NamedTuple):
+    """What became of dead letters that were to be sent again."""
+
+    sent: tuple[LetterIdentity, ...]
+    refused: tuple[tuple[LetterIdentity, RmqError], ...] = ()
+    """With the reason for each."""
+
+
 @value
-class ResendLetters(Request[tuple[LetterIdentity, ...]]):
-    """Send dead letters to their group again, and note it; return those that the broker has, and has sent.
+class ResendLetters(Request[ResentLetters]):
+    """Send dead letters to their group again, and note it; return what became of those that the broker has.
 
     Without ``letters`` nothing is sent, and the answer has those that were not sent yet. Copies of letters that the
     log has without a note, because a process was killed, are noted then.

@@ -473,19 +473,33 @@ def test_unnoted_copies_of_letters_in_any_queue_are_recognised() -> None:
         assert broker.resend_dead_letters("billing") == 0
 
 
-def test_letters_before_one_that_is_refused_are_noted() -> None:
-    files = MemoryFiles()
+@pytest.mark.parametrize("place", ["in process", "as peer", "over tcp"])
+def test_a_letter_that_is_refused_does_not_keep_the_others(place: str, tmp_path: Path) -> None:
     config = librmq.StoreConfig.tiny(commitlog_file_size=8192, max_message_size=8192)
-    with librmq.Broker.open("/s", files=files, store_config=config) as broker:
+    with librmq.Broker.open(tmp_path, store_config=config) as broker:
         broker.create_topic("%DLQ%billing", 1)
         for number in range(4):
             body = bytes(8192 - 130 if number == 2 else 1)  # it fills a file, and its copy has more properties
             broker.store.append(librmq.Message("%DLQ%billing", body, unique_key=f"U{number}"))
-        with pytest.raises(MessageIllegalError):
-            broker.resend_dead_letters("billing")
-        assert [message.unique_key for message in broker.messages("%RETRY%billing")] == ["U0", "U1"]
-        letters = broker.dead_letters("billing")
-        assert broker.resend_dead_letters("billing", [letters[1], letters[3]], only_unsent=True) == 1
+    with contextlib.ExitStack() as opened:
+        route: AdministeredRoute
+        if place == "as peer":
+            opened.enter_context(librmq.share(tmp_path, timeout=PATIENT_S))
+            route = opened.enter_context(librmq.share(tmp_path, timeout=PATIENT_S))
+        else:
+            route = broker = opened.enter_context(librmq.Broker.open(tmp_path))
+            if place == "over tcp":
+                server = opened.enter_context(RemotingServer(broker))
+                route = opened.enter_context(librmq.connect(server.address, timeout=PATIENT_S))
+        letters = route.dead_letters("billing")
+        kind = BrokerError if place == "over tcp" else MessageIllegalError
+        with pytest.raises(kind, match="message U2 of '%DLQ%billing'/0 at 2, physical"):
+            route.resend_dead_letters("billing", letters)
+        assert [message.unique_key for message in route.messages("%RETRY%billing")] == ["U0", "U1", "U3"]
+        if place != "over tcp":
+            with pytest.raises(MessageIllegalError):
+                route.resend_dead_letters("billing")
+            assert route.resend_dead_letters("billing", [letters[1], letters[3]], only_unsent=True) == 0
 
 
 LETTERS: Final = "%DLQ%billing"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from librmq import Broker, Cluster, ManualRunner, Message, Producer, share
+from librmq import Broker, Cluster, ManualRunner, Message, Producer, StoreConfig, connect, share
+from librmq.broker import AdministeredRoute
 from librmq.diagnosis import skipped
+from librmq.protocol import Endpoint, Request, ResendLetters, RouteWrapper
+from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
 from tests.console.pages import OWN, Asked, cells, console, facts, shop
+
+R = TypeVar("R")
 
 
 def test_a_reset_is_shown_then_made(broker: Broker, runner: ManualRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,6 +46,50 @@ def test_letters_are_sent_again_once(broker: Broker, runner: ManualRunner) -> No
     assert asked.submit("/change?what=resend&group=mail").count(">sent<") == 3
     assert "nothing to change" in asked.page("/change?what=resend&group=mail")
     assert len([row for row in asked.table("/letters?group=mail", "Dead letters") if row["sent again"]]) == 4
+
+
+class Counting(RouteWrapper, AdministeredRoute):
+    """A route that counts the requests which send letters again."""
+
+    def __init__(self, route: AdministeredRoute) -> None:
+        super().__init__(route)
+        self.resends = 0
+
+    def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
+        return CountingEndpoint(self, broker)
+
+
+class CountingEndpoint(Endpoint):
+    def __init__(self, route: Counting, broker: Endpoint) -> None:
+        self.route, self.behind = route, broker
+
+    def call(self, request: Request[R], /) -> R:
+        self.route.resends += isinstance(request, ResendLetters)
+        return self.behind.call(request)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_letters_are_sent_again_by_few_requests(broker: Broker, runner: ManualRunner, is_remote: bool) -> None:
+    """Each of them can read all letters of the group."""
+    shop(broker, runner)
+    with RemotingServer(broker) as server, connect(server.address) as remote:
+        route = Counting(remote if is_remote else broker)
+        folder = None if is_remote else broker.store.path
+        asked = Asked(console(route, allow_changes=True, folder=folder))
+        assert asked.submit("/change?what=resend&group=mail").count(">sent<") == 4
+        assert 1 <= route.resends <= 2
+
+
+def test_a_letter_that_is_refused_has_its_outcome(tmp_path: Path) -> None:
+    config = StoreConfig.tiny(commitlog_file_size=8192, max_message_size=8192)
+    with Broker.open(tmp_path, store_config=config) as broker:
+        broker.create_topic("%DLQ%mail", 1)
+        for number in range(3):
+            body = bytes(8192 - 130 if number == 1 else 1)  # it fills a file, and its copy has more properties
+            broker.store.append(Message("%DLQ%mail", body, unique_key=f"U{number}"))
+        done = Asked(console(broker, allow_changes=True)).submit("/change?what=resend&group=mail")
+        assert cells(done, "td")[1::2] == ["sent", cells(done, "td")[3], "sent"]
+        assert cells(done, "td")[3].startswith("message U1 of ")
 
 
 def test_letters_that_are_ticked_are_sent_again(broker: Broker, runner: ManualRunner) -> None:

@@ -488,7 +488,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
-    from librmq.broker.retries import unsent_letters
+    from librmq.broker.retries import resend_letters, unsent_letters
 
     group = arguments.group
     if group is None:
@@ -507,8 +507,9 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
         chosen = [row for row in selected if unsent is None or LetterIdentity.of(row[1]) in unsent][: arguments.limit]
-        broker.resend_dead_letters(group, [message for _, message, _ in chosen], only_unsent=only_unsent)
-        at_ms = broker.runner.now_ms()
+        messages = [message for _, message, _ in chosen]
+        done, refused = resend_letters(broker, group, broker.messages, messages, only_unsent=only_unsent)
+        resent, at_ms = frozenset(done), broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"
             if selected:
@@ -517,8 +518,11 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                     "with --id to send it once more"
                 )
             complain(f"note: {why}: nothing is sent")
-        for queue, _, letter in chosen:
-            resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
-            row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}
-            output.row(named(view.broker_name(queue), row))
+        for queue, message, letter in chosen:
+            if LetterIdentity.of(message) in resent:
+                resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
+                row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}
+                output.row(named(view.broker_name(queue), row))
+        for _, error in refused:
+            raise error
     return 0

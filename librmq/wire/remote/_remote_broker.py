@@ -55,6 +55,7 @@ from librmq.protocol import (
     Request,
     RequestHandler,
     ResendLetters,
+    ResentLetters,
     ResponseCode,
     SendBack,
     SendBatch,
@@ -575,7 +576,7 @@ class RemoteBroker(Endpoint):
             return self._subscriptions(request)
         if isinstance(request, ResendLetters):
             if request.letters is not None and not request.only_unsent:
-                return ()
+                return ResentLetters(())
             raise ConfigError(
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
                 f"letters=route.dead_letters({request.group!r}), or by --id of a command"

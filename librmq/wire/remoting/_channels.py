@@ -16,13 +16,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from librmq.broker import Broker
-from librmq.errors import (
-    BrokerError,
-    BrokerUnreachableError,
-    MalformedError,
-    MessageIllegalError,
-    RmqError,
-)
+from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.ids import Host, format_host
@@ -51,10 +45,10 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
 from librmq.wire.remoting._codec import (
     FORMS,
-    NAMED_ERRORS,
-    NAMED_IN_SHARES,
     Form,
+    code_of_error,
     frame_of,
+    name_of_error,
     pushed_reply,
     send_header,
 )
@@ -300,23 +294,11 @@ def refused(
     """Return the bytes of the answer to a failed request; ``code`` replaces the code of an error of librmq."""
     if isinstance(error, RmqError):
         fields = {} if header is None else to_fields(header)
-        names = [kind.__name__ for kind in type(error).__mro__]
-        named = next((name for name in (NAMED_IN_SHARES if channel.is_local else NAMED_ERRORS) if name in names), None)
-        if named is not None:
+        if named := name_of_error(error, in_share=channel.is_local):
             fields[ERROR_FIELD] = named
-        return encode(answer_to(frame, _code_of(error) if code is None else code, str(error), fields=fields))
+        return encode(answer_to(frame, code_of_error(error) if code is None else code, str(error), fields=fields))
     _log.error("the request %(code)s failed", code=frame.code, exc_info=error)
     return encode(answer_to(frame, ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}"))
-
-
-def _code_of(error: RmqError) -> int:
-    if isinstance(error, BrokerError):
-        return error.code
-    if isinstance(error, MessageIllegalError):
-        return ResponseCode.MESSAGE_ILLEGAL
-    if isinstance(error, BrokerUnreachableError):
-        return ResponseCode.SERVICE_NOT_AVAILABLE
-    return ResponseCode.SYSTEM_ERROR
 
 
 # ---- clients by their heartbeats, and the broker's requests to them

@@ -26,6 +26,7 @@ from librmq.errors import (
     BrokerDiskFullError,
     BrokerError,
     BrokerStoreFullError,
+    BrokerUnreachableError,
     MalformedError,
     MessageIllegalError,
     ReceiptError,
@@ -70,6 +71,7 @@ from librmq.protocol import (
     Received,
     ReceiveResponse,
     ResendLetters,
+    ResentLetters,
     ResetGroup,
     ResponseCode,
     SaveProgress,
@@ -149,10 +151,6 @@ _OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
     "MessageIllegalError": MessageIllegalError,
 }
 """Errors of librmq without a code."""
-NAMED_ERRORS: Final = tuple(_ERRORS)
-"""Classes that the answer to a failed request names for a client of librmq, a class before its bases."""
-NAMED_IN_SHARES: Final = (*_ERRORS, *_OTHER_ERRORS)
-"""The same for the processes that share a store; elsewhere the fields of an answer are those of a broker."""
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
@@ -173,17 +171,41 @@ def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Fra
 
 def refusal(answer: Frame) -> RmqError:
     """Return the error of a request that was refused."""
-    named = answer.fields.get(ERROR_FIELD, "")
+    return _error_of(answer.fields.get(ERROR_FIELD, ""), answer.code, answer.remark or "")
+
+
+def _error_of(named: str, code: int, remark: str) -> RmqError:
     if named in _OTHER_ERRORS:
-        return _OTHER_ERRORS[named](answer.remark or "")
+        return _OTHER_ERRORS[named](remark)
     kind = _ERRORS.get(named, BrokerError)
-    if answer.code == ResponseCode.SYSTEM_BUSY:
+    if code == ResponseCode.SYSTEM_BUSY:
         kind = BrokerBusyError
-    elif answer.code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
-        used = _DISK_USED.search(answer.remark or "")
+    elif code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
+        used = _DISK_USED.search(remark)
         if used is not None and float(used[1]) >= _REFUSING_FROM:
             kind = BrokerDiskFullError
-    return kind(answer.code, answer.remark or f"refused with code {answer.code}")
+    return kind(code, remark or f"refused with code {code}")
+
+
+def name_of_error(error: RmqError, *, in_share: bool) -> str:
+    """Return what an answer calls an error for clients of librmq; empty without a name.
+
+    ``in_share`` says that they share the store. Elsewhere the fields of an answer are those of a broker.
+    """
+    known = (*_ERRORS, *(_OTHER_ERRORS if in_share else ()))  # a class before its bases
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((name for name in known if name in names), "")
+
+
+def code_of_error(error: RmqError) -> int:
+    """Return the code of the answer to a request that failed by an error of librmq."""
+    if isinstance(error, BrokerError):
+        return error.code
+    if isinstance(error, MessageIllegalError):
+        return ResponseCode.MESSAGE_ILLEGAL
+    if isinstance(error, BrokerUnreachableError):
+        return ResponseCode.SERVICE_NOT_AVAILABLE
+    return ResponseCode.SYSTEM_ERROR
 
 
 def check(answer: Frame) -> Frame:
@@ -520,6 +542,21 @@ def _parse_resend(body: dict[str, Any]) -> ResendLetters:
     )
 
 
+def _reply_resent(request: ResendLetters, answer: ResentLetters) -> Reply:
+    refused = [
+        [*letter, name_of_error(error, in_share=True), code_of_error(error), str(error)]
+        for letter, error in answer.refused
+    ]
+    return Reply(body=write_body({"letters": answer.sent, "refused": refused}))
+
+
+def _read_resent(request: ResendLetters, answer: Frame) -> ResentLetters:
+    body = read_body(check(answer).body, "dead letters")
+    rows = body.get("refused", [])
+    refused = letters_in({"letters": [row[:3] for row in rows]})
+    return ResentLetters(letters_in(body), tuple(zip(refused, (_error_of(*row[3:]) for row in rows), strict=True)))
+
+
 def _written(time: datetime | None) -> Any:  # noqa: ANN401 (in the place of a time)
     return None if time is None else (round(1000 * time.timestamp()), str(time.tzinfo))
 
@@ -619,8 +656,8 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _resend_row,
         _parse_resend,
         _Result(
-            lambda request, answer: Reply(body=write_body({"letters": answer})),
-            lambda request, answer: letters_in(read_body(check(answer).body, "dead letters")),
+            _reply_resent,
+            _read_resent,
         ),
     ),
     ChangeSchedule: _by_body(
