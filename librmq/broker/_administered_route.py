@@ -39,6 +39,7 @@ from librmq.formatting import NAMED
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.topics import (
+    MESSAGE_TYPE,
     WAITING_TOPICS,
     TopicType,
     is_system_topic,
@@ -195,7 +196,7 @@ class AdministeredRoute(Route, Closing):
         topic. With ``broker_name`` only that broker of a cluster has the topic.
         """
         write = queues if write_queues is None else write_queues
-        request = CreateTopic(topic, queues, write, permission, message_type)
+        request = CreateTopic(topic, queues, write, permission, _of_type(message_type))
         check_topic_settings(request)
         refuse_own_topic(topic)
         self._check_open()
@@ -641,10 +642,11 @@ class AdministeredRoute(Route, Closing):
         )  # fmt: skip
         broker = self._scheduler()
         if message_type is not None:
-            old = broker.call(DescribeTopics()).get(topic) or CreateTopic(topic)
-            request = CreateTopic(topic, old.read_queues, old.write_queues, old.permission, message_type)
+            old = broker.call(DescribeTopics()).get(topic)
+            kept = old or CreateTopic(topic)
+            request = CreateTopic(topic, kept.read_queues, kept.write_queues, kept.permission, _of_type(message_type))
             check_topic_settings(request)
-            if old.message_type != message_type:
+            if old is None or old.message_type != message_type:
                 broker.call(request)
         broker.call(ChangeSchedule(name, "set", rule.row()))
 
@@ -727,6 +729,10 @@ class StoreRoute(AdministeredRoute):
     def call(self, request: Request[R], /) -> R:
         """Answer a request."""
         return self.endpoint(self.name).call(request)
+
+
+def _of_type(message_type: TopicType | None) -> dict[str, str | None]:
+    return {} if message_type is None else {MESSAGE_TYPE: message_type}
 
 
 def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[StoredMessage]:

@@ -15,6 +15,7 @@ from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.message.message import reserved_topic
 from librmq.message.topics import (
+    MESSAGE_TYPE,
     NOT_FOR_SENDING,
     TOPIC_TYPES,
     SystemTopic,
@@ -35,6 +36,8 @@ from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_ro
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 
+_ATTRIBUTES: Final[Mapping[str, Collection[str]]] = {MESSAGE_TYPE: TOPIC_TYPES}
+"""The attributes of 5.x that topics have here, and what each can be."""
 _NAMED: Final = 10
 _versions: Final = itertools.count(1)
 
@@ -95,7 +98,7 @@ def check_topic_settings(request: CreateTopic) -> None:
 
     Raises:
         MessageIllegalError: Clients refuse the name.
-        BrokerError: A number is out of range, or there is no such type.
+        BrokerError: A number is out of range, or there is no such attribute or type.
     """
     validate_client_topic(request.topic)
     for what, value, maximum in (
@@ -105,11 +108,14 @@ def check_topic_settings(request: CreateTopic) -> None:
     ):
         if type(value) is not int or not 0 <= value <= maximum:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {maximum}, found {value!r:.80}")
-    if request.message_type is not None and request.message_type not in TOPIC_TYPES:
-        raise BrokerError(
-            ResponseCode.SYSTEM_ERROR,
-            f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {request.message_type!r:.80}",
-        )
+    for attribute, setting in request.attributes.items():
+        if (choices := _ATTRIBUTES.get(attribute)) is None:
+            what = f"attributes: expected {' or '.join(_ATTRIBUTES)}, which librmq has, found {attribute!r:.80}"
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, what)
+        if setting is not None and setting not in choices:
+            name = attribute.replace(".", "_")
+            what = f"{name}: expected one of {', '.join(choices)}, found {setting!r:.80}"
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, what)
 
 
 def refuse_own_topic(name: str, own_topics: Container[str] = ()) -> None:
@@ -315,8 +321,8 @@ class Topics:
     def _set_row(self, request: CreateTopic) -> Topic:
         name = request.topic
         counts = request.read_queues, request.write_queues
-        before, kind = self._table.rows.get(name), request.message_type
-        row = topic_row(name, *counts, request.permission, before=before, message_type=kind)
+        before = self._table.rows.get(name)
+        row = topic_row(name, *counts, request.permission, before=before, attributes=request.attributes)
         with self._lock:
             self._table.set(name, row)
             self.version = next(_versions)

@@ -35,6 +35,7 @@ from librmq.protocol import (
     ResendLetters,
     RouteWrapper,
 )
+from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote import RemoteRoute, connect
 from librmq.wire.share_links import OwnedStore, connect_to_sharing
 
@@ -119,7 +120,7 @@ class DryRun(Endpoint):
             tried: Request[Any] = replace(request, dry_run=True)
             return self._broker.call(tried)
         if isinstance(request, CreateTopic):
-            queues, kind = (request.read_queues, request.write_queues), request.message_type or "MIXED"
+            queues, kind = (request.read_queues, request.write_queues), topic_type({"attributes": request.attributes})
             self._created[request.topic] = QueueData(self._name, *queues, request.permission, kind)
         if not isinstance(request, ReadRequest | PullMessage):
             return {}

@@ -25,7 +25,8 @@ from librmq.consumer.config import StartAt
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.files import Files, file_size
 from librmq.files.interface import make_folders
-from librmq.java.json import ObjectKey, dumps, loads
+from librmq.java import json as java_json
+from librmq.java.json import ObjectKey
 from librmq.message import MessageQueue
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import DescribeQueues, HoldPlace, Place, QueryOffset, StartGroup, StartOutcome, UpdateOffset
@@ -200,7 +201,7 @@ class LocalOffsets:
         for path in (self.path, self.path + ".bak"):
             if file_size(self._files, path):
                 try:
-                    return _table(loads(self._files.read(path)))
+                    return _table(java_json.loads(self._files.read(path)))
                 except MalformedError as error:
                     _log.warning("%(path)s: %(error)s", path=path, error=error)
                     problem = problem or MalformedError(
@@ -249,7 +250,7 @@ class LocalOffsets:
             ObjectKey((("brokerName", queue.broker_name), ("queueId", queue.queue_id), ("topic", queue.topic))): offset
             for queue, offset in sorted(self._table.items())
         }
-        return dict(self._unwritten), dumps({"offsetTable": rows}).encode()
+        return dict(self._unwritten), java_json.dumps({"offsetTable": rows}).encode()
 
     def _write_file(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
         make_folders(self._files, os.path.dirname(self.path))

@@ -46,6 +46,8 @@ class TopicPrefix:
 TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"]
 TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
 """What official clients of 5.x may send to a topic; to one of type MIXED all."""
+MESSAGE_TYPE: Final = "message.type"
+"""The attribute of 5.x that says it."""
 
 _KINDS: Final = {SystemTopic.SCHEDULE: "delay", SystemTopic.HALF: "half", SystemTopic.OP: "op"}
 

@@ -50,8 +50,8 @@ class CreateTopic(Request[None]):
     read_queues: int = 8
     write_queues: int = 8
     permission: int = PERM_READ | PERM_WRITE
-    message_type: TopicType | None = None
-    """What official clients of 5.x may send; None leaves it as it is, MIXED for a new topic."""
+    attributes: Mapping[str, str | None] = field(default_factory=dict)
+    """Attributes of 5.x to set, such as `MESSAGE_TYPE`, and with None those to remove; the others stay."""
     unless_exists: bool = False
     """Whether an existing topic stays as it is."""
 

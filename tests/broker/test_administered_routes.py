@@ -261,6 +261,7 @@ def test_topics_and_queues(route: AdministeredRoute) -> None:
     assert [bounds.max_offset for bounds in route.queues("orders").values()] == [0] * 3 * brokers
     assert route.queues("unknown") == {}
     route.create_topic("in_order", 1, message_type="FIFO")
+    route.create_topic("in_order", 2)
     assert route.topics()["in_order"].message_type == "FIFO"
     route.create_topic("one", 2, broker_name=route.broker_names()[0])
     assert route.topics()["one"].read_queues == 2

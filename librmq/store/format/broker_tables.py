@@ -34,6 +34,7 @@ from copy import copy
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from sys import intern
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
@@ -41,7 +42,15 @@ from librmq.files import DiskFiles, Files, file_size
 from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
-from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicType, has_no_row, is_own_group
+from librmq.message.topics import (
+    MESSAGE_TYPE,
+    TOPIC_TYPES,
+    SystemTopic,
+    TopicPrefix,
+    TopicType,
+    has_no_row,
+    is_own_group,
+)
 from librmq.override import override
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
@@ -72,7 +81,6 @@ _BACKUP: Final = ".bak"
 _LIGHT_OFFSETS: Final = "lmqConsumerOffset.json"
 _LIGHT_TABLE: Final = "lmqOffsetTable"
 _ATTRIBUTES: Final = "attributes"
-_TOPIC_TYPE: Final = "message.type"
 
 
 _STATIC_TOPICS: Final = "topicQueueMapping.json"
@@ -410,9 +418,9 @@ def topic_row(
     permission: int,
     *,
     before: Mapping[str, Any] | None = None,
-    message_type: TopicType | None = None,
+    attributes: Mapping[str, str | None] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Make a row of ``topics.json``; what ``before`` has besides stays, and its type without another one."""
+    """Make a row of ``topics.json``; what ``before`` has besides stays, attributes too but for those given."""
     row: dict[str, Any] = {
         "order": False,
         "perm": permission,
@@ -424,9 +432,13 @@ def topic_row(
     }
     if before:
         row = {**before, **{setting: row[setting] for setting in ("readQueueNums", "writeQueueNums", "perm")}}
-    if message_type is not None:
+    if attributes:
         others = row.get(_ATTRIBUTES)
-        row[_ATTRIBUTES] = {**(others if isinstance(others, Mapping) else {}), _TOPIC_TYPE: message_type}
+        kept = {**others} if isinstance(others, Mapping) else {}
+        for name, value in attributes.items():
+            kept.pop(f"+{name}", None)
+            kept[name] = value
+        row[_ATTRIBUTES] = {name: value for name, value in kept.items() if value is not None}
     return row
 
 
@@ -438,7 +450,7 @@ def topic_attribute(row: Mapping[str, Any], name: str) -> object:
 
 def topic_type(row: Mapping[str, Any]) -> TopicType:
     """Return the type in a topic's row: an attribute of 5.x, which a table of 4.9 lacks; MIXED by default."""
-    named = topic_attribute(row, _TOPIC_TYPE)
+    named = topic_attribute(row, MESSAGE_TYPE)
     return next((kind for kind in TOPIC_TYPES if kind == named), "MIXED")
 
 

@@ -17,7 +17,7 @@ from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 from zoneinfo import ZoneInfo
 
 from librmq.errors import (
@@ -37,7 +37,6 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import Host, format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import TopicType
 from librmq.protocol import (
     DAMAGE_MS,
     Acknowledge,
@@ -154,7 +153,6 @@ _OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
-_TYPE_CHANGE: Final = "+message.type="
 _STATES: Final = {state.value: state for state in TransactionState}
 _PULL_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
 _REMARKS: Final = {
@@ -484,11 +482,20 @@ def _state_in(number: int) -> TransactionState:
     return state
 
 
-def _type_in(attributes: str | None) -> TopicType | None:
-    """Return the type of messages, which alone counts of the attributes of 5.x; the broker refuses a wrong one."""
-    changes = (attributes or "").split(",")
-    named = next((change.removeprefix(_TYPE_CHANGE) for change in changes if change.startswith(_TYPE_CHANGE)), None)
-    return cast("TopicType | None", named)
+def _written_attributes(attributes: Mapping[str, str | None]) -> str | None:
+    """Return changes of attributes as 5.x names them: ``+message.type=FIFO`` sets one, ``-message.type`` removes it."""
+    changes = (f"-{name}" if value is None else f"+{name}={value}" for name, value in attributes.items())
+    return ",".join(changes) or None
+
+
+def _attributes_in(text: str | None) -> dict[str, str | None]:
+    attributes: dict[str, str | None] = {}
+    for change in filter(None, map(str.strip, (text or "").split(","))):
+        name, equals, value = change[1:].partition("=")
+        if not name or change[0] not in "+-" or (change[0] == "+") != bool(equals):
+            raise MalformedError(f"attributes: expected +NAME=VALUE or -NAME, found {change!r:.80}")
+        attributes[name] = value if equals else None
+    return attributes
 
 
 def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
@@ -578,9 +585,9 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
     CreateTopic: _by_fields(
         CreateTopic,
         _C.UPDATE_AND_CREATE_TOPIC,
-        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission attributes=message_type",
+        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission attributes",
         _NOTHING,
-        attributes=(lambda kind: None if kind is None else f"{_TYPE_CHANGE}{kind}", _type_in),
+        attributes=(_written_attributes, _attributes_in),
     ),
     DeleteTopic: _as_header(_C.DELETE_TOPIC_IN_BROKER, _NOTHING),
     CleanUnusedTopics: _as_header(_C.CLEAN_UNUSED_TOPIC, _Result(_reply_nothing, _read_no_queues)),

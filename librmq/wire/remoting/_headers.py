@@ -339,7 +339,7 @@ class CreateTopicHeader:
     topic_sys_flag: int = 0
     order: bool = False
     attributes: str | None = None
-    """Changes of attributes, as in 5.x: ``+message.type=FIFO``."""
+    """Changes of attributes, as in 5.x: ``+message.type=FIFO,-another``."""
 
 
 @value

@@ -375,6 +375,30 @@ def test_a_row_of_a_group_is_checked(client: RawClient, broker: Broker, settings
     assert "g" not in broker.groups()
 
 
+def test_attributes_of_a_topic_are_set_and_removed(client: RawClient, broker: Broker) -> None:
+    """As `mqadmin updateTopic -a` names them; one that librmq lacks is refused, as by a broker of 5.x."""
+
+    def change(attributes: str | None) -> str:
+        counts = {"read_queue_nums": 1, "write_queue_nums": 1, "perm": 6}
+        answer = client.call(Code.UPDATE_AND_CREATE_TOPIC, topic="n", attributes=attributes, **counts)
+        return answer.remark or ""
+
+    for attributes, kind in (
+        ("+message.type=FIFO", "FIFO"), (None, "FIFO"), ("", "FIFO"), ("+message.type=DELAY", "DELAY"),
+        ("-message.type", "MIXED"),
+    ):  # fmt: skip
+        assert change(attributes) == ""
+        assert broker.topics()["n"].message_type == kind
+    for attributes, said in (
+        ("+queue.type=BatchCQ", "expected message.type, which librmq has, found 'queue.type'"),
+        ("+message.type=SLOW", "message_type: expected one of NORMAL, FIFO"),
+        ("message.type=FIFO", "expected +NAME=VALUE or -NAME, found 'message.type=FIFO'"),
+        ("+message.type", "expected +NAME=VALUE or -NAME"),
+    ):
+        assert said in change(attributes)
+        assert broker.topics()["n"].message_type == "MIXED"
+
+
 def test_all_addresses_are_those_of_ipv4_too(broker: Broker) -> None:
     """A client of IPv4 sees its own kind of address, and counts as one on this machine."""
     with (
