@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from librmq.consumer._push import PushConsumer as PushConsumer
     from librmq.consumer._simple import ReceivedMessage as ReceivedMessage
     from librmq.consumer._simple import SimpleConsumer as SimpleConsumer
-    from librmq.consumer._tracks import MessageTrack as MessageTrack
-    from librmq.consumer._tracks import TrackType as TrackType
-    from librmq.consumer._tracks import message_tracks as message_tracks
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
 else:
@@ -30,7 +27,6 @@ else:
         {
             "librmq.consumer._assignment": ("ProcessQueue",),
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
-            "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
             "librmq.consumer._listeners": ("DeliveredMessage", "OrderlyResult"),
             "librmq.consumer._orderly": ("BlockedQueue",),
             "librmq.consumer._pull": ("PullConsumer",),
