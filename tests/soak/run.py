@@ -1,7 +1,6 @@
-"""A soak: processes send and consume for a time while they are killed and cut off; then their history is judged.
+"""A soak: processes send and consume for a time while they are killed and cut off, and record what they do.
 
-`Soak` starts and harms the processes, each of which runs `tests.soak.worker.main`, and writes one history of
-what they recorded.
+`Soak` starts and harms the processes, each of which runs `tests.soak.worker.main`, and returns their history.
 """
 
 from __future__ import annotations
@@ -10,71 +9,56 @@ import asyncio
 import json
 import os
 import random
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Self, cast
+from typing import IO, Any, Final, Self, cast
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError, InputError, RmqError
-from librmq.message.topics import dead_letter_topic, retry_topic
-from librmq.testing.histories.anomalies import Anomaly, find_anomalies
-from librmq.testing.histories.events import HistoryEvents
-from tests.soak.worker import LOADS, Recording, SoakNames, recorded_kind
+from librmq.testing import check_history
+from tests.soak.worker import LOADS, Recording, SoakNames
 
-PREFIX: Final = "librmq_soak_"
-"""Begins the names of all topics and groups of a soak."""
-FAULTS: Final = ("kill", "crash", "cut")
-"""Kills of a client's process, kills of the process that owns the store, and cuts of connections."""
 _QUEUES: Final = 4
+_WORKERS: Final = 2
+"""Processes of clients; an embedded store has one."""
 _WORKER: Final = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from tests.soak.worker import main; main()"
 )
 _START_S: Final = 60.0
 _END_S: Final = 60.0
+_SETTLE_S: Final = 120.0
+"""After so long without a message that was missing, what is missing is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakPlan:
     """What a soak does. At most some 200,000 messages: the checker holds their events in memory."""
 
-    store: str
+    store: Path
     """The folder of the store."""
+    recordings: Path
+    """The folder in which processes record what they do; the soak makes it."""
     is_served: bool = False
     """Whether clients reach the store over TCP, in processes of their own."""
-    seconds: float = 30.0
+    seconds: float
     """How long messages are sent."""
-    rate: int = 100
+    rate: int
     """Messages a second, of all processes together."""
     loads: Sequence[str] = LOADS
     """Some of `LOADS`."""
-    workers: int = 2
-    """Processes of clients; an embedded store has one."""
-    faults: Sequence[str] | None = None
-    """Some of `FAULTS`, which come in turn; None: all that are possible."""
-    fault_every_s: float = 5.0
+    fault: str = "crash"
+    """``crash`` kills the process that owns the store; in a served one ``kill`` kills a client's process, and ``cut``
+    cuts connections."""
+    fault_every_s: float
     """Seconds between two faults."""
-    settle_s: float = 120.0
-    """After so long without a message that was missing, what is missing is lost."""
-    name: str = field(default_factory=lambda: secrets.token_hex(4))
-    """The end of the names of topics and groups."""
-    history: str | None = None
-    """The file of the history; None: `PREFIX`, the name, and ``.jsonl``."""
-
-    def possible_faults(self) -> tuple[str, ...]:
-        """Return the faults that a served or an embedded store allows."""
-        return FAULTS if self.is_served else ("crash",)
+    seed: int = 0
 
 
 class CuttingProxy:
@@ -148,19 +132,13 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 class Process:
     """A process that runs `main`."""
 
-    def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
+    def __init__(self, name: str, settings: Mapping[str, object], folder: Path) -> None:
         self.name = name
-        self.counts: Counter[str] = Counter()
-        self.error = ""
         self.address: str | None = None
-        self._log = os.path.join(folder, f"{name}.log")
-        with open(self._log, "wb") as log:
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _WORKER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the soak alone
+                [sys.executable, "-c", _WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )
         self._is_ready = threading.Event()
         self._reader = threading.Thread(target=self._read, name=f"librmq soak {name}", daemon=True)
@@ -169,12 +147,8 @@ class Process:
 
     def _read(self) -> None:
         for line in cast(IO[bytes], self.process.stdout):
-            row = json.loads(line)
-            if "ready" in row:
-                self.address = row["ready"]
-                self._is_ready.set()
-            else:
-                self.counts, self.error = Counter(row["counts"]), row["error"]
+            self.address = json.loads(line)["ready"]
+            self._is_ready.set()
         self._is_ready.set()
 
     def ask(self, order: str) -> None:
@@ -184,25 +158,14 @@ class Process:
             file.flush()
 
     def wait_until_ready(self) -> None:
-        """Wait until its clients have started.
-
-        Raises:
-            InputError: It has ended, or is not ready in time.
-        """
-        if not self._is_ready.wait(_START_S):
-            raise InputError(f"the process {self.name} did not start within {_START_S:g} s")
+        """Wait until its clients have started."""
+        assert self._is_ready.wait(_START_S), f"the process {self.name} did not start within {_START_S:g} s"
         self.check_running()
 
     def check_running(self) -> None:
-        """Refuse an end that the soak did not ask for.
-
-        Raises:
-            InputError: It has ended.
-        """
-        if (status := self.process.poll()) is not None:
-            with open(self._log, encoding="utf-8", errors="replace") as log:
-                last = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "no message")
-            raise InputError(f"the process {self.name} ended by itself with status {status}: {last:.500}")
+        """Refuse an end that the soak did not ask for."""
+        status = self.process.poll()
+        assert status is None, f"{self.name} ended by itself with status {status}: {self._log.read_text('utf-8')}"
 
     def kill(self) -> int:
         """Kill it, and return the time of its last step: it is stopped first."""
@@ -214,17 +177,14 @@ class Process:
         self._close()
         return killed_ms
 
-    def wait_for_end(self) -> str:
-        """Wait for the end that was asked for, and kill the process if that takes too long; return what failed."""
-        problem = ""
-        try:
-            if status := self.process.wait(_END_S):
-                problem = f"it ended with status {status}"
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            problem = f"it was killed, because it did not end within {_END_S:g} s"
+    def end(self) -> int | None:
+        """Wait for the end that was asked for, and return its status; None if it was killed, because it goes on."""
+        status = None
+        with suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(_END_S)
+        self.process.kill()
         self._close()
-        return problem
+        return status
 
     def _close(self) -> None:
         self.process.wait()
@@ -234,175 +194,96 @@ class Process:
                 cast(IO[bytes], pipe).close()
 
 
-@dataclass(frozen=True)
-class SoakResult:
-    """How a soak ended."""
-
-    anomalies: list[Anomaly]
-    history: str
-    """The file of the history."""
-    counts: Mapping[str, int]
-    """Sends and deliveries by their outcome, and faults by their kind."""
-    left: Mapping[str, str]
-    """Topics and groups that could not be deleted, and processes that did not end, with the reason."""
-    is_interrupted: bool
-
-
 class Soak:
     """One run."""
 
     def __init__(self, plan: SoakPlan) -> None:
         self._plan = plan
-        self.names = SoakNames(PREFIX + plan.name, plan.loads)
-        """Its topics and groups."""
-        self.history: str = plan.history or f"{self.names.base}.jsonl"
-        """The file of the history."""
-        self._parts = f"{self.history}.parts"
-        self._recording = Recording(self._parts)
-        self._address: str | None = None
+        self._names = SoakNames(plan.loads)
+        self._recording = Recording(str(plan.recordings))
         self._port = 0
         self._clock = SystemClock()
-        self._random = random.Random(plan.name)
+        self._random = random.Random(plan.seed)
         self._server: Process | None = None
         self._workers: list[Process] = []
         self._lives = 0
-        self._ended: Counter[str] = Counter()
         self._events: list[Event] = []
-        self._proxy: CuttingProxy | None = None
         self._broker_name = ""
-        self._created: list[tuple[str, str]] = []
-        self._left: dict[str, str] = {}
-        self._faults: Counter[str] = Counter(dict.fromkeys(plan.possible_faults(), 0))
+        self.faults: int = 0
+        """How often the fault has come."""
 
-    def run(self, wait: Callable[[float], bool], show: Callable[[Mapping[str, object]], None]) -> SoakResult:
-        """Run to the end.
-
-        Args:
-            wait: Waits so many seconds; returns whether the run is interrupted.
-            show: Called each second with what was done so far.
-
-        Raises:
-            ConfigError: The file of the history exists.
-            InputError: A topic or group exists that is not this soak's, no message was taken, or a process ended by
-                itself.
-            RmqError: The store refuses something.
-        """
-        for path in (self.history, self._parts):
-            if os.path.lexists(path):
-                raise ConfigError(f"{path}: exists: each soak writes a history of its own")
-        try:
-            with Broker.open(self._plan.store) as broker:
-                self._broker_name = broker.name
-                self._create_topics(broker)
-            os.mkdir(self._parts)
-            with CuttingProxy() as self._proxy:
-                try:
-                    is_interrupted = self._run_processes(wait, show)
-                finally:
-                    self._end_processes()
-            anomalies, counts = self._write_history()
-        finally:
-            if self._created:
-                self._delete_topics()
-        shutil.rmtree(self._parts)
-        if not counts["sent"] and not is_interrupted:
-            raise InputError(f"no message was acknowledged; the last error: {self._last_error()}")
-        return SoakResult(anomalies, self.history, counts, self._left, is_interrupted)
-
-    # ---- topics and groups
-
-    def _create_topics(self, broker: Broker) -> None:
-        """Create topics and groups, unless one of them exists."""
-        topics, groups = [self.names.topic(load) for load in self._plan.loads], list(self.names.topics)
-        for names, existing in ((topics, broker.topics()), (groups, broker.groups())):
-            if others := sorted(set(names) & set(existing)):
-                raise InputError(f"{others[0]!r} exists, so it is not this soak's")
-        for topic in topics:
-            self._created.append(("topic", topic))
-            broker.create_topic(topic, _QUEUES)
-        for group in groups:
-            self._created.append(("group", group))
-            broker.set_group(group)
-
-    def _delete_topics(self) -> None:
-        """Delete what was created, and what consumers have caused; note what remains, and why."""
+    def run(self) -> list[dict[str, Any]]:
+        """Run to the end, and return the history."""
         with Broker.open(self._plan.store) as broker:
-            existing, groups = broker.topics(), broker.groups()
-            deletions: dict[str, Callable[[], None]] = {}
-            for kind, name in self._created:
-                if kind == "group" and name in groups:
-                    deletions[name] = partial(broker.delete_group, name, keep_progress=False)
-                for topic in [name] if kind == "topic" else [retry_topic(name), dead_letter_topic(name)]:
-                    if topic in existing:
-                        deletions[topic] = partial(broker.delete_topic, topic)
-            for name, delete in deletions.items():
-                try:
-                    delete()
-                except RmqError as error:
-                    self._left[name] = str(error)
-            broker.clean_unused_topics()
+            self._broker_name = broker.name
+            for load in self._plan.loads:
+                broker.create_topic(self._names.topic(load), _QUEUES)
+            for group in self._names.topics:
+                broker.set_group(group)
+        self._plan.recordings.mkdir()
+        statuses = {}
+        with CuttingProxy() as self._proxy:
+            try:
+                self._run_processes()
+            finally:
+                statuses = self._end_processes()
+        assert set(statuses.values()) == {0}, statuses
+        return self._history(self._events)
 
-    # ---- processes
-
-    def _run_processes(self, wait: Callable[[float], bool], show: Callable[[Mapping[str, object]], None]) -> bool:
-        """Send for the planned time, and wait until all is consumed; return whether the run was interrupted."""
+    def _run_processes(self) -> None:
+        """Send for the planned time, and wait until all is consumed."""
         plan = self._plan
-        faults = plan.possible_faults() if plan.faults is None else tuple(plan.faults)
         if plan.is_served:
             self._start_server()
-        self._workers = [self._start_worker() for _ in range(plan.workers if plan.is_served else 1)]
+        self._workers = [self._start_worker() for _ in range(_WORKERS if plan.is_served else 1)]
         for worker in self._workers:
             worker.wait_until_ready()
-        begin = self._clock.monotonic()
-        fault_at, shown_at, number = begin + plan.fault_every_s, begin + 1, 0
-        while (now := self._clock.monotonic()) < begin + plan.seconds:
-            if now >= shown_at:
-                shown_at = max(shown_at + 1, now)
-                show(self._progress(now - begin))
-            if faults and now >= fault_at:
-                self._make_fault(faults[number % len(faults)])
-                fault_at, number = self._clock.monotonic() + plan.fault_every_s, number + 1
-            due = [begin + plan.seconds, shown_at, *([fault_at] if faults else [])]
-            if wait(max(0.0, min(due) - self._clock.monotonic())):
-                return True
-            for process in self._processes():
-                process.check_running()
+        end = self._clock.monotonic() + plan.seconds
+        while (left_s := end - self._clock.monotonic()) > 0:
+            if left_s > plan.fault_every_s:
+                self._pass(plan.fault_every_s)
+                self._make_fault()
+            else:
+                self._pass(left_s)
         for worker in self._workers:
             worker.ask("stop")
-        return self._settle(wait, lambda: show(self._progress(self._clock.monotonic() - begin)))
+        self._settle()
+
+    def _pass(self, seconds: float) -> None:
+        self._clock.wait(threading.Event(), seconds)
+        for process in self._processes():
+            process.check_running()
 
     def _processes(self) -> list[Process]:
         return [*self._workers, *([self._server] if self._server is not None else [])]
 
     def _start_server(self) -> None:
-        settings = {"role": "server", "store": self._plan.store, "port": self._port}
-        self._server = Process(f"server-{self._faults['crash']}", settings, self._parts)
+        settings = {"role": "server", "store": str(self._plan.store), "port": self._port}
+        self._server = Process(f"server-{self.faults}", settings, self._plan.recordings)
         self._server.wait_until_ready()
-        address = cast(str, self._server.address)
-        self._port = int(address.rpartition(":")[2])
-        self._address = address
+        self._port = int(cast(str, self._server.address).rpartition(":")[2])
 
     def _start_worker(self) -> Process:
         self._lives += 1
         name = f"worker-{self._lives}"
-        workers = 1 if self._address is None else self._plan.workers
         settings: dict[str, object] = {
-            "role": "embedded" if self._address is None else "client",
-            "store": self._plan.store,
-            "address": self._address,
-            "proxy": cast(CuttingProxy, self._proxy).port,
-            "history": os.path.join(self._parts, f"{name}.jsonl"),
+            "role": "embedded" if self._server is None else "client",
+            "store": str(self._plan.store),
+            "address": None if self._server is None else self._server.address,
+            "proxy": self._proxy.port,
+            "history": str(self._plan.recordings / f"{name}.jsonl"),
             "process": name,
-            "base": self.names.base,
             "loads": self._plan.loads,
-            "rate": self._plan.rate / workers,
+            "rate": self._plan.rate / (1 if self._server is None else _WORKERS),
             "seed": self._random.randrange(1_000_000),
         }
-        return Process(name, settings, self._parts)
+        return Process(name, settings, self._plan.recordings)
 
-    def _make_fault(self, fault: str) -> None:
+    def _make_fault(self) -> None:
+        fault = self._plan.fault
+        self.faults += 1
         if fault == "cut":
-            cast(CuttingProxy, self._proxy).cut(self._random)
+            self._proxy.cut(self._random)
         elif fault == "crash" and self._server is not None:
             self._add_crash(self._server.kill(), broker=self._broker_name)
             self._start_server()
@@ -410,81 +291,42 @@ class Soak:
             place = self._random.randrange(len(self._workers))
             worker = self._workers[place]
             killed_ms = worker.kill()
-            self._ended += worker.counts
             self._add_crash(killed_ms, process=worker.name)
             if fault == "crash":
                 self._add_crash(killed_ms, broker=self._broker_name)
             self._workers[place] = self._start_worker()
             self._workers[place].wait_until_ready()
-        self._faults[fault] += 1
 
     def _add_crash(self, at_ms: int, **actor: str) -> None:
         self._events.append({"event": "crash", **actor, "at_ms": at_ms})
 
-    def _progress(self, seconds: float) -> dict[str, object]:
-        counts = sum((worker.counts for worker in self._workers), self._ended)
-        row: dict[str, object] = {"type": "progress", "seconds": round(seconds)}
-        return row | {what: counts[what] for what in ("sent", "failed", "consumed")} | self._faults
-
-    def _last_error(self) -> str:
-        return next((worker.error for worker in self._workers if worker.error), "none")
-
-    def _settle(self, wait: Callable[[float], bool], show: Callable[[], None]) -> bool:
+    def _settle(self) -> None:
         """Wait until nothing is missing, or nothing that was missing has come for some time."""
         fewest, since = None, self._clock.monotonic()
-        shown_at = since
         while True:
             begin = self._clock.monotonic()
-            marks = [{"event": "drained", "group": group, "at_ms": self._clock.now_ms()} for group in self.names.topics]
-            history = HistoryEvents()
-            history.read(self._recording.lines([*self._events, *marks]), self.history)
-            missing = sum(anomaly.anomaly in ("lost", "undecided") for anomaly in find_anomalies(history))
+            drained_ms = self._clock.now_ms()
+            marks = [{"event": "drained", "group": group, "at_ms": drained_ms} for group in self._names.topics]
+            found = check_history(self._history([*self._events, *marks]))
+            missing = sum(anomaly.anomaly in ("lost", "undecided") for anomaly in found)
             now = self._clock.monotonic()
             if fewest is None or missing < fewest:
                 fewest, since = missing, now
-            if not missing or now - since >= self._plan.settle_s:
+            if not missing or now - since >= _SETTLE_S:
                 self._events += marks
-                return False
-            if now >= shown_at:
-                shown_at = now + 1
-                show()
-            if wait(max(0.5, now - begin)):
-                return True
-            for process in self._processes():
-                process.check_running()
+                return
+            self._pass(max(0.5, now - begin))
 
-    def _end_processes(self) -> None:
-        """End the clients, then the server; kill what does not end."""
+    def _end_processes(self) -> dict[str, int | None]:
+        """End the clients, then the server; return their exit statuses, None for those that go on."""
+        statuses = {}
         for processes in (self._workers, [self._server] if self._server is not None else []):
             for process in processes:
                 process.ask("stop")
                 process.ask("end")
             for process in processes:
-                if problem := process.wait_for_end():
-                    self._left[f"process {process.name}"] = problem
+                statuses[process.name] = process.end()
+        return statuses
 
-    # ---- the history
-
-    def _write_history(self) -> tuple[list[Anomaly], Counter[str]]:
-        """Write the history, check it, and count its events."""
-        counts = Counter({**dict.fromkeys(_COUNTED.values(), 0), **self._faults})
-        with open(self.history, "xb") as file:
-            for line in self._recording.lines(self._events):
-                file.write(line)
-                if (kind := recorded_kind(line)) in ("send", "deliver"):
-                    counts[_COUNTED[kind, json.loads(line).get("outcome", "died")]] += 1
-        history = HistoryEvents()
-        with open(self.history, "rb") as file:
-            history.read(file, self.history)
-        return find_anomalies(history), counts
-
-
-_COUNTED: Final = {
-    ("send", "ok"): "sent",
-    ("send", "failed"): "refused",
-    ("send", "unknown"): "unknown",
-    ("deliver", "ok"): "consumed",
-    ("deliver", "retry"): "retried",
-    ("deliver", "died"): "died",
-}
-"""What is counted of sends and deliveries, by their outcome."""
+    def _history(self, events: Sequence[Event]) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._recording.lines(events)]

@@ -1,116 +1,52 @@
-"""Soaks: what their clients do, each fault, broken brokers that the verdict finds, and what they leave behind."""
+"""Soaks: what their clients do, the recordings of their processes as one history, and each fault."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, record_history
-from librmq.message.properties import PropertyName
-from librmq.protocol import EndTransaction, SendMessage, SendTogether, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
 from tests.programs import POSIX
 from tests.simulation.promises import had_two_readers
-from tests.soak.run import PREFIX, Soak, SoakPlan, SoakResult
+from tests.soak.run import Soak, SoakPlan
 from tests.soak.worker import LOADS, Load, Recording, SoakNames
 
 pytestmark = POSIX
-NAMES = SoakNames(f"{PREFIX}test")
 
 
-def lines(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
-
-
-def anomalies_of(broker: Broker, path: Path, messages: int) -> set[str]:
-    """Let the clients of a soak send by a moved clock; return the kinds of anomalies of their history."""
-    runner = broker.runner
-    assert isinstance(runner, ManualRunner)
-    with record_history(broker, path) as route:
-        load = Load(route, NAMES)
-        load.start()
-        for number in range(messages):
-            load.send(number)
+def test_the_load_has_all_that_the_checker_judges(tmp_path: Path) -> None:
+    """By a moved clock."""
+    runner = ManualRunner(ManualClock(1_700_000_000_000))
+    names = SoakNames()
+    with Broker.temporary(runner=runner) as broker, record_history(broker, tmp_path / "history") as route:
+        for load in LOADS:
+            broker.create_topic(names.topic(load), 4)
+        clients = Load(route, names)
+        clients.start()
+        for number in range(300):
+            clients.send(number)
             runner.advance(10)
-            load.poll(0)
+            clients.poll(0)
         for _ in range(20):
             runner.advance(10_000)
-            load.poll(0)
-        load.shutdown()
-    drained = [{"event": "drained", "group": group, "at_ms": runner.now_ms()} for group in NAMES.topics]
-    return {anomaly.anomaly for anomaly in check_history([*lines(path), *drained])}
-
-
-@pytest.fixture
-def broker() -> Iterator[Broker]:
-    with Broker.temporary(runner=ManualRunner(ManualClock(1_700_000_000_000))) as broker:
-        for load in LOADS:
-            broker.create_topic(NAMES.topic(load), 4)
-        yield broker
-
-
-def test_the_load_has_all_that_the_checker_judges(broker: Broker, tmp_path: Path) -> None:
-    assert anomalies_of(broker, tmp_path / "history", 300) == set()
-    events = lines(tmp_path / "history")
+            clients.poll(0)
+        clients.shutdown()
+    events = [json.loads(line) for line in (tmp_path / "history").read_bytes().splitlines()]
+    drained = [{"event": "drained", "group": group, "at_ms": runner.now_ms()} for group in names.topics]
+    assert check_history([*events, *drained]) == []
     kinds = Counter((event["event"], event.get("outcome")) for event in events)
     assert kinds["deliver", "retry"] > 10
     assert kinds["end_transaction", "ok"] == 30
     sends = [event for event in events if event["event"] == "send"]
     assert len(sends) == 360
     assert sum("not_before_ms" in event for event in sends) == sum("half" in event for event in sends) == 30
-    assert {event["group"] for event in events if event.get("ordered")} == {f"{NAMES.base}_in_order"}
-
-
-# ---- broken brokers
-
-
-def forgets(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-    """Acknowledge a message that is not stored."""
-    if isinstance(request, SendMessage) and request.message.body.endswith(b"3"):
-        request.message.topic = f"{PREFIX}elsewhere"
-        return call(request)._replace(queue_id=1_000, queue_offset=number)
-    return call(request)
-
-
-def hurries(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-    """Forget that a message has a delay."""
-    if isinstance(request, SendMessage):
-        request.message.properties.pop(PropertyName.DELAY, None)
-    return call(request)
-
-
-def commits(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-    """Commit what is to be rolled back."""
-    if isinstance(request, EndTransaction):
-        object.__setattr__(request, "state", TransactionState.COMMIT)
-    return call(request)
-
-
-def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, numbers = broker.call, iter(range(1_000_000))
-
-    def call(request: Any) -> Any:
-        if isinstance(request, SendTogether):
-            return [call(request.sends[0])]
-        return how(request, whole, next(numbers))
-
-    monkeypatch.setattr(broker, "call", call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "anomaly"), [(forgets, "lost"), (hurries, "early"), (commits, "aborted")])
-def test_a_broken_broker_is_found(
-    broker: Broker, how: Callable[..., Any], anomaly: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_broker(broker, how, monkeypatch)
-    assert anomaly in anomalies_of(broker, tmp_path / "history", 100)
+    assert {event["group"] for event in events if event.get("ordered")} == {"soak_in_order"}
 
 
 # ---- what the history of several processes leaves open
@@ -177,42 +113,18 @@ def test_the_files_of_processes_are_one_history(
 # ---- whole runs
 
 
-def soak(plan: SoakPlan, interrupted: Callable[[], bool] = lambda: False) -> tuple[SoakResult, list[Any]]:
-    rows: list[Any] = []
-    never = threading.Event()
-    result = Soak(plan).run(lambda seconds: never.wait(seconds) or interrupted(), rows.append)
-    assert not result.left
-    return result, rows
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "is_served"),
-    [
-        ("crash", False),
-        pytest.param("crash", True, marks=pytest.mark.slow),
-        pytest.param("kill", True, marks=pytest.mark.slow),
-        ("cut", True),
-    ],
-)
-def test_what_a_fault_does_explains_itself(
-    fault: str, is_served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize(("fault", "is_served"), [("crash", False), ("crash", True), ("kill", True), ("cut", True)])
+def test_what_a_fault_does_explains_itself(fault: str, is_served: bool, tmp_path: Path) -> None:
     plan = SoakPlan(
-        store="store", is_served=is_served, seconds=2, rate=200, faults=[fault], fault_every_s=0.3,
-        loads=["plain", "delayed", "halves"],
+        store=tmp_path / "store", recordings=tmp_path / "recordings", is_served=is_served, seconds=2, rate=200,
+        fault=fault, fault_every_s=0.3, loads=["plain", "delayed", "halves"],
     )  # fmt: skip
-    result, rows = soak(plan)
-    events = lines(result.history)
-    assert result.anomalies == check_history(events)
-    for anomaly in result.anomalies:
+    soak = Soak(plan)
+    events = soak.run()
+    for anomaly in check_history(events):
         assert anomaly.anomaly == "progress-back"
         assert had_two_readers(events, *anomaly.events)
-    assert result.counts[fault] >= 1
-    assert result.counts["sent"] > 0
-    assert [row["type"] for row in rows] == ["progress"] * len(rows)
-    assert verify(tmp_path / "store").sound
-    assert sorted(path.name for path in tmp_path.iterdir()) == [result.history, "store"]
-    with Broker.open("store") as broker:
-        assert [name for name in (*broker.topics(), *broker.groups()) if PREFIX in name] == []
+    assert soak.faults >= 1
+    assert any(event["event"] == "send" and event["outcome"] == "ok" for event in events)
+    assert verify(plan.store).sound

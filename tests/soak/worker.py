@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, Route, TransactionState
-from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.wire.remote import connect
 from librmq.wire.remoting import RemotingServer, listen
 
 LOADS: Final = ("plain", "ordered", "delayed", "halves")
 """Messages and batches for concurrent listeners and polls, messages of ordered queues, delays, transactions."""
-_REPORT_S: Final = 0.2
+_POLL_S: Final = 0.2
 _BEHIND_S: Final = 1.0
 """Messages that are further behind the rate are not sent."""
 _AGAIN_S: Final = 0.1
@@ -52,17 +50,16 @@ _CONSUMED: Final = {"push": ("plain", "delayed", "halves"), "in_order": ("ordere
 class SoakNames:
     """The topics and groups of a soak."""
 
-    base: str
     loads: Sequence[str] = LOADS
 
     def topic(self, load: str) -> str:
-        return f"{self.base}_{load}"
+        return f"soak_{load}"
 
     @property
     def topics(self) -> dict[str, list[str]]:
         """The topics that each group consumes; groups without one are left out."""
         return {
-            f"{self.base}_{group}": topics
+            f"soak_{group}": topics
             for group, loads in _CONSUMED.items()
             if (topics := [self.topic(load) for load in loads if load in self.loads])
         }
@@ -72,16 +69,11 @@ class Load:
     """The producers and consumers of one process: one thread sends, another one polls."""
 
     def __init__(self, route: Route, names: SoakNames) -> None:
-        self.counts: Counter[str] = Counter()
-        """Messages that were sent, that failed, and that were consumed."""
-        self.error = ""
-        """Of the last send that failed."""
         self._route = route
         self._names = names
         self._mix = [kind for kind in _MIX if (kind if kind != "batch" else "plain") in names.loads]
-        self._lock = Lock()
-        self._producer = Producer(route, f"{names.base}_shop")
-        self._bank = TransactionProducer(route, f"{names.base}_bank", _decision_of)
+        self._producer = Producer(route, "soak_shop")
+        self._bank = TransactionProducer(route, "soak_bank", _decision_of)
         self._guest: PushConsumer | None = None
         self._consumers: dict[str, PushConsumer | PullConsumer] = {}
         for group, topics in names.topics.items():
@@ -102,7 +94,7 @@ class Load:
 
     def _change_members(self) -> None:
         """Let a second instance of the group of concurrent listeners come or go."""
-        group = f"{self._names.base}_push"
+        group = "soak_push"
         if self._guest is not None:
             self._guest.shutdown()
             self._guest = None
@@ -116,13 +108,12 @@ class Load:
     def _consume(self, message: DeliveredMessage) -> None:
         if message.properties.get(_FAILS) and not message.reconsume_times:
             raise ReconsumeLater("as the soak asks", delay_level=1)
-        self._count("consumed", 1)
 
     def poll(self, timeout: float) -> bool:
         """Poll once; return whether there is a consumer that polls."""
-        consumer = self._consumers.get(f"{self._names.base}_pull")
+        consumer = self._consumers.get("soak_pull")
         if isinstance(consumer, PullConsumer):
-            self._count("consumed", len(consumer.poll(timeout)))
+            consumer.poll(timeout)
         return consumer is not None
 
     def send(self, number: int) -> int:
@@ -146,11 +137,8 @@ class Load:
                 self._send_half(message, number)
             else:
                 self._producer.send(message)
-        except RmqError as error:
-            self.error = str(error)
-            self._count("failed", messages)
+        except RmqError:
             return 0
-        self._count("sent", messages)
         return messages
 
     def _send_half(self, message: Message, number: int) -> None:
@@ -158,10 +146,6 @@ class Load:
         message.properties[_DECISION] = decision.name
         state = TransactionState.UNKNOWN if number // 10 % 5 == 0 else decision  # then the broker asks
         self._bank.send_in_transaction(message, execute=lambda _, __: state)
-
-    def _count(self, what: str, messages: int) -> None:
-        with self._lock:
-            self.counts[what] += messages
 
     def shutdown(self) -> None:
         """Shut all clients down."""
@@ -191,7 +175,7 @@ def main() -> None:
             host = "{}:{}".format(*listening.getsockname())
             broker = stack.enter_context(_open_broker(settings["store"], store_host=host))
             stack.callback(RemotingServer(broker, listening=listening).close)
-            _report(ready=host)
+            _report_ready(host)
             orders["end"].wait()
             return
         route: Route
@@ -201,21 +185,19 @@ def main() -> None:
             open_socket = partial(_open_by_proxy, settings["proxy"])
             route = stack.enter_context(connect(settings["address"], open_socket=open_socket))
         recorded = stack.enter_context(record_history(route, settings["history"], process=settings["process"]))
-        load = Load(recorded, SoakNames(settings["base"], settings["loads"]))
+        load = Load(recorded, SoakNames(settings["loads"]))
         stack.callback(load.shutdown)
         load.start()
-        _report(ready=None)
+        _report_ready(None)
         threads = [
             threading.Thread(target=_send, args=(load, settings["rate"], settings["seed"], orders["stop"])),
             threading.Thread(target=_poll, args=(load, orders["end"])),
         ]
         for thread in threads:
             thread.start()
-        while not orders["end"].wait(_REPORT_S):
-            _report(counts=load.counts, error=load.error)
+        orders["end"].wait()
         for thread in threads:
             thread.join()
-    _report(counts=load.counts, error=load.error)
 
 
 def _open_broker(store: str, **settings: str) -> Broker:
@@ -230,8 +212,8 @@ def _read_orders(orders: Mapping[str, threading.Event]) -> None:
     os._exit(1)  # the soak has died
 
 
-def _report(**row: object) -> None:
-    os.write(1, json.dumps(row).encode() + b"\n")
+def _report_ready(address: str | None) -> None:
+    os.write(1, json.dumps({"ready": address}).encode() + b"\n")
 
 
 def _send(load: Load, rate: float, seed: int, stop: threading.Event) -> None:
@@ -246,7 +228,7 @@ def _send(load: Load, rate: float, seed: int, stop: threading.Event) -> None:
 def _poll(load: Load, end: threading.Event) -> None:
     while not end.is_set():
         with suppress(RmqError):  # a poll that fails comes again
-            if not load.poll(_REPORT_S):
+            if not load.poll(_POLL_S):
                 return
 
 
@@ -270,7 +252,7 @@ class Recording:
         decided = self._decided()
         groups = set()
         for line in self._recorded_lines():
-            kind = recorded_kind(line)
+            kind = _kind(line)
             if kind == "group":
                 name = json.loads(line)["group"]
                 if name in groups:
@@ -290,10 +272,10 @@ class Recording:
         unknown = {
             _id(line): b'"decision":"commit"' in line
             for line in self._recorded_lines()
-            if recorded_kind(line) == "end_transaction" and b'"outcome":"unknown"' in line
+            if _kind(line) == "end_transaction" and b'"outcome":"unknown"' in line
         }
         lines = self._recorded_lines() if unknown else ()
-        delivered = {_id(line) for line in lines if recorded_kind(line) == "deliver"}
+        delivered = {_id(line) for line in lines if _kind(line) == "deliver"}
         return {name for name, is_commit in unknown.items() if not is_commit or name in delivered}
 
     def _recorded_lines(self) -> Iterator[bytes]:
@@ -311,7 +293,7 @@ def _line(event: Event) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 
-def recorded_kind(line: bytes) -> str:
+def _kind(line: bytes) -> str:
     """Return the kind of an event that a process has recorded."""
     return line[10 : line.index(b'"', 10)].decode()  # after {"event":"
 
