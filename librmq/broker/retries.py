@@ -1,8 +1,9 @@
 """Retries and dead letters: how a message is stored again after a failure of its consumer.
 
-A failed message goes to the retry topic of its group, delayed. After too many deliveries, or if the listener says so,
-it becomes a dead letter in the group's dead-letter topic, which no consumer reads. `retry_of` sends it to the group
-again. A received message that was not acknowledged goes to a retry topic of its group and topic, to be received again.
+A failed message goes to the retry topic of its group, delayed as `librmq.message.delays.retry_level` says. After too
+many deliveries, or if the listener says so, it becomes a dead letter in the group's dead-letter topic, which no
+consumer reads. `retry_of` sends it to the group again. A received message that was not acknowledged goes to a retry
+topic of its group and topic, to be received again.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ from librmq.testing import Kit, Process, explore
 from librmq.testing.histories._verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting._codec import FORMS as FORMS_OF_REQUESTS
 from librmq.wire.remoting._frames import Frame, answer_to
+from librmq.wire.remoting._request_codec import FORMS as FORMS_OF_REQUESTS
 from tests.broker.parties import broker_directory, opened, send
 from tests.budget import examples, some
 from tests.cluster.replica_link import ReplicaLink

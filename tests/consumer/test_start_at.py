@@ -33,8 +33,8 @@ from librmq.store.format.documents import with_checksum
 from librmq.testing import Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting._codec import FORMS
 from librmq.wire.remoting._frames import Frame, answer_to
+from librmq.wire.remoting._request_codec import FORMS
 from tests.broker.parties import beat
 from tests.budget import examples, many, some
 from tests.cluster.replica_link import ReplicaLink

@@ -14,8 +14,8 @@ from librmq.diagnosis import StoreView, diagnose, pending_messages, story
 from librmq.diagnosis.view import group_summaries, topic_summaries
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
-from librmq.wire.remoting._codec import read_pulled
 from librmq.wire.remoting._frames import Frame
+from librmq.wire.remoting._request_codec import read_pulled
 from tests.reference import existing, unpack
 
 

@@ -36,9 +36,9 @@ from librmq.errors import ReceiptError
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
 from librmq.protocol import SendBatch
-from librmq.wire.remoting._codec import check, frame_of, send_frame
 from librmq.wire.remoting._frames import version_name
 from librmq.wire.remoting._headers import CreateTopicHeader, RequestCode
+from librmq.wire.remoting._request_codec import check, frame_of, send_frame
 from tests.wire.clients import (
     HERE,
     NODE_VERSION,

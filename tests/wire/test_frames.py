@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
 from librmq.protocol import Acknowledge
-from librmq.wire.remoting._codec import FORMS
 from librmq.wire.remoting._frames import (
     LANGUAGES,
     Frame,
@@ -22,6 +21,7 @@ from librmq.wire.remoting._frames import (
     to_fields,
 )
 from librmq.wire.remoting._headers import REQUESTS, RequestCode
+from librmq.wire.remoting._request_codec import FORMS
 from tests.reference import existing, jsonl
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)

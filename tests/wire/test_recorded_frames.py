@@ -12,9 +12,9 @@ import librmq
 from librmq import Broker, ManualClock, ManualRunner, Message, protocol
 from librmq.java import json as java_json
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting._codec import FORMS, heartbeat_frame, send_frame
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode as Code
+from librmq.wire.remoting._request_codec import FORMS, heartbeat_frame, send_frame
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 

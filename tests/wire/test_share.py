@@ -70,9 +70,9 @@ from librmq.wire._unix_sockets import (
     share_folder,
 )
 from librmq.wire.remote._connection import Connection, EndedTogether, GiveUp
-from librmq.wire.remoting._codec import frame_of
 from librmq.wire.remoting._frames import Frame, FrameSocket, encode
 from librmq.wire.remoting._headers import RequestCode
+from librmq.wire.remoting._request_codec import frame_of
 from librmq.wire.share import SharedBroker
 from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
 from tests import lock_order

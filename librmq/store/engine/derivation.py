@@ -326,6 +326,8 @@ def block_of_file(
     """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
     limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
+        if limit - place < max_records // 4 * record_format.FIXED_SIZE:  # fewer records than arrays are worth
+            return None
         from librmq.store.engine._derivation_in_arrays import derive_in_arrays
 
         return derive_in_arrays(buffer[place:limit], start + place, max_records, levels, check_body=check_body)

@@ -50,8 +50,8 @@ from librmq.protocol import (
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
-from librmq.wire.remoting._codec import FORMS, check, frame_of
 from librmq.wire.remoting._headers import GroupProgressHeader, RequestCode
+from librmq.wire.remoting._request_codec import FORMS, check, frame_of
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
 T = TypeVar("T")

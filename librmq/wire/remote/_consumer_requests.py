@@ -34,7 +34,9 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remote._connection import Transport
-from librmq.wire.remoting._codec import (
+from librmq.wire.remoting._frames import Frame
+from librmq.wire.remoting._headers import HoldHeader, RequestCode
+from librmq.wire.remoting._request_codec import (
     FORMS,
     frame_of,
     pull_frame,
@@ -44,8 +46,6 @@ from librmq.wire.remoting._codec import (
     receive_frame,
     refusal,
 )
-from librmq.wire.remoting._frames import Frame
-from librmq.wire.remoting._headers import HoldHeader, RequestCode
 
 SUSPEND_MS: Final = 15_000
 ANSWER_WITHIN_MS: Final = 30_000

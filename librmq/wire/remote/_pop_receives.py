@@ -41,7 +41,6 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remote._consumer_requests import ANSWER_WITHIN_MS, SUSPEND_MS
-from librmq.wire.remoting._codec import FORMS
 from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._pop import (
     ack_frame,
@@ -55,6 +54,7 @@ from librmq.wire.remoting._pop import (
     recall_frame,
     unsupported,
 )
+from librmq.wire.remoting._request_codec import FORMS
 
 _AGAIN_MS: Final = 500
 _MOST_QUICK_ANSWERS: Final = 3

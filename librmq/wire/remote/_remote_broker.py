@@ -81,10 +81,10 @@ from librmq.wire.remote._consumer_requests import SUSPEND_MS, HeldReceives, Long
 from librmq.wire.remote._dialing import Connections
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
-from librmq.wire.remoting._codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting._pop import unsupported
+from librmq.wire.remoting._request_codec import FORMS, check, frame_of, heartbeat_frame, read_sent, send_frame
 
 # ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
 

@@ -32,9 +32,9 @@ from librmq.wire.remote._connection import Requested, Transport
 from librmq.wire.remote._dialing import AccessKeys, Connections, Dial, HostNames, OpenSocket, dial_by_tcp, split_address
 from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
-from librmq.wire.remoting._codec import frame_of, refusal
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
+from librmq.wire.remoting._request_codec import frame_of, refusal
 
 _log = EventLog("librmq.wire")
 

@@ -55,7 +55,6 @@ from librmq.wire.remoting._channels import (
     refused,
     served,
 )
-from librmq.wire.remoting._codec import OPERATOR_FORMS
 from librmq.wire.remoting._consumer_requests import stored_ms
 from librmq.wire.remoting._frames import VERSION, Frame, to_fields
 from librmq.wire.remoting._headers import (
@@ -72,6 +71,7 @@ from librmq.wire.remoting._headers import (
     StatsOfHeader,
     TopicNameHeader,
 )
+from librmq.wire.remoting._request_codec import OPERATOR_FORMS
 from librmq.wire.remoting._running_info import Rates, running_info_body
 
 ADMINISTRATIVE: Final = frozenset(

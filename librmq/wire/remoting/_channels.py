@@ -43,15 +43,6 @@ from librmq.runtime import calls_later
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting._codec import (
-    FORMS,
-    Form,
-    code_of_error,
-    frame_of,
-    name_of_error,
-    pushed_reply,
-    send_header,
-)
 from librmq.wire.remoting._frames import (
     Frame,
     FrameSocket,
@@ -65,6 +56,15 @@ from librmq.wire.remoting._headers import (
     CheckTransactionHeader,
     RequestCode,
     RequestForm,
+)
+from librmq.wire.remoting._request_codec import (
+    FORMS,
+    Form,
+    code_of_error,
+    frame_of,
+    name_of_error,
+    pushed_reply,
+    send_header,
 )
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 

@@ -48,7 +48,6 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import records_body
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting._codec import FORMS, Form, parse_pull, parse_receive, pulled_remark, received_reply
 from librmq.wire.remoting._frames import Frame, to_fields
 from librmq.wire.remoting._headers import (
     PULL_CODES,
@@ -61,6 +60,7 @@ from librmq.wire.remoting._headers import (
     TimestampHeader,
 )
 from librmq.wire.remoting._pop import PopRequests
+from librmq.wire.remoting._request_codec import FORMS, Form, parse_pull, parse_receive, pulled_remark, received_reply
 from librmq.wire.remoting._running_info import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over

@@ -49,7 +49,6 @@ from librmq.protocol import (
 from librmq.runtime import Step
 from librmq.wire.remoting._bodies import messages_of, records_body, unwrapped
 from librmq.wire.remoting._channels import Handlers, RemotingCall
-from librmq.wire.remoting._codec import check, frame_of
 from librmq.wire.remoting._frames import Frame, from_fields
 from librmq.wire.remoting._headers import (
     NotificationHeader,
@@ -63,6 +62,7 @@ from librmq.wire.remoting._headers import (
     RecallHeader,
     RequestCode,
 )
+from librmq.wire.remoting._request_codec import check, frame_of
 
 PROPERTY_POP_CK: Final = "POP_CK"
 _NOTHING: Final = (19, 209, 210)

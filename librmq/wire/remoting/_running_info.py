@@ -25,9 +25,9 @@ from librmq.message import MessageQueue
 from librmq.protocol import DescribeInstance, HeldQueue, InstanceState, ListenerCall, MessageModel, Subscription
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_key, read_body, subscription_row, write_body
-from librmq.wire.remoting._codec import check, frame_of
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import ClientOfGroupHeader, RequestCode
+from librmq.wire.remoting._request_codec import check, frame_of
 
 Kind = Literal["put", "get", "back", "latency", "miss", "failed"]
 """``latency`` counts milliseconds of found pulls, ``miss`` pulls without a message, ``failed`` refused messages."""

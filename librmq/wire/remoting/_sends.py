@@ -31,7 +31,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting._codec import pushed_reply, sent_reply
 from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import (
     REQUESTS,
@@ -40,6 +39,7 @@ from librmq.wire.remoting._headers import (
     SendHeader,
     SentHeader,
 )
+from librmq.wire.remoting._request_codec import pushed_reply, sent_reply
 from librmq.wire.remoting._running_info import Rates
 
 

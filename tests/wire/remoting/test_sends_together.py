@@ -18,10 +18,10 @@ from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.wire.remoting._channels import Channel, answer_of, answering
-from librmq.wire.remoting._codec import send_frame
 from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
+from librmq.wire.remoting._request_codec import send_frame
 from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import Sends
 from librmq.wire.remoting._server import RemotingServer
