@@ -272,11 +272,12 @@ def note(frame, event, argument):
 
 def run(path):
     store = MessageStore.open(path, sync)
-    store.append(Message("orders", b"one coat", keys="o-1"))
+    for number in range(400):  # so many are derived together
+        store.append(Message("orders", b"one coat", keys=f"o-{number}"))
     store.abandon()
     with MessageStore.open(path, sync) as store:
         store.append(Message("orders", b"two coats"))
-        assert len(list(store)) == 2
+        assert len(list(store)) == 401
         assert store.read("orders", 0, 0).messages
 
 run("first")  # imports its modules
