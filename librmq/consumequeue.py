@@ -49,6 +49,8 @@ FILE_SIZE: Final = 300_000 * ENTRY_SIZE
 _RECOVERED_FILES: Final = 3
 _READ_TOGETHER: Final = 64
 """Entries that a search for a message reads at a time."""
+_FILLER_BLOCK: Final = 4096
+_FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 _pack = ENTRY.pack
 
 
@@ -603,7 +605,7 @@ class ConsumeQueue(Closing):
                 self.ext.close()
 
 
-# ---- for the store, which makes and flushes many queues at once
+# ---- for the store
 
 
 def files_of(queue: ConsumeQueue) -> MappedFileQueue:
@@ -622,3 +624,31 @@ def begin_together(entries_of: Sequence[tuple[ConsumeQueue, bytes]]) -> None:
     MappedFileQueue.create_together([(files_of(queue), entries) for queue, entries in entries_of])
     for queue, entries in entries_of:
         queue._note_end(0, entries)
+
+
+def offset_at_place(queue: ConsumeQueue, physical_offset: int) -> int:
+    """Return the first queue offset whose message is at or after ``physical_offset``, by bisection.
+
+    The search first goes back from the end in growing steps, because the place is mostly there, so few files are
+    mapped.
+    """
+    low, high = queue.min_offset, queue.max_offset
+    step = 1
+    while low < high:
+        middle = max(low, high - step) if step else (low + high) // 2
+        at = _behind_filler(queue, middle, high)
+        raw = queue.read(at, 1) if at < high else b""
+        if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
+            high, step = middle, 2 * step
+        else:
+            low, step = at + 1, 0
+    return _behind_filler(queue, low, queue.max_offset)
+
+
+def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
+    """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
+    while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
+        raw = queue.read(queue_offset, min(_FILLER_BLOCK, end - queue_offset))
+        others = np.flatnonzero(np.frombuffer(raw, entry_dtype())["size"] != HOLE_SIZE)
+        queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE
+    return queue_offset

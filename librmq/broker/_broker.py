@@ -23,9 +23,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
-from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
+from librmq.broker._progress import Progress, ResetHook, StoreReaders
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._pull import PullHandler, told_end
 from librmq.broker.handlers._requests import request_table
@@ -62,6 +62,7 @@ from librmq.store import AppendResult, BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
 
 if TYPE_CHECKING:
+    from librmq.broker._administration import Administration
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
     from librmq.broker._transactions import BrokerTransactions, DiscardHook
@@ -286,7 +287,7 @@ class Broker(StoreRoute, Endpoint):
                 receives=receives,
                 transactions=transactions,
                 deliveries=deliveries,
-                administration=Administration(context),
+                administration=LaterPart(partial(_make_administration, context)),
                 progress=progress,
                 schedules=schedules,
             )
@@ -707,6 +708,12 @@ def _make_transactions(
     from librmq.broker._transactions import BrokerTransactions
 
     return BrokerTransactions(context, arrivals, discard_hooks, start_ms)
+
+
+def _make_administration(context: BrokerContext) -> Administration:
+    from librmq.broker._administration import Administration
+
+    return Administration(context)
 
 
 def _make_replication(context: BrokerContext) -> Replication:

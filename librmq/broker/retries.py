@@ -14,6 +14,7 @@ from typing import Final
 
 from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.broker.handlers._in_flight import ALONE, Flight, is_receive_retry
+from librmq.consumequeue import offset_at_place
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, RmqError, refused_copy
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
@@ -41,7 +42,6 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult
-from librmq.store.engine.read import offset_at_place
 from librmq.store.format.documents import LetterIdentity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")

@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.clock import LAST_MS
+from librmq.consumequeue import offset_at_place
 from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
@@ -53,7 +54,6 @@ from librmq.scheduling.half_messages import QUEUE, halves_of
 from librmq.scheduling.schedules import ScheduleRule
 from librmq.scheduling.waiting import Cancellation, Cancellations, destination_of
 from librmq.store import MessageStore
-from librmq.store.engine.read import offset_at_place
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",

@@ -44,6 +44,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from librmq.consumequeue import offset_at_place
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import (
@@ -59,7 +60,6 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_queue
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_slots import waiting_timers
-from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import ConfigTable, topic_and_group
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.rocksdb import pop_records

@@ -23,7 +23,7 @@ from typing import Final, Literal, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import TransactionConfig
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, offset_at_place
 from librmq.consumequeue_entries import ENTRY, HOLE_SIZE, is_ext_address
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis._lag_report import QueueLag, lag
@@ -44,7 +44,6 @@ from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import HOP_GROUP, Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.derivation import derived_tags_code
-from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.retention import first_behind, last_timestamp_ms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
@@ -19,9 +19,11 @@ from librmq.runtime.locks import Inherited
 from librmq.store.engine._entry_checks import EntryChecks, Transfer
 from librmq.store.engine.derivation import KeyBlock
 from librmq.store.engine.store_parts import Parts, QueueTable
-from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
+
+if TYPE_CHECKING:
+    from librmq.store.engine.store_times import StoreTimes
 
 _log = EventLog("librmq.store")
 

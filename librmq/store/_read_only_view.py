@@ -44,7 +44,9 @@ from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts
 from librmq.store.engine.derivation import BitmapOf, KeyBlock
+from librmq.store.engine.dispatch import TimeOrder
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
+from librmq.store.engine.saved_state import noted_order
 from librmq.store.engine.store_parts import (
     Parts,
     QueueName,
@@ -53,7 +55,7 @@ from librmq.store.engine.store_parts import (
     ShortQueue,
     without_advice,
 )
-from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
+from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
 from librmq.store.recovery._condition import Condition, Wholeness, condition_of

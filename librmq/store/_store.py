@@ -35,14 +35,11 @@ from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.read import (
     MessageFilter,
     ReadResult,
-    find_by_id,
-    find_by_key,
     read_queue,
     unwrapped,
     wrong_argument,
 )
 from librmq.store.engine.store_parts import QueueTable
-from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
@@ -53,6 +50,7 @@ if TYPE_CHECKING:
     from librmq.store._read_only_view import ReadOnlyView
     from librmq.store._snapshots import Snapshot
     from librmq.store.engine.copies import CopyWriter
+    from librmq.store.engine.store_times import StoreTimes
     from librmq.store.recovery._condition import Condition
     from librmq.store.recovery._verify import Verdict
 
@@ -529,6 +527,8 @@ class MessageStore(Closing):
         repetitions, as by a broker. If ``is_unique``, the first ``max_messages`` with this unique id are returned,
         however many others have it as a key.
         """
+        from librmq.store.engine._searches import find_by_key
+
         parts, unindexed = self._handle.with_index()
         if not is_unique:
             return list(find_by_key(self._checks, parts, unindexed, topic, key, begin_ms, end_ms, max_messages, exact))
@@ -550,6 +550,8 @@ class MessageStore(Closing):
                 f"message_id: expected an offset id or a unique id as a str, found {message_id!r:.80}: "
                 f"use message_at for a physical offset, messages for a queue offset"
             )
+        from librmq.store.engine._searches import find_by_id
+
         topics = partial(directory.known_topics, self.path, self.files)
         parts, unindexed = self._handle.with_index()
         return find_by_id(self._checks, parts, unindexed, message_id, topics)

@@ -26,9 +26,9 @@ from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.derivation import BitmapOf, KeyBlock
-from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
+from librmq.store.engine.dispatch import TimeOrder
+from librmq.store.engine.saved_state import MarkWriter, delete_mark, noted_order, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable, Recovered
-from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
 from librmq.store.format.documents import KeptSettings, ReplicaMark, write_kept_config, write_retention
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from librmq.store.engine._comparison import Comparison
     from librmq.store.engine._shared_appends import SharedAppends
     from librmq.store.engine.copies import AdoptedRecords, CopiedRecords
+    from librmq.store.engine.store_times import StoreTimes
     from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
@@ -257,6 +258,8 @@ class Writer(StoreHandle):
     @property
     @override
     def times(self) -> StoreTimes:
+        from librmq.store.engine.store_times import StoreTimes  # many programs ask for no time
+
         return StoreTimes(self.log, self.appender.dispatcher.order)
 
     def do_due_work(self, now_ms: int) -> int | None:

@@ -42,7 +42,7 @@ from typing import Final, NamedTuple, Protocol
 from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, offset_at_place
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files import Files, is_folder
 from librmq.message import record
@@ -51,7 +51,6 @@ from librmq.runtime import calls_later, critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append import Appender
-from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.saved_state import FILES_A_ROUND
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from librmq.broker._administration import Progress
 from librmq.broker._context import NEVER, BrokerContext, BrokerPart
+from librmq.broker._progress import Progress
 from librmq.broker._topics import Topic, not_readable
 from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._in_flight import (

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from librmq.broker._administration import Administration, Progress
 from librmq.broker._clients import Clients
 from librmq.broker._context import BrokerContext, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
+from librmq.broker._progress import Progress
 from librmq.broker.handlers._pull import PullHandler
 from librmq.broker.handlers._send import SendHandler
 from librmq.errors import BrokerUnreachableError, ClientStateError
@@ -81,6 +81,7 @@ from librmq.protocol import (
 from librmq.runtime.closing import LaterPart
 
 if TYPE_CHECKING:
+    from librmq.broker._administration import Administration
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
     from librmq.broker._transactions import BrokerTransactions
@@ -130,7 +131,7 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
     receives: LaterPart[ReceiveHandler],
     transactions: LaterPart[BrokerTransactions],
     deliveries: Deliveries,
-    administration: Administration,
+    administration: LaterPart[Administration],
     progress: Progress,
     schedules: Callable[[], Schedules],
 ) -> dict[type[Any], Callable[[Any], Any]]:
@@ -160,15 +161,15 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             Acknowledge: lambda request: receives().acknowledge(request),
             ChangeInvisible: lambda request: receives().change(request),
             ForwardToDeadLetters: lambda request: receives().forward(request),
-            CleanUnusedTopics: administration.clean_unused_topics,
-            DeleteExpiredFiles: administration.delete_expired_files,
+            CleanUnusedTopics: lambda request: administration().clean_unused_topics(request),
+            DeleteExpiredFiles: lambda request: administration().delete_expired_files(request),
             CopyTables: lambda request: replication().snapshot_tables(request),
         },
         {
-            CreateTopic: administration.create_topic,
-            DeleteTopic: administration.delete_topic,
-            SetGroup: administration.set_group,
-            DeleteGroup: administration.delete_group,
+            CreateTopic: lambda request: administration().create_topic(request),
+            DeleteTopic: lambda request: administration().delete_topic(request),
+            SetGroup: lambda request: administration().set_group(request),
+            DeleteGroup: lambda request: administration().delete_group(request),
             MoveGroup: progress.move,
             ResetGroup: progress.reset,
             StartGroup: progress.start,
@@ -181,8 +182,8 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             PullMessage: pulling.pull,
             CheckSubscription: pulling.check_subscription,
             DescribeInstance: partial(_describe_instance, context),
-            ViewMessage: administration.view_message,
-            QueryMessages: administration.query_messages,
+            ViewMessage: lambda request: administration().view_message(request),
+            QueryMessages: lambda request: administration().query_messages(request),
             QueryOffset: progress.query_offset,
             MaxOffset: lambda request: store.queue_range(request.topic, request.queue_id)[1],
             MinOffset: lambda request: store.queue_range(request.topic, request.queue_id)[0],
@@ -198,7 +199,7 @@ def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
             DescribeClients: lambda request: clients.connected(),
             DescribeConnections: lambda request: clients.connections(request.group),
             GroupsBehind: partial(_groups_behind, context, progress, deliveries),
-            DescribeTopics: administration.describe_topics,
+            DescribeTopics: lambda request: administration().describe_topics(request),
             DescribeGroups: lambda request: dict(context.groups.by_name),
             UpdateOffset: progress.update,
             HoldPlace: progress.hold_place,

@@ -31,13 +31,13 @@ from librmq.cli._selection import (
 from librmq.cli._stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
+from librmq.consumequeue import offset_at_place
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles
 from librmq.message import DelayLevels, StoredMessage, frames
 from librmq.message.message import is_batch
 from librmq.store.engine.derivation import claims, has_queue_entry
-from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format.directory import has_abort
 from librmq.store.recovery.open import readable_log

@@ -7,15 +7,17 @@ an opening does the same. Mirrors 4.9.4's ``ReputMessageService``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from librmq.consumequeue import ConsumeQueue, begin_together, files_of
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import StoreIOError
 from librmq.message.properties import decode_properties
 from librmq.runtime import critical
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.store.engine.derivation import (
     BitmapOf,
@@ -27,8 +29,10 @@ from librmq.store.engine.derivation import (
     key_hashes,
     topic_hash,
 )
-from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format._keyindex import KeyIndex
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MANY_NEW: Final = 16
 """Number of new queues from which on they are made together."""
@@ -64,6 +68,44 @@ class Lane(LaneState):
 
 Queued = tuple[Lane, int, bytes]
 """A queue, the first queue offset of some new entries, and these."""
+
+
+@dataclass(slots=True)
+class TimeOrder:
+    """How far the store times of adjacent records disagree. One thread adds; others may read meanwhile."""
+
+    begin: int
+    """Physical offset of the first of these records."""
+    end: int
+    """Physical offset behind the beginning of the last one."""
+    newest_ms: int = -(1 << 63)
+    """The greatest store time of these records."""
+    setback_ms: int = 0
+    """The most by which one of them was stored before an earlier one of them."""
+
+    def add(self, times: NDArray[np.int64], last: int) -> None:
+        """Add the records that follow, by their store times; the last one is at ``last``."""
+        if int(times[0]) >= self.newest_ms and (times[1:] >= times[:-1]).all():
+            self.newest_ms = int(times[-1])
+        else:
+            newest = np.maximum(np.maximum.accumulate(times), self.newest_ms)
+            self.setback_ms = max(self.setback_ms, int((newest - times).max()))
+            self.newest_ms = int(newest[-1])
+        self.end = last + 1  # a reader takes it first, so that the setback covers what it believes
+
+    def add_few(self, times: Iterable[int], last: int) -> None:
+        """Do the same for some records, for which arrays would take longer."""
+        for time_ms in times:
+            if time_ms >= self.newest_ms:
+                self.newest_ms = time_ms
+            else:
+                self.setback_ms = max(self.setback_ms, self.newest_ms - time_ms)
+        self.end = last + 1
+
+    @property
+    def fields(self) -> list[int]:
+        """What a close notes of it."""
+        return [self.begin, self.newest_ms, self.setback_ms]
 
 
 class Dispatcher(DispatchState):

@@ -1,8 +1,6 @@
-"""Reads of a queue: its entries, their messages, and the limits of a read; searches by place, by key and by id.
+"""Reads of a queue: its entries, their messages, and the limits of a read.
 
-Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends. Searches take
-places from the index, check them against the log, and mirror ``DefaultMessageStore.queryMessage`` and
-``MQAdminImpl.queryMessage``.
+Mirrors 4.9.4's ``DefaultMessageStore.getMessage``, whose order of checks decides where a read ends.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ import enum
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -30,21 +26,18 @@ from librmq.consumequeue_entries import (
     entry_dtype,
     places_and_sizes,
 )
-from librmq.errors import CorruptionError, MessageIllegalError, RecordError
+from librmq.errors import CorruptionError, RecordError
 from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue
-from librmq.java.lang import index_key_hash
 from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
-from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import is_batch
 from librmq.message.record import has_own_checksum
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._entry_checks import ADVICE, EntryChecks, is_usual, usual_tail
-from librmq.store.engine.derivation import KeyBlock, has_queue_entry
-from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import QueueName
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -60,7 +53,6 @@ _OWN: Final = record_format.header_struct(*_OWN_FIELDS, unsigned=("body_length",
 """The format of a record up to its body, with size and magic as one number."""
 _unpack_body_size = record_format.header_struct("body_length", unsigned=("body_length",)).unpack_from
 _unpack_checksum = record_format.header_struct("body_crc", "sys_flag", "body_length").unpack_from
-_unpack_place: Final = record_format.header_struct("queue_id", "queue_offset").unpack_from
 _NOT_PLAIN: Final = record_format.HOSTS_V6 | record_format.COMPRESSED
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _BODY_AT: Final = record_format.BODY_AT
@@ -529,224 +521,3 @@ def matching_entries(queue: ConsumeQueue, raw: bytes, matching: MessageFilter) -
     matches = matching.match_entries(codes, units)
     matches[unknown] = True  # only the message itself decides
     return np.flatnonzero(matches).tolist()
-
-
-# ---- searches in a queue by place
-
-_FILLER_BLOCK: Final = 4096
-_FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
-
-
-def recreated_queues(
-    log: CommitLog,
-    queues: Mapping[QueueName, ConsumeQueue],
-    ends_of: Callable[[QueueName], tuple[bytes, int] | None] = lambda _: None,
-) -> dict[QueueName, int]:
-    """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
-
-    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
-    ``ends_of(name)`` returns entry 0 and the end of a queue that need not be opened for that.
-    """
-    begins = {}
-    for name in queues:
-        ends = ends_of(name)
-        raw = ends[0] if ends else queues[name].read(0, 1) if queues[name].stored_begin == 0 else b""
-        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
-        if place > log.begin and size != HOLE_SIZE:
-            with suppress(CorruptionError):
-                data = log.read(place, size)
-                message = None if data is None else StoredMessage(data)
-                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
-                    begins[name] = place
-    return begins
-
-
-def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
-    """Return the first entry below queue offset ``end`` that is neither filler nor of a message before ``begin``."""
-    at, raw = queue.stored_begin, queue.read(end, 1)
-    latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
-    try:
-        for first, block in queue.blocks(at, end):
-            place = block["physical_offset"]
-            filler = (block["size"] == HOLE_SIZE) & ((place == 0) | (place <= latest_hole))
-            wrong = np.flatnonzero((place >= begin) & ~filler)
-            if len(wrong):
-                return first + int(wrong[0])
-            at = first + len(block)
-    except CorruptionError:
-        return at
-    return None
-
-
-def offset_at_place(queue: ConsumeQueue, physical_offset: int) -> int:
-    """Return the first queue offset whose message is at or after ``physical_offset``, by bisection.
-
-    The search first goes back from the end in growing steps, because the place is mostly there, so few files are
-    mapped.
-    """
-    low, high = queue.min_offset, queue.max_offset
-    step = 1
-    while low < high:
-        middle = max(low, high - step) if step else (low + high) // 2
-        at = _behind_filler(queue, middle, high)
-        raw = queue.read(at, 1) if at < high else b""
-        if not raw or ENTRY.unpack(raw)[0] >= physical_offset:
-            high, step = middle, 2 * step
-        else:
-            low, step = at + 1, 0
-    return _behind_filler(queue, low, queue.max_offset)
-
-
-def _leading_to(queues: QueueTable, topic: str | None, place: int) -> Iterator[tuple[QueueName, int, int]]:
-    """Yield queue, queue offset and size of the entries that lead to a place, in the queues of a topic or in all."""
-    for name in [name for name in queues if topic in (None, name[0])]:
-        queue_offset = offset_at_place(queues[name], place)
-        raw = queues[name].read(queue_offset, 1)
-        if raw.startswith(_PLACE.pack(place)):
-            yield name, queue_offset, ENTRY.unpack(raw)[1]
-
-
-def _leads_to(queues: QueueTable, name: QueueName, queue_offset: int, place: int) -> bool:
-    """Return whether an entry leads to a place."""
-    try:
-        queue = queues.find(name)
-        return queue is not None and queue.read(queue_offset, 1).startswith(_PLACE.pack(place))
-    except (CorruptionError, MessageIllegalError):
-        return False
-
-
-def _message_at(checks: EntryChecks, topic: str | None, place: int) -> StoredMessage | None:
-    """Return the message at a place, as the entry says that leads there; ``topic`` is the one of its queue, if known.
-
-    Raises:
-        CorruptionError: The record is damaged.
-    """
-    raw = checks.log.read(place)
-    if raw is None:
-        return None
-    queue_id, queue_offset = _unpack_place(raw)
-    name = (topic or "", queue_id)
-    if is_usual(raw, place, queue_offset, name) and _leads_to(checks.queues, name, queue_offset, place):
-        return StoredMessage(raw)
-    message = StoredMessage(checks.log.sound(raw, place))
-    own = message.topic, queue_id
-    if not has_queue_entry(message.sys_flag) or (
-        message.physical_offset == place and _leads_to(checks.queues, own, queue_offset, place)
-    ):
-        return message
-    for name, queue_offset, size in _leading_to(checks.queues, topic, place):
-        raw = checks.record(checks.queues[name], name, queue_offset, place, size)
-        if raw is not None and StoredMessage(raw).physical_offset == place:
-            return StoredMessage(raw)
-    return message
-
-
-def _behind_filler(queue: ConsumeQueue, queue_offset: int, end: int) -> int:
-    """Return the first entry from ``queue_offset`` to ``end`` that is not filler."""
-    while queue_offset < end and queue.read(queue_offset, 1)[8:12] == _FILLER_SIZE:
-        raw = queue.read(queue_offset, min(_FILLER_BLOCK, end - queue_offset))
-        others = np.flatnonzero(np.frombuffer(raw, entry_dtype())["size"] != HOLE_SIZE)
-        queue_offset += int(others[0]) if len(others) else len(raw) // ENTRY_SIZE
-    return queue_offset
-
-
-# ---- searches by key and by id
-
-_EVER: Final = (1 << 63) - 1
-
-
-def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, and where it looks)
-    checks: EntryChecks,
-    parts: Parts,
-    unindexed: Sequence[KeyBlock],
-    topic: str,
-    key: str,
-    begin_ms: int,
-    end_ms: int,
-    max_messages: int,
-    exact: bool,
-) -> Iterator[StoredMessage]:
-    """Yield messages by key; see `MessageStore.find_by_key`. The index lacks the last records, ``unindexed``."""
-    for name, value in (("topic", topic), ("key", key)):
-        if not isinstance(value, str):
-            raise wrong_kind(name, value, "text")
-    last = -1
-    if exact and begin_ms == 0:
-        begin_ms = -_EVER  # a clock can be before 1970
-    places = parts.index.query(topic, key, begin_ms, end_ms, max_messages)
-    if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
-        places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
-    if unindexed:
-        key_hash = index_key_hash(topic, key)
-        found = itertools.chain.from_iterable(keys.places_of(key_hash, begin_ms, end_ms) for keys in unindexed)
-        last_places = {place for place in found if place < parts.log.end}
-        places = [*sorted(last_places.difference(places), reverse=True), *places][: max(max_messages, 0)]
-    for physical_offset in sorted(places):
-        if exact and physical_offset == last:
-            continue
-        message = _message_at(checks, topic, physical_offset)
-        if message is None or (exact and message.topic != topic):
-            continue
-        has_key = not exact or key in message.keys or key == message.unique_key
-        if is_batch(message):
-            batch = unwrapped(parts.log, message) if physical_offset != last else []
-            yield from (inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys)
-        elif has_key:
-            yield message
-        last = physical_offset
-
-
-def _with_records_before_jump(
-    parts: Parts, places: list[int], topic: str, key: str, begin_ms: int, end_ms: int
-) -> list[int]:
-    """Return the places, newest first, including records that the index has at another time.
-
-    An index file has no times before its first record. After the clock was set back, that record can be a later one.
-    """
-    indexed, merged = set(places), list(places)
-    for place in parts.index.query(topic, key, -_EVER, _EVER, _EVER):
-        if place not in indexed:
-            stored_ms = parts.log.store_timestamp_ms(place)
-            if stored_ms is not None and begin_ms <= stored_ms <= end_ms:
-                merged.append(place)
-    return sorted(merged, reverse=True)
-
-
-def find_by_id(
-    checks: EntryChecks,
-    parts: Parts,
-    unindexed: Sequence[KeyBlock],
-    message_id: str,
-    known_topics: Callable[[], AbstractSet[str]],
-) -> list[StoredMessage]:
-    """Find messages by id; see `MessageStore.find_by_id`. ``known_topics()`` are searched besides those with queues."""
-    damage: CorruptionError | None = None
-    try:
-        _, physical_offset = parse_offset_message_id(message_id)
-    except ValueError:
-        pass
-    else:
-        try:
-            message = _message_at(checks, None, physical_offset)
-        except CorruptionError as error:
-            message = None
-            # 32 digits can also be a unique id, and any number can stand for a place where no record begins.
-            damage = error if any(_leading_to(parts.queues, None, physical_offset)) else None
-        if message is not None and message.offset_id == message_id.upper():
-            return unwrapped(parts.log, message)
-    messages = {
-        (message.physical_offset, message.queue_offset): message
-        for topic in sorted({topic for topic, _ in parts.queues} | known_topics())
-        for message in find_by_key(checks, parts, unindexed, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
-        if message.unique_key == message_id
-    }
-    if not messages:  # unindexed records: of a rollback, or of a topic without a queue; or batches
-        messages = {
-            (message.physical_offset, message.queue_offset): message
-            for stored in parts.log.search(b"UNIQ_KEY\1" + message_id.encode(errors="surrogatepass"))
-            for message in unwrapped(parts.log, stored)
-            if message_id in (message.unique_key, stored.unique_key)
-        }
-    if not messages and damage is not None:
-        raise damage
-    return [messages[place] for place in sorted(messages)]

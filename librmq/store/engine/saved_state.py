@@ -52,8 +52,8 @@ from librmq.files.rolling import file_name
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import EventLog
+from librmq.store.engine.dispatch import TimeOrder
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
-from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.documents import (
@@ -70,6 +70,7 @@ _log = EventLog("librmq.store")
 
 _NUMBERS: Final = ("log_begin", "log_end", "last_record_crc32", "index_files", "index_end")
 _STATE_KINDS: Final = {**dict.fromkeys(_NUMBERS, (int,)), "last_record": (int, NoneType), "queues": (list,)}
+_CLOSED_KINDS: Final = {**_STATE_KINDS, "times": (list, NoneType)}
 _MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": (str,)}
 _LARGEST_FILE: Final = 256 << 20
 WORTH_A_MARK: Final = 8 << 20
@@ -89,6 +90,8 @@ class StoreState:
     index_files: int
     index_end: int
     queues: Mapping[QueueName, QueueState]
+    times: tuple[object, ...] = ()
+    """What a close noted of `TimeOrder`, not checked."""
 
     def agrees_with(self, log: CommitLog) -> bool:
         """Return whether the log is unchanged since the close; this reads one record."""
@@ -132,9 +135,11 @@ def _state(fields: dict[str, Any]) -> StoreState:
     for topic, *numbers in fields.pop("queues"):
         queue_id, *state = map(_checked_number, numbers)
         queues[str(topic), queue_id] = QueueState(*state)
-    last = fields.pop("last_record")
+    last, times = fields.pop("last_record"), fields.pop("times", None) or ()
     numbers = {name: _checked_number(value) for name, value in fields.items()}
-    return StoreState(queues=queues, last_record=None if last is None else _checked_number(last), **numbers)
+    return StoreState(
+        queues=queues, times=(*times,), last_record=None if last is None else _checked_number(last), **numbers
+    )
 
 
 def _checked_number(value: object) -> int:
@@ -192,7 +197,18 @@ def read_closed_state(path: str, files: Files) -> StoreState | None:
 @lru_cache(maxsize=1)
 def _parsed_state(data: bytes) -> StoreState:
     # A command asks for the same state several times, and parsing that of 24,000 queues takes 60 ms.
-    return _state(parse_document(CLOSED_FILE, data, _STATE_KINDS))
+    return _state(parse_document(CLOSED_FILE, data, _CLOSED_KINDS))
+
+
+def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
+    """Return what the last close of the store in ``path`` noted of its times; None if the log has another record."""
+    state = read_closed_state(path, files)
+    if state is None or state.last_record is None or not state.has_last_record(log):
+        return None
+    match state.times:
+        case (int(begin), int(newest_ms), int(setback_ms)) if 0 <= begin <= state.last_record and setback_ms >= 0:
+            return TimeOrder(begin, state.log_end, newest_ms, setback_ms)
+    return None
 
 
 def _broker_has_started(path: str, files: Files) -> bool:

@@ -15,11 +15,9 @@ each other record is read.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
@@ -31,7 +29,8 @@ from librmq.files import Files
 from librmq.message import record
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import MULTI_DISPATCH, claims
-from librmq.store.format.documents import CLOSED_FILE, read_document
+from librmq.store.engine.dispatch import TimeOrder
+from librmq.store.engine.saved_state import noted_order
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,68 +43,8 @@ _LATEST: Final = (1 << 63) - 1
 _FIRST_BLOCK: Final = 64
 _BLOCK: Final = 1 << 16
 """Most entries to read at once."""
-_MOST_BYTES: Final = 256 << 20
 _OWN: Final = ("queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length")
 _unpack_own: Final = record.header_struct(*_OWN, unsigned=("body_length",)).unpack_from
-
-
-# ---- the order of times that is known
-
-
-@dataclass(slots=True)
-class TimeOrder:
-    """How far the store times of adjacent records disagree. One thread adds; others may read meanwhile."""
-
-    begin: int
-    """Physical offset of the first of these records."""
-    end: int
-    """Physical offset behind the beginning of the last one."""
-    newest_ms: int = UNKNOWN
-    """The greatest store time of these records."""
-    setback_ms: int = 0
-    """The most by which one of them was stored before an earlier one of them."""
-
-    def add(self, times: NDArray[np.int64], last: int) -> None:
-        """Add the records that follow, by their store times; the last one is at ``last``."""
-        if int(times[0]) >= self.newest_ms and (times[1:] >= times[:-1]).all():
-            self.newest_ms = int(times[-1])
-        else:
-            newest = np.maximum(np.maximum.accumulate(times), self.newest_ms)
-            self.setback_ms = max(self.setback_ms, int((newest - times).max()))
-            self.newest_ms = int(newest[-1])
-        self.end = last + 1  # a reader takes it first, so that the setback covers what it believes
-
-    def add_few(self, times: Iterable[int], last: int) -> None:
-        """Do the same for some records, for which arrays would take longer."""
-        for time_ms in times:
-            if time_ms >= self.newest_ms:
-                self.newest_ms = time_ms
-            else:
-                self.setback_ms = max(self.setback_ms, self.newest_ms - time_ms)
-        self.end = last + 1
-
-    @property
-    def fields(self) -> list[int]:
-        """What a close notes of it."""
-        return [self.begin, self.newest_ms, self.setback_ms]
-
-
-def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
-    """Return what the last close of the store in ``path`` noted of its times; None if the log has another record."""
-    kinds = {"log_end": (int,), "last_record": (int,), "last_record_crc32": (int,), "times": (list,)}
-    try:
-        fields = read_document(os.path.join(path, CLOSED_FILE), files, kinds, max_size=_MOST_BYTES)
-        if fields is None:
-            return None
-        begin, newest_ms, setback_ms = fields["times"]
-        end, last = fields["log_end"], fields["last_record"]
-        if not (0 <= begin <= last < end and type(newest_ms) is int and type(setback_ms) is int and setback_ms >= 0):
-            return None
-        if record.crc32(log.data_at(last, end - last)) != fields["last_record_crc32"]:
-            return None
-        return TimeOrder(begin, end, newest_ms, setback_ms)
-    except (CorruptionError, ValueError, TypeError):
-        return None  # it only saves time
 
 
 # ---- the times of records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
@@ -14,6 +15,7 @@ from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.properties import decode_properties, tags_code
 from librmq.message.topics import SystemTopic
+from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
@@ -264,3 +266,47 @@ def _is_one_byte_off(first: QueueName, second: QueueName) -> bool:
     """Return whether a change of one byte turns one queue's name into the other's."""
     ours, theirs = (topic.encode() + queue_id.to_bytes(4, "big", signed=True) for topic, queue_id in (first, second))
     return len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
+
+
+# ---- the records of a queue
+
+
+def recreated_queues(
+    log: CommitLog,
+    queues: Mapping[QueueName, ConsumeQueue],
+    ends_of: Callable[[QueueName], tuple[bytes, int] | None] = lambda _: None,
+) -> dict[QueueName, int]:
+    """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
+
+    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
+    ``ends_of(name)`` returns entry 0 and the end of a queue that need not be opened for that.
+    """
+    begins = {}
+    for name in queues:
+        ends = ends_of(name)
+        raw = ends[0] if ends else queues[name].read(0, 1) if queues[name].stored_begin == 0 else b""
+        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        if place > log.begin and size != HOLE_SIZE:
+            with suppress(CorruptionError):
+                data = log.read(place, size)
+                message = None if data is None else StoredMessage(data)
+                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
+                    begins[name] = place
+    return begins
+
+
+def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:
+    """Return the first entry below queue offset ``end`` that is neither filler nor of a message before ``begin``."""
+    at, raw = queue.stored_begin, queue.read(end, 1)
+    latest_hole = ENTRY.unpack(raw)[0] - log_file_size if raw else 0
+    try:
+        for first, block in queue.blocks(at, end):
+            place = block["physical_offset"]
+            filler = (block["size"] == HOLE_SIZE) & ((place == 0) | (place <= latest_hole))
+            wrong = np.flatnonzero((place >= begin) & ~filler)
+            if len(wrong):
+                return first + int(wrong[0])
+            at = first + len(block)
+    except CorruptionError:
+        return at
+    return None

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, offset_at_place
 from librmq.consumequeue_entries import ENTRY_SIZE, PLACE
 from librmq.errors import CorruptionError
 from librmq.files import Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.store.engine.derivation import COMPARED
-from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState, short_state
 from librmq.store.format import directory
 

@@ -32,7 +32,6 @@ from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine._durability import MANY_FILES
-from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName, Recovered
 from librmq.store.format import directory
@@ -550,6 +549,8 @@ class Recovery:
         return begin, scope
 
     def _scope(self, begin: int, absent_before: int) -> Scope:
+        from librmq.store.recovery._entry_check import recreated_queues
+
         log, queues = self._parts.log, self._parts.queues
         since = recreated_queues(log, queues, lambda name: self._listed.ends_of(name, log.end))
         return Scope(begin, since=since, absent_before=absent_before)

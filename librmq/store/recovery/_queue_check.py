@@ -12,17 +12,25 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, offset_at_place
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import COMPARED, BitmapOf, topic_hash
-from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format.directory import LOST
-from librmq.store.recovery._entry_check import EntryRun, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
+from librmq.store.recovery._entry_check import (
+    EntryRun,
+    ExpectedEntry,
+    Stray,
+    Strays,
+    first_not_older,
+    hole,
+    misaddressed,
+    record_at,
+)
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63

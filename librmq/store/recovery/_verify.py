@@ -35,7 +35,6 @@ from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
-from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.saved_state import missing_first_files, read_closed_state
 from librmq.store.engine.store_parts import PartFiles, QueueName, QueueTable
 from librmq.store.format import directory
@@ -46,6 +45,7 @@ from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
+from librmq.store.recovery._entry_check import recreated_queues
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery.open import clear_leftovers, load, readable_files
