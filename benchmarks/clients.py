@@ -29,7 +29,7 @@ from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 
 BODY: Final = b"x" * 128

@@ -137,7 +137,7 @@ else:
                 "SendStatus",
                 "TransactionState",
             ),
-            "librmq.runtime.runner": ("ManualRunner",),
+            "librmq.runtime.manual": ("ManualRunner",),
             "librmq.runtime.threads": ("ThreadRunner",),
             "librmq.scheduling.timer_config": ("TimerConfig",),
             "librmq.store": ("MessageStore",),

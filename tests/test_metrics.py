@@ -12,7 +12,7 @@ import pytest
 from librmq import Broker, Producer, PushConsumer
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.metrics import Metrics, export_to_opentelemetry, export_to_prometheus
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from tests.programs import run_program
 
 

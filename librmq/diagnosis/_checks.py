@@ -40,11 +40,11 @@ from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store import Wholeness
-from librmq.store.engine.saved_state import missing_first_files
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export, unlisted_topics
 from librmq.store.format.directory import has_abort
+from librmq.store.recovery.missing_files import missing_first_files, missing_keys
 
 if TYPE_CHECKING:
     from librmq.files import Damage, Files
@@ -253,8 +253,6 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
 
 def missing_key_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
-    from librmq.store.recovery.missing_files import missing_keys
-
     store = view.store
     gap = missing_keys(store.index.files, store.log, store.levels) if store.queues.has_files else None
     folder = os.path.join(store.path, directory.INDEX)

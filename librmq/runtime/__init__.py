@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from librmq.runtime.event_log import StateLog as StateLog
     from librmq.runtime.locks import calls_later as calls_later
     from librmq.runtime.locks import critical as critical
-    from librmq.runtime.runner import ManualRunner as ManualRunner
+    from librmq.runtime.manual import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
     from librmq.runtime.runner import Work as Work
@@ -34,7 +34,8 @@ else:
                 "calls_later",
                 "critical",
             ),
-            "librmq.runtime.runner": ("ManualRunner", "Runner", "Step", "Work"),
+            "librmq.runtime.manual": ("ManualRunner",),
+            "librmq.runtime.runner": ("Runner", "Step", "Work"),
             "librmq.runtime.threads": ("ThreadRunner",),
         },
     )

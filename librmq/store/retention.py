@@ -281,6 +281,9 @@ class Retention:
         self._check_disk(now_ms)
         self.deleted += self._trim_derived()
         self.is_held = False
+        if not self._ends():  # there is only the file of the last record
+            self._is_requested, self._named_holder = False, None
+            return self._next_due(now_ms)
         if oversized := self._oversized():
             self.deleted += self._delete(self._ends()[: min(oversized, FILES_A_ROUND)], "beyond max_total_size")
         if self._forced or self._ignores_hours or self.next_cleaning_ms(now_ms) == now_ms:

@@ -14,7 +14,8 @@ from librmq.config import StoreConfig
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
 from librmq.message.message import Message
-from librmq.runtime.runner import ManualRunner, Runner
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Runner
 
 HOST = ("192.168.1.10", 54321)
 

@@ -20,7 +20,8 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import file_size
 from librmq.message import Message
 from librmq.message.topics import SystemTopic
-from librmq.runtime.runner import ManualRunner, Turn
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig

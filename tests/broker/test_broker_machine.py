@@ -14,7 +14,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from tests.budget import examples
 
 HOST = ("127.0.0.1", 1)

@@ -32,7 +32,7 @@ from librmq.errors import BrokerError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
 from librmq.message.message import Message
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.runtime.threads import ThreadRunner
 from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig

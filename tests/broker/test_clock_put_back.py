@@ -18,7 +18,7 @@ from librmq.files import MemoryFiles
 from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.wire.remoting import RemotingServer
 
 WAIT_S = 30.0

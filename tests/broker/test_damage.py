@@ -30,7 +30,7 @@ from librmq.message import StoredMessage, dead_letter_topic, record, retry_topic
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import verify
 from librmq.store.engine import saved_state
 

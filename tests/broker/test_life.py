@@ -33,7 +33,7 @@ from librmq.protocol import (
     TransactionState,
     UpdateOffset,
 )
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore

@@ -18,7 +18,7 @@ from librmq.message import Message
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from tests.broker.parties import HOST, Listening
 from tests.file_seams import CrashImages, RecordingFiles

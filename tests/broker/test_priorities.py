@@ -22,7 +22,7 @@ from librmq.errors import BrokerError, MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import SendMessage, TransactionState
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.testing import Kit, Process, explore
 from tests.broker.parties import opened
 from tests.budget import examples

@@ -43,7 +43,7 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit

@@ -14,7 +14,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ReceiptError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import verify
 from tests.budget import examples
 

@@ -35,7 +35,7 @@ from librmq.protocol import (
     SendTogether,
     TransactionState,
 )
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.scheduling.waiting import sent_to
 from librmq.testing import Kit, Process, explore

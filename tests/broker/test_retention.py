@@ -19,7 +19,7 @@ from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeFrom, EndTransaction, ResponseCode, SendMessage, TransactionState
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
 from librmq.store.retention import Unread, UnreadInFile

@@ -18,7 +18,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import file_size
 from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.file_seams import FailingFiles
 

@@ -12,7 +12,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.files import MemoryFiles
 from librmq.message import Message, record
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.testing import Kit
 from tests.broker.parties import HOST, manual, opened, send

@@ -34,7 +34,7 @@ from librmq.errors import (
 from librmq.message import Message
 from librmq.message.message import MessageQueue
 from librmq.protocol import LockQueues, ResetGroup, TransactionState, UpdateOffset
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.testing import Kit
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer

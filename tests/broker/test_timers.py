@@ -15,7 +15,7 @@ from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.message.delays import TimerRefusedError, delete_key
 from librmq.protocol import PullStatus, SendBatch, SendMessage, SendTogether
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit

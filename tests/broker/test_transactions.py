@@ -23,7 +23,7 @@ from librmq.protocol import (
     SendResponse,
     TransactionState,
 )
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.testing import Kit
 from librmq.txn import TransactionConfig
 from tests.broker.parties import HOST, Listening, opened, pull, send

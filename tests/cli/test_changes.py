@@ -11,7 +11,7 @@ from librmq.cli._output import JsonLines
 from librmq.clock import ManualClock
 from librmq.diagnosis import lag
 from librmq.message.topics import TOPIC_TYPES
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.budget import many
 from tests.cli.stand import Shell, files_of

@@ -19,7 +19,7 @@ from librmq import (
     TransactionState,
     diagnosis,
 )
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from tests.cli.stand import Shell, Terminal, files_of
 
 LAG = ["group", "topic", "queue_id", "min_offset", "max_offset", "consumer_offset", "lag", "oldest_timestamp_ms"]

@@ -14,7 +14,7 @@ from librmq import Broker, Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.errors import StoreIOError
 from librmq.message import record
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from tests.budget import many
 from tests.cli.stand import Shell, files_of
 

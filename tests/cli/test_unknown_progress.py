@@ -13,7 +13,7 @@ from librmq import Broker, MessageStore, Producer, PushConsumer, TransactionProd
 from librmq.clock import ManualClock
 from librmq.java import json as java_json
 from librmq.message import Message
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell
 

@@ -8,7 +8,7 @@ from librmq.broker import Broker
 from librmq.client import Client, Producer
 from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.errors import ConfigError
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "\x1b[1m"])

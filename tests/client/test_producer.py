@@ -37,7 +37,8 @@ from librmq.files._memory import MemoryFiles
 from librmq.message.batch import split_batch
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
-from librmq.runtime.runner import ManualRunner, Runner
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Runner
 from tests.interrupting import at_each_call
 from tests.wrapped_route import WrappedRoute
 

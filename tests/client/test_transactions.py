@@ -16,7 +16,7 @@ from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, Mess
 from librmq.message.message import Message
 from librmq.message.topics import SystemTopic
 from librmq.protocol import EndTransaction, Route, SendMessage, SendStatus, TransactionState
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.testing import Kit
 from librmq.txn import TransactionConfig
 from tests.client.test_producer import Cluster

@@ -11,7 +11,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import MaxOffset, Subscription
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from tests.broker.parties import beat
 
 

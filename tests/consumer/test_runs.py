@@ -17,7 +17,8 @@ from librmq.consumer._concurrent import LOOK_MS, ConcurrentDelivery
 from librmq.errors import NotIdleError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
-from librmq.runtime.runner import ManualRunner, Work
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Work
 from tests.consumer.parties import newest_takes_all
 
 Listener = Callable[[DeliveredMessage], object]

@@ -16,7 +16,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import BrokerError, ConfigError
 from librmq.listener import ReconsumeLater
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.testing import Kit
 from tests.consumer.parties import send, subscribed
 

@@ -23,7 +23,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.message.message import Message
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine import saved_state

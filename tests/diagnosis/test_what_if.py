@@ -16,7 +16,8 @@ from librmq.config import StoreConfig
 from librmq.diagnosis import Consumption, consumption_of, estimate, what_if
 from librmq.errors import NotIdleError
 from librmq.files._memory import MemoryFiles
-from librmq.runtime.runner import ManualRunner, Step, Work
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Step, Work
 from librmq.testing import Kit
 from tests.broker.parties import send
 from tests.budget import examples, many

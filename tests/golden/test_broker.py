@@ -18,7 +18,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import decode_properties
 from librmq.message.topics import NOT_FOR_SENDING, SystemTopic
 from librmq.protocol import SendBack, SendBatch, SendMessage
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
 from tests.budget import many

@@ -6,7 +6,7 @@ import pytest
 
 from librmq import Message, TransactionProducer, TransactionState
 from librmq.broker import Broker
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store.engine._append import Appender
 from tests import lock_order
 

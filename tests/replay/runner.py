@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 from librmq.clock import ManualClock
-from librmq.runtime.runner import ManualRunner, Step, Turn, Work
+from librmq.runtime import ManualRunner
+from librmq.runtime.runner import Step, Turn, Work
 
 __all__ = ["ReplayRunner", "until"]
 

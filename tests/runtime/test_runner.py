@@ -16,8 +16,9 @@ import pytest
 import librmq
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RmqError, RunnerError
+from librmq.runtime import ManualRunner
 from librmq.runtime._background import Background
-from librmq.runtime.runner import ManualRunner, Step, Work
+from librmq.runtime.runner import Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples
 from tests.programs import in_child

@@ -14,7 +14,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import is_folder
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import list_queues
 from librmq.store.recovery._verify import verify

@@ -46,7 +46,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files import Damage, Files, file_size, is_folder
+from librmq.files import Files, file_size, is_folder
 from librmq.files.interface import identity_of, is_full, read_replaced
 from librmq.files.rolling import file_name
 from librmq.message import record
@@ -64,7 +64,7 @@ from librmq.store.format.documents import (
     read_document,
     write_document,
 )
-from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
+from librmq.store.format.indexfile import IndexHeader, file_length, unpack_entry
 
 _log = EventLog("librmq.store")
 
@@ -211,7 +211,7 @@ def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
     return None
 
 
-def _broker_has_started(path: str, files: Files) -> bool:
+def broker_has_started(path: str, files: Files) -> bool:
     """Return whether a broker may have started since librmq had the store open for writing."""
     status = files.status(directory.lock_path(path))
     return status is None or not status.is_untouched
@@ -227,15 +227,19 @@ class NotedEnd(NamedTuple):
 
 def noted_ends(path: str, files: Files) -> list[NotedEnd]:
     """Return where the log ended at the last flush and at the last close that were noted."""
-    return [NotedEnd(state.log_end, f"the last {when}", when == "flush") for when, state in _noted(path, files)[::-1]]
+    return [
+        NotedEnd(state.log_end, f"the last {when}", when == "flush") for when, state in noted_states(path, files)[::-1]
+    ]
 
 
 def noted_queue_ends(path: str, files: Files) -> dict[QueueName, int]:
     """Return where the messages of each queue ended at the last close or flush that was noted."""
-    return {name: queue.max_physic_offset for _, state in _noted(path, files) for name, queue in state.queues.items()}
+    return {
+        name: queue.max_physic_offset for _, state in noted_states(path, files) for name, queue in state.queues.items()
+    }
 
 
-def _noted(path: str, files: Files, *, was_closed: bool = False) -> list[tuple[str, StoreState]]:
+def noted_states(path: str, files: Files, *, was_closed: bool = False) -> list[tuple[str, StoreState]]:
     """Return the states at the last close, and at a last flush since, unless the store ``was_closed``."""
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
     states = ("close", closed), ("flush", mark and mark.state)
@@ -259,7 +263,7 @@ def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
     if closed is None or (closed.log_begin == log.begin and closed.log_end <= log.end):
         return
     # A broker's retention deletes files at the beginning; no end that was closed is lost without damage.
-    if closed.log_end > log.end or not _broker_has_started(path, files):
+    if closed.log_end > log.end or not broker_has_started(path, files):
         _log.warning(
             "%(path)s: the log lacks a part: it reached from %(noted_begin)d to %(noted_end)d at the last close, and "
             "reaches from %(begin)d to %(end)d: copy missing files from a backup, then run librmq recover",
@@ -291,47 +295,6 @@ def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
-# ---- the beginning of a log that lacks files
-
-
-class FirstFiles(NamedTuple):
-    """What is known about log files before the first one that is there."""
-
-    missing: Damage | None = None
-    """Files that retention did not delete."""
-    note: str = ""
-    """What missing files and a kill in the middle of a retention both explain."""
-
-
-def missing_first_files(
-    path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool
-) -> FirstFiles:
-    """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
-
-    Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
-    one that is further below the log's start tells that files are missing. Without one nothing does.
-    """
-    notes, begin = _noted(path, files, was_closed=was_closed), log.begin
-    for when, state in () if _broker_has_started(path, files) else notes:
-        if state.log_begin < begin:
-            what = f"the log began at {state.log_begin} at the last {when}, and begins at {begin}"
-            place, size = log.sequence.path(state.log_begin), begin - state.log_begin
-            return FirstFiles(Damage(place, state.log_begin, directory.MISSING_LOG, what, size))
-    if any(state.log_begin == begin for _, state in notes):
-        return FirstFiles()
-    place = log.sequence.path(begin)
-    with suppress(CorruptionError, StoreIOError):  # other damage is found where it is read
-        if (lacking := lacks_all_records(path, files, log)) is not None:
-            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
-        limit = begin - FILES_A_ROUND * log.file_size
-        if (old := _untrimmed_file(path, files, config, limit)) is not None:
-            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
-        if (old := _untrimmed_file(path, files, config, begin)) is not None:
-            why = "its first files are missing, or a kill ended a retention"
-            return FirstFiles(note=f"{_describe(begin, old, 'it')}: {why}")
-    return FirstFiles()
-
-
 def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
     """Return what is wrong with a log whose files have no record, if queues have entries before it; else None.
 
@@ -346,40 +309,12 @@ def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
     for name in directory.list_queues(path, files):
         folder = directory.queue_folder(path, *name)
         start = min((start for start in files.names(folder) if start.isdigit()), default=None)
-        if start is not None and _is_below(files.read(os.path.join(folder, start), 0, ENTRY_SIZE), begin):
+        if start is not None and is_below(files.read(os.path.join(folder, start), 0, ENTRY_SIZE), begin):
             return f"the log begins at {begin} and has no record, but queues have entries before it"
     return None
 
 
-def _describe(begin: int, old: str, limit: object) -> str:
-    return f"the log begins at {begin}, but {old} is about messages before {limit}"
-
-
-def _untrimmed_file(path: str, files: Files, config: StoreConfig, limit: int) -> str | None:
-    """Return a file of a queue or the index that a retention up to ``limit`` deletes, relative to the store.
-
-    The file after it begins before the limit too. Retention keeps the last file, which can be old if it is full.
-    """
-    if limit <= 0:
-        return None
-    for name in directory.list_queues(path, files):
-        folder = directory.queue_folder(path, *name)
-        if len(starts := sorted(start for start in files.names(folder) if start.isdigit())) > 1:
-            places = (starts[0], config.consumequeue_file_size - ENTRY_SIZE), (starts[1], 0)
-            entries = [files.read(os.path.join(folder, start), at, ENTRY_SIZE) for start, at in places]
-            if all(len(entry) == ENTRY_SIZE and _is_below(entry, limit) for entry in entries):
-                return os.path.relpath(os.path.join(folder, starts[0]), path)
-    folder = os.path.join(path, directory.INDEX)
-    names = sorted(name for name in files.names(folder) if name.isdigit())[:2]
-    headers = [files.read(os.path.join(folder, name), 0, HEADER_SIZE) for name in names]
-    if len(headers) > 1 and all(len(header) == HEADER_SIZE for header in headers):
-        oldest, second = (IndexHeader(*HEADER.unpack(header)) for header in headers)
-        if 0 < oldest.end_physical_offset < limit and 0 < second.begin_physical_offset < limit:
-            return os.path.join(directory.INDEX, names[0])
-    return None
-
-
-def _is_below(entry: bytes, limit: int) -> bool:
+def is_below(entry: bytes, limit: int) -> bool:
     """Return whether an entry is about a message before ``limit``."""
     physical_offset: int
     size: int

@@ -22,35 +22,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import os
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
-from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files import Damage, DiskFiles, File, Files, FolderEntry, file_size, is_folder
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
+from librmq.files import Damage, DiskFiles, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_queue
-from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, KeptSettings
-from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
-from librmq.store.format.indexfile import (
-    HEADER,
-    HEADER_SIZE,
-    SLOT_SIZE,
-    IndexHeader,
-    file_length,
-    geometry,
-    unpack_entry,
-)
+from librmq.store.format.indexfile import file_length
 
 COMMITLOG: Final = "commitlog"
 MISSING_LOG: Final = "deleted"
@@ -94,9 +82,7 @@ _KNOWN: Final = frozenset((
 """Folders that hold no file of the log."""
 _QUEUE_IDS: Final = 1 << 31
 _INHERITED: Final = 7  # the topic is readable, writable, and a default for new topics
-_MAX_FILE_SIZE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # this many bytes stay behind the last record of a log file
-_MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_READ: Final = 64
 _FILES_READ: Final = 64
@@ -555,20 +541,25 @@ def _json(value: object) -> str:
 
 
 def _file_settings(path: str, files: Files, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the files of a store show, none for a new store."""
     settings: dict[str, Any] = {}
-    length = _majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1, saved.get("commitlog_file_size"))
+    if not is_folder(files, os.path.join(path, COMMITLOG)):
+        return settings
+    from librmq.store.format._file_lengths import majority_geometry, majority_length
+
+    length = majority_length([_sequence(os.path.join(path, COMMITLOG), files)], 1, saved.get("commitlog_file_size"))
     if length is not None and length >= 256:
         settings["commitlog_file_size"] = length
-    length = _majority_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE, saved.get("consumequeue_file_size"))
+    length = majority_length(_queues(path, CONSUMEQUEUE, files), ENTRY_SIZE, saved.get("consumequeue_file_size"))
     if length is not None:
         settings["consumequeue_file_size"] = length
     ext = list(_queues(path, CONSUMEQUEUE_EXT, files))
     if ext:
         settings["enable_consumequeue_ext"] = True
-        length = _majority_length(ext, 1, saved.get("consumequeue_ext_file_size"))
+        length = majority_length(ext, 1, saved.get("consumequeue_ext_file_size"))
         if length is not None and length >= 64:
             settings["consumequeue_ext_file_size"] = length
-    slots_and_entries = _majority_geometry(path, files, saved)
+    slots_and_entries = majority_geometry(os.path.join(path, INDEX), files, saved)
     if slots_and_entries is not None:
         settings["max_hash_slot_num"], settings["max_index_num"] = slots_and_entries
     return settings
@@ -606,87 +597,6 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
                         remaining -= 1
                         if not remaining:
                             return
-
-
-def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int, saved_length: int | None) -> int | None:
-    """Return the length of most files, which is also the distance between their names.
-
-    Between two files others can be missing after a power failure: their distance is a multiple of ``saved_length``,
-    which the store keeps in its settings, unless one of the two has another length.
-    """
-    votes: Counter[int] = Counter()
-    for sequence in sequences:
-        votes.update(length for start, length in sequence if length and start % length == 0)
-        for (before, length), (after, next_length) in itertools.pairwise(sequence):
-            distance = after - before
-            shows_saved = saved_length and {length, next_length} <= {0, saved_length} and distance % saved_length == 0
-            votes[saved_length if shows_saved and saved_length else distance] += 1
-    plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _MAX_FILE_SIZE]
-    return max(plausible)[1] if plausible else None
-
-
-def _find_geometry(file: File) -> tuple[int, int] | None:
-    """Return slots and entries of a file by its header and length, None if they are ambiguous.
-
-    The newest entry belongs to the header's last record, and its slot points to it. Four entries to a slot, 4.9's
-    default, are tried first, and are the answer for a file without entries.
-    """
-    default, room = geometry(file.size), file.size - HEADER_SIZE
-    if room < SLOT_SIZE + 2 * INDEX_ENTRY_SIZE or room % SLOT_SIZE:
-        return None
-    header = IndexHeader(*HEADER.unpack(file.buffer[:HEADER_SIZE]))
-    number, slots_an_entry = header.index_count - 1, INDEX_ENTRY_SIZE // SLOT_SIZE
-    if number < 1:
-        return default
-
-    def fits(slots: int) -> bool:
-        """Return whether the newest entry is where it would be with this many slots."""
-        at = HEADER_SIZE + SLOT_SIZE * slots + INDEX_ENTRY_SIZE * number
-        value, physical_offset, _, _ = unpack_entry(file.buffer, at)
-        if value < 0 or physical_offset != header.end_physical_offset:
-            return False
-        at = HEADER_SIZE + SLOT_SIZE * (value % slots)
-        return bool(int.from_bytes(file.buffer[at : at + SLOT_SIZE], "big") == number)
-
-    min_slots = room // SLOT_SIZE % slots_an_entry or slots_an_entry
-    max_slots = (room - INDEX_ENTRY_SIZE * header.index_count) // SLOT_SIZE
-    if default is not None and default[0] <= max_slots and fits(default[0]):
-        return default
-    if max_slots < min_slots:
-        return None
-    first = HEADER_SIZE + SLOT_SIZE * min_slots + INDEX_ENTRY_SIZE * number + 4
-    shape = ((max_slots - min_slots) // slots_an_entry + 1,)
-    places = np.ndarray(shape, ">i8", file.buffer, first, (INDEX_ENTRY_SIZE,))
-    for slots in (min_slots + slots_an_entry * np.flatnonzero(places == header.end_physical_offset)).tolist():
-        if fits(slots):
-            return slots, (room - SLOT_SIZE * slots) // INDEX_ENTRY_SIZE
-    return None
-
-
-def _majority_geometry(path: str, files: Files, settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return slots and entries of most index files.
-
-    They are those that the store keeps, if these give the files' length, otherwise those of the oldest file of that
-    length.
-    """
-    folder = os.path.join(path, INDEX)
-    index_files = [entry for entry in numbered_files(files, folder) if entry.size]
-    if not index_files:
-        return None
-    length = Counter(entry.size for entry in index_files).most_common(1)[0][0]
-    slots, entries = settings.get("max_hash_slot_num"), settings.get("max_index_num")
-    if slots is not None and entries is not None and file_length(slots, entries) == length:
-        return slots, entries
-    name = next(entry.name for entry in index_files if entry.size == length)
-    try:
-        shape = _find_geometry(files.open(os.path.join(folder, name)))
-    except CorruptionError:
-        return None  # opening the index names the damage
-    except StoreIOError as error:
-        if error.errno != errno.ENOENT:  # a writer can have deleted a file
-            raise
-        return None
-    return shape if shape and shape[0] <= _MAX_SLOTS else geometry(length)
 
 
 # ------------------------------------------------------------------------------------------------ broker.conf

@@ -31,10 +31,11 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.files import Damage, Files
 from librmq.formatting import moment
 from librmq.runtime.event_log import counted
-from librmq.store.engine.saved_state import missing_first_files, noted_ends, was_copied
+from librmq.store.engine.saved_state import noted_ends, was_copied
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.directory import LOST, MISSING_LOG, has_abort
 from librmq.store.recovery._log_end import beyond_checkpoint
+from librmq.store.recovery.missing_files import missing_first_files
 
 _QUEUES_SHOWN: Final = 5
 _WHOLE: Final = "no message is missing, but no writer opens the store until {}"

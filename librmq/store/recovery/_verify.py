@@ -29,13 +29,12 @@ from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles, fi
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
-from librmq.message.batch import inner_messages
 from librmq.message.message import is_batch
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
-from librmq.store.engine.saved_state import missing_first_files, read_closed_state
+from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import PartFiles, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
@@ -44,10 +43,10 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
 from librmq.store.recovery._entry_check import recreated_queues
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
+from librmq.store.recovery.missing_files import lacking_queues, missing_first_files
 from librmq.store.recovery.open import clear_leftovers, load, readable_files
 
 if TYPE_CHECKING:
@@ -264,9 +263,10 @@ class _StoreCheck:
         index = self._part(self._part_files.open_index)
         if queues is not None:
             self._derived(log, queues, index)
-            timers = self._part(lambda: _timer_damage(self._path, self._files, log, queues, is_closed=self._closed))
-            if timers is not None:
-                self._add_damage(timers)
+            if directory.has_timer(self._path, self._files):
+                timers = self._part(lambda: _timer_damage(self._path, self._files, log, queues, is_closed=self._closed))
+                if timers is not None:
+                    self._add_damage(timers)
         if index is not None:
             index.release()
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
@@ -286,6 +286,8 @@ class _StoreCheck:
                 light_names.update(name for name, _, _ in names)
             if not is_batch(message):
                 continue
+            from librmq.message.batch import inner_messages  # 5.x alone stores such records
+
             try:
                 inner += len(inner_messages(message))
                 batches += 1
@@ -358,7 +360,6 @@ class _StoreCheck:
         if closed is not None and closed.agrees_with(log):
             lost = frozenset(closed.queues) - queues.keys()
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
-        from librmq.store.recovery.missing_files import lacking_queues  # the note of a close tells as a rule
 
         dispatched = self._listed.dispatched(queues, log)
         levels = DelayLevels.parse(self._config.message_delay_level)
@@ -390,6 +391,8 @@ def _timer_damage(
     Raises:
         CorruptionError: A file has another length.
     """
+    from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, timer_entries, unit_damage
+
     named = None
     with suppress(CorruptionError):  # which is found for itself
         document = read_document(os.path.join(path, SETTINGS_FILE), files, {"broker": (dict,)})
@@ -452,6 +455,8 @@ class _QueuesOfLog:
                 continue
             count = 1
             if is_batch(message := StoredMessage(raw)):
+                from librmq.message.batch import inner_messages
+
                 try:
                     count = len(inner_messages(message))
                 except RecordError:

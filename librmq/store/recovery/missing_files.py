@@ -1,4 +1,4 @@
-"""What the log says about files of queues and index that are missing.
+"""Files of the log, of queues and of the index that are missing.
 
 A missing file in the middle of a queue is refused where the queue is opened. A queue that lacks a file at an end looks
 whole, and so does an index that lacks one between two others. Only the log's records tell.
@@ -10,21 +10,29 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype
-from librmq.errors import CorruptionError
-from librmq.files import Files
+from librmq.errors import CorruptionError, StoreIOError
+from librmq.files import Damage, Files
 from librmq.message import DelayLevels
 from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
+from librmq.store.engine.saved_state import (
+    FILES_A_ROUND,
+    broker_has_started,
+    is_below,
+    lacks_all_records,
+    noted_states,
+)
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexFile, IndexHeader
 
 _LARGEST_PLACE: Final = 1 << 63
 _MOST_BETWEEN: Final = 10_000  # at most so many records without keys are read between two index files
@@ -159,3 +167,72 @@ def _queues_of_record(record: DerivedRecord, spans: _Spans) -> Iterator[tuple[by
     for name in names & spans.keys():
         if any(first <= record.physical_offset < last for first, last in spans[name]):
             yield name
+
+
+# ---- the beginning of a log that lacks files
+
+
+class FirstFiles(NamedTuple):
+    """What is known about log files before the first one that is there."""
+
+    missing: Damage | None = None
+    """Files that retention did not delete."""
+    note: str = ""
+    """What missing files and a kill in the middle of a retention both explain."""
+
+
+def missing_first_files(
+    path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool
+) -> FirstFiles:
+    """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
+
+    Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
+    one that is further below the log's start tells that files are missing. Without one nothing does.
+    """
+    notes, begin = noted_states(path, files, was_closed=was_closed), log.begin
+    for when, state in () if broker_has_started(path, files) else notes:
+        if state.log_begin < begin:
+            what = f"the log began at {state.log_begin} at the last {when}, and begins at {begin}"
+            place, size = log.sequence.path(state.log_begin), begin - state.log_begin
+            return FirstFiles(Damage(place, state.log_begin, directory.MISSING_LOG, what, size))
+    if any(state.log_begin == begin for _, state in notes):
+        return FirstFiles()
+    place = log.sequence.path(begin)
+    with suppress(CorruptionError, StoreIOError):  # other damage is found where it is read
+        if (lacking := lacks_all_records(path, files, log)) is not None:
+            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
+        limit = begin - FILES_A_ROUND * log.file_size
+        if (old := _untrimmed_file(path, files, config, limit)) is not None:
+            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
+        if (old := _untrimmed_file(path, files, config, begin)) is not None:
+            why = "its first files are missing, or a kill ended a retention"
+            return FirstFiles(note=f"{_describe(begin, old, 'it')}: {why}")
+    return FirstFiles()
+
+
+def _describe(begin: int, old: str, limit: object) -> str:
+    return f"the log begins at {begin}, but {old} is about messages before {limit}"
+
+
+def _untrimmed_file(path: str, files: Files, config: StoreConfig, limit: int) -> str | None:
+    """Return a file of a queue or the index that a retention up to ``limit`` deletes, relative to the store.
+
+    The file after it begins before the limit too. Retention keeps the last file, which can be old if it is full.
+    """
+    if limit <= 0:
+        return None
+    for name in directory.list_queues(path, files):
+        folder = directory.queue_folder(path, *name)
+        if len(starts := sorted(start for start in files.names(folder) if start.isdigit())) > 1:
+            places = (starts[0], config.consumequeue_file_size - ENTRY_SIZE), (starts[1], 0)
+            entries = [files.read(os.path.join(folder, start), at, ENTRY_SIZE) for start, at in places]
+            if all(len(entry) == ENTRY_SIZE and is_below(entry, limit) for entry in entries):
+                return os.path.relpath(os.path.join(folder, starts[0]), path)
+    folder = os.path.join(path, directory.INDEX)
+    names = sorted(name for name in files.names(folder) if name.isdigit())[:2]
+    headers = [files.read(os.path.join(folder, name), 0, HEADER_SIZE) for name in names]
+    if len(headers) > 1 and all(len(header) == HEADER_SIZE for header in headers):
+        oldest, second = (IndexHeader(*HEADER.unpack(header)) for header in headers)
+        if 0 < oldest.end_physical_offset < limit and 0 < second.begin_physical_offset < limit:
+            return os.path.join(directory.INDEX, names[0])
+    return None

@@ -8,7 +8,7 @@ import pytest
 
 from librmq import Broker
 from librmq.clock import ManualClock
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.wire.remoting import RemotingServer
 from tests.wire.remoting_client import RawClient
 

@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime import ManualRunner
 from librmq.wire.remoting._channels import Channel, answer_of, answering
 from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
