@@ -58,8 +58,8 @@ from librmq.store.engine.store_parts import (
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
+from librmq.store.recovery._case import RecoveryMode
 from librmq.store.recovery._condition import Condition, Wholeness, condition_of
-from librmq.store.recovery._log_end import RecoveryMode
 from librmq.store.recovery.open import load
 
 # ---- an earlier moment

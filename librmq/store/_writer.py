@@ -32,7 +32,7 @@ from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueN
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
 from librmq.store.format.documents import KeptSettings, ReplicaMark, write_kept_config, write_retention
-from librmq.store.recovery._log_end import RecoveryMode
+from librmq.store.recovery._case import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
 

@@ -11,20 +11,17 @@ that the log still has, and indexes each key once.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
-from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files import Damage, Files
+from librmq.files import Damage
 from librmq.files.interface import flush_all
 from librmq.files.rolling import file_name
 from librmq.formatting import exact_moment
@@ -32,10 +29,11 @@ from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine._durability import MANY_FILES
-from librmq.store.engine.saved_state import WORTH_A_MARK, Mark, MarkError, lacks_all_records
-from librmq.store.engine.store_parts import Parts, QueueName, Recovered
+from librmq.store.engine.saved_state import WORTH_A_MARK, MarkError, lacks_all_records
+from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
+from librmq.store.recovery._case import Case, RecoveryMode
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 
 # ---- plan
@@ -44,55 +42,6 @@ _MISSING_ONE: Final = "a missing one"
 _SECTOR: Final = 512
 _WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was never written; headers have 15
-
-
-class RecoveryMode(enum.Enum):
-    """Extent of a recovery and its cuts."""
-
-    LAST_EXIT = "as the last exit requires"
-    """Cut only damage that a crash explains; otherwise refuse the store."""
-    PREVIEW = "as the last exit requires, in memory"
-    """For a read-only view, in an `OverlayFiles`: end the log at the first damage, and keep the bytes after it."""
-    WHOLE_LOG = "all of the log"
-    """On demand: cut at the first damage, and rebuild files with a wrong length or an impossible header."""
-    LIVING = "all of the log of an open store"
-    """`WHOLE_LOG` for a store that this process had open until now, so that no crash changed a record."""
-
-
-@dataclass(slots=True)
-class Case:
-    """A store that is opened and recovered, and what is known of its last exit."""
-
-    path: str
-    config: StoreConfig
-    files: Files
-    clock: Clock
-    mode: RecoveryMode
-    is_clean: bool
-    """Whether the store was closed."""
-    noted: Mapping[QueueName, int]
-    """Where the messages of queues ended, as notes of the last close and flush say, if it was not."""
-    keeps_deleted: bool
-    """Whether a check of all of the log leaves a queue without a folder deleted, like its topic."""
-    mark: Mark | None = None
-    """The mark of the last flush, if the recovery begins there."""
-    begin: int = 0
-    """Where the walk over the log begins, and the comparison with it."""
-    reads_bodies: bool = False
-    """Whether no walk has checked the bodies of records from ``begin`` on, so that the comparison does."""
-    changed_queues: frozenset[QueueName] | None = None
-    """Queues that were deleted or added since the store was closed; None: queues and index are unchanged."""
-    recovered: Recovered = field(default_factory=Recovered)
-
-    @property
-    def is_thorough(self) -> bool:
-        """Whether the whole log is checked."""
-        return self.mode in (RecoveryMode.WHOLE_LOG, RecoveryMode.LIVING)
-
-    @property
-    def is_preview(self) -> bool:
-        """Whether the store is only read, and recovered in memory."""
-        return self.mode is RecoveryMode.PREVIEW
 
 
 class Suspect(NamedTuple):
@@ -243,8 +192,8 @@ class Recovery:
 
     # ---- plan
 
-    def plan(self, findings: WalkFindings) -> None:
-        """Plan the end of the log, by the findings of the walk; this changes nothing.
+    def plan(self, findings: WalkFindings | None) -> None:
+        """Plan the end of the log, by the findings of the walk after an unclean exit; this changes nothing.
 
         Raises:
             CorruptionError: This would cut sound records for damage that no crash explains, and the mode is not
@@ -253,7 +202,7 @@ class Recovery:
         """
         case, log = self._case, self._parts.log
         self.end, self._uncovered_from = log.found_end, log.end
-        if not case.is_clean:
+        if findings is not None:
             torn, self._uncovered_from = self._first_torn(findings)
             self.end = torn or self.end
         end = self.end.physical_offset

@@ -13,9 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
@@ -51,8 +51,11 @@ from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
-from librmq.store.recovery._listed_queues import ListedQueues
-from librmq.store.recovery._log_end import Case, Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery._case import Case, RecoveryMode
+
+if TYPE_CHECKING:
+    from librmq.store.recovery._listed_queues import ListedQueues
+    from librmq.store.recovery._log_end import Recovery, WalkFindings
 
 _T = TypeVar("_T")
 
@@ -251,7 +254,6 @@ class _Opening:
         # allowed names. A queue that agrees with the log stays unopened.
         self._at_check = (case.is_thorough or not case.is_clean) and not config.enable_consumequeue_ext
         self._pool = MappingPool(config.mapped_files)
-        self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
         if case.mode is not RecoveryMode.LIVING and (case.is_thorough or not case.is_clean):
             is_whole = self._listed.try_list if self._at_check else lambda _: False
             queues = case.is_thorough or not self._at_check
@@ -266,10 +268,18 @@ class _Opening:
             lambda: Checkpoint.open(place, files=files, writable=True), self._repairs, [place]
         )
         self._trusted: StoreState | None = None  # the state at the close counts while nothing contradicts it
-        self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
+        self._findings: WalkFindings | None = None
+        """What the walk over the log finds after an unclean exit."""
         self._part_files = PartFiles(path, config, files)
         self._is_recovering = False
         self._noted_record: int | None = None
+
+    @cached_property
+    def _listed(self) -> ListedQueues:
+        from librmq.store.recovery._listed_queues import ListedQueues  # new stores, and closed ones, need none
+
+        case = self._case
+        return ListedQueues(case.path, case.files, case.config.consumequeue_file_size, self._pool)
 
     def parts(self, bitmap_of: BitmapOf | None) -> Parts:
         """Open the parts, and recover them.
@@ -301,8 +311,11 @@ class _Opening:
             case.begin = self._walk_begin(log)
             return case.begin
 
-        on_record = None if case.is_clean else self._findings
-        log = self._part_files.open_log(writable=True, scan_from=scan_from, on_record=on_record)
+        if not case.is_clean:
+            from librmq.store.recovery._log_end import WalkFindings
+
+            self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
+        log = self._part_files.open_log(writable=True, scan_from=scan_from, on_record=self._findings)
         log.gaps = gaps
         return log
 
@@ -431,6 +444,14 @@ class _Opening:
         if self._trusted is not None:
             set_abort(files, path)
             return
+        is_empty = not (log.sequence.starts or parts.queues or parts.index.files)
+        if is_empty and case.is_clean and case.mode is RecoveryMode.LAST_EXIT:
+            set_abort(files, path)
+            make_folders(files, log.sequence.folder)  # a store is recognised by it
+            withdraw_closed_state(path, files, log)
+            return
+        from librmq.store.recovery._log_end import Recovery
+
         self._recovery = recovery = Recovery(case, parts, self._listed)
         recovery.plan(self._findings)
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
