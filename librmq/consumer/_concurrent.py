@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from librmq.clock import moves_by_itself
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import REDELIVERY_MS, Rests, Retries, outcome
+from librmq.consumer._failures import REDELIVERY_MS, Rests, later_retries, outcome
 from librmq.consumer._instance import next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener
@@ -230,7 +230,7 @@ class ConcurrentDelivery:
         self._runner = instance.runner
         self._resume = resume
         self._rests: Rests[Pulled] = Rests(instance, self._resumed)
-        self._retries = Retries(instance, calls.counts)
+        self._retries = later_retries(instance, calls.counts)
         self._backlog = Backlog()
         # The run is under way in one thread. If it is slow, the other threads get what it has not begun.
         self._run: Run | None = None
@@ -539,7 +539,7 @@ class ConcurrentDelivery:
             # One that exceeded consume_timeout has been sent back, and would come twice.
             failed = [message for message in failed if assigned.messages.holds(message)]
             unaccepted = (
-                self._retries.send_back(assigned, failed, error, self._instance.max_redeliveries) if failed else []
+                self._retries().send_back(assigned, failed, error, self._instance.max_redeliveries) if failed else []
             )
             if unaccepted:
                 ended = [message for message in messages if message not in unaccepted]
@@ -575,12 +575,12 @@ class ConcurrentDelivery:
                     queue_offset=first.queue_offset,
                 )
                 cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
-                sent = self._retries.send_one_back(assigned, first, EXPIRED_LEVEL, cause)
+                sent = self._retries().send_one_back(assigned, first, EXPIRED_LEVEL, cause)
                 if sent is False:
                     break
                 self._instance._note("settle", result="retry", messages=(first,))
                 if sent is not None and sent.is_dead:
-                    self._retries.log_dead_letter(assigned, first, TimeoutError(cause))
+                    self._retries().log_dead_letter(assigned, first, TimeoutError(cause))
                 # Progress moves with the next message that ends, or here if the queue is empty now.
                 assigned.messages.remove((first,))
                 if assigned.place is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.client import Client
 from librmq.client.operations import Watched
 from librmq.consumer._assignment import AssignedQueue, LeftWork
-from librmq.consumer._offsets import Offsets
+from librmq.consumer._offsets import BrokerOffsets
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
 from librmq.filter import TagFilter
@@ -22,6 +22,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import next_on_grid
 
 if TYPE_CHECKING:
+    from librmq.consumer._local_offsets import LocalOffsets
     from librmq.metrics import Metrics
 
 FIRST_SAVE_MS: Final = 10_000
@@ -72,7 +73,8 @@ class Instance(Watched):
         """Whether the instance is shutting down, so that nothing new begins."""
         self.started_ms: int = 0
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
-        self._offsets: Offsets
+        self._offsets: BrokerOffsets | LocalOffsets
+        """Store of the progress of one instance. Called under the runner's lock."""
         self.metrics: Metrics | None = None
         self._log: EventLog = _log.with_fields(consumer=self._label, group=group)
         self._states: StateLog = StateLog(self._log, self._label)

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, Retries, cause_of, suspension_ms
+from librmq.consumer._failures import Rests, cause_of, later_retries, suspension_ms
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
@@ -70,7 +70,7 @@ class OrderlyDelivery:
         self._rebalancing = rebalancing
         self._resume = resume
         self._rests: Rests[AssignedQueue] = Rests(instance, self._resumed)
-        self._retries = Retries(instance, calls.counts)
+        self._retries = later_retries(instance, calls.counts)
         self._waiting: deque[AssignedQueue] = deque()  # those that wait for a listener, in their order
 
     @property
@@ -162,8 +162,8 @@ class OrderlyDelivery:
         """Make the next message a dead letter; return False if no broker accepts it."""
         messages = assigned.messages.take(1)
         self.calls.counts.failed += 1
-        if self._retries.send_one_back(assigned, messages[0], -1, cause_of(error)) is not False:
-            self._retries.log_dead_letter(assigned, messages[0], error)
+        if self._retries().send_one_back(assigned, messages[0], -1, cause_of(error)) is not False:
+            self._retries().log_dead_letter(assigned, messages[0], error)
             self._commit_messages(assigned, "later")
             return True
         assigned.messages.put_back(messages)
@@ -255,7 +255,7 @@ class OrderlyDelivery:
             return None
         self.calls.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self._retries.send_exhausted(assigned, messages, error):
+        if self._retries().send_exhausted(assigned, messages, error):
             self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
         self._instance._note("outcome", assigned.queue.topic, "suspend", len(messages))
@@ -263,7 +263,7 @@ class OrderlyDelivery:
         assigned.messages.put_back(messages)
         rest_ms = suspension_ms(error, self._suspend_ms)
         if attempt == 1:
-            self._retries.log_retry(
+            self._retries().log_retry(
                 assigned, messages, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
             )
         self._log_blocked(assigned, messages[0])

@@ -15,7 +15,7 @@ from librmq.client import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, Retries, cause_of
+from librmq.consumer._failures import Rests, cause_of, later_retries
 from librmq.consumer._instance import ConsumerCounts
 from librmq.consumer._listeners import DeliveredMessage, delivered_messages
 from librmq.consumer._predicates import Predicate, TopicPredicate
@@ -119,7 +119,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._looks_once = False
         """Whether the present poll waits for nothing."""
         self._rests: Rests[Never] = Rests(self, self._end_rest)
-        self._retries = Retries(self, ConsumerCounts())
+        self._retries = later_retries(self, ConsumerCounts())
         self._in_work = 0
         self._is_held_back = False
         self._turn_of: tuple[AssignedQueue, int, Turn] | None = None
@@ -518,10 +518,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Return the next message if it is its turn, or make it a dead letter."""
         offset, error = message.queue_offset, conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is not None:
-            sent = self._retries.send_one_back(assigned, message, -1, cause_of(error))
+            sent = self._retries().send_one_back(assigned, message, -1, cause_of(error))
             if sent is False:
                 return []
-            self._retries.log_dead_letter(assigned, message, error)
+            self._retries().log_dead_letter(assigned, message, error)
             if assigned.place is not None:
                 assigned.place.finish(offset)
         elif self._turn_of is None or self._turn_of[:2] != (assigned, offset) or not self._has_turn:

@@ -18,7 +18,7 @@ from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
 from librmq.consumer._listeners import check_at_brokers, make_subscription
-from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
+from librmq.consumer._offsets import BrokerOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
 from librmq.consumer._suspects import Turns
 from librmq.consumer.config import FIXED, ConsumerConfig
@@ -178,6 +178,8 @@ class Consumer(Instance, Member, Generic[C]):
                 files = config.files
             aside = aside_by(self.runner, f"{self._label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
+            from librmq.consumer._local_offsets import LocalOffsets
+
             self._offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
         if config.guard and (differences := describe_differences(self.group, self._subscriptions_of_all())):
             raise GroupMismatchError(differences)

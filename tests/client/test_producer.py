@@ -15,9 +15,10 @@ import pytest
 from librmq import protocol
 from librmq.broker import Broker
 from librmq.client import queue_selectors
+from librmq.client._loop_sends import LoopSends
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.sender import LoopSends, ProducerConfig, SendResult
+from librmq.client.sender import ProducerConfig, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig

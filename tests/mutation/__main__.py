@@ -58,6 +58,7 @@ PARTS = {
         "broker.handlers._pull",
         "consumer._assignment",
         "consumer._failures",
+        "consumer._retries",
         "consumer._orderly",
     ),
     "transactions": ("txn", "broker._transactions", "scheduling.half_messages"),
