@@ -2,7 +2,7 @@
 
     entry  physicalOffset  8   start of the message in the log
            size            4   its length there
-           tagsCode        8   hash of its tags; or the address of an extension unit (consumequeueext);
+           tagsCode        8   hash of its tags; or the address of an extension unit (`librmq.consumequeue_ext`);
                                or, on the schedule topic, the delivery time
 
 Entry n of the queue is at position 20 · n of its files. The queue ends at the first entry with size 0. If a queue
@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from librmq import consumequeue_entries as stored_entries
 from librmq.consumequeue_entries import (
@@ -27,7 +27,6 @@ from librmq.consumequeue_entries import (
     EXT_FILE_SIZE,
     HOLE_SIZE,
     PLACE,
-    ConsumeQueueExt,
     Entries,
     ExtUnit,
     QueueEntry,
@@ -42,7 +41,10 @@ from librmq.override import override
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 
-__all__ = ["ConsumeQueue", "ConsumeQueueExt", "ExtUnit", "QueueEntry"]
+if TYPE_CHECKING:
+    from librmq.consumequeue_ext import ConsumeQueueExt
+
+__all__ = ["ConsumeQueue", "ExtUnit", "QueueEntry"]
 
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
 """Length of a file in a 4.9 broker's store, in bytes."""
@@ -92,6 +94,8 @@ class ConsumeQueue(Closing):
         self.max_physic_offset = self._last_place()
         self.ext = None
         if ext is not None:
+            from librmq.consumequeue_ext import ConsumeQueueExt
+
             folder, file_size, disk, pool = ext
             last = self._tags_code(self.max_offset - 1)
             self.ext = ConsumeQueueExt.open(

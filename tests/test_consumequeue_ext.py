@@ -14,11 +14,10 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import (
     ENTRY_SIZE,
     LAST_EXT_ADDRESS,
-    ConsumeQueueExt,
     ExtUnit,
     is_ext_address,
-    pack_unit,
 )
+from librmq.consumequeue_ext import ConsumeQueueExt, pack_unit
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files, is_folder

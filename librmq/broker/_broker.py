@@ -243,7 +243,7 @@ class Broker(StoreRoute, Endpoint):
         )
         try:
             if store.config.enable_consumequeue_ext:
-                from librmq.consumequeue_entries import check_bitmap
+                from librmq.consumequeue_ext import check_bitmap
 
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
             counts = None

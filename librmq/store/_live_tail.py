@@ -18,7 +18,8 @@ from typing import Final
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import ENTRY_SIZE, ConsumeQueueExt, entry_dtype, place_at
+from librmq.consumequeue_entries import ENTRY_SIZE, entry_dtype, place_at
+from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool

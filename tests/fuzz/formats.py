@@ -141,7 +141,7 @@ def index(data: bytes) -> None:
 
 def ext(data: bytes) -> None:
     """Open bytes as the files of a queue's extension."""
-    from librmq.consumequeue_entries import ConsumeQueueExt
+    from librmq.consumequeue_ext import ConsumeQueueExt
     from librmq.errors import StoreError
 
     files = _files("/ext", data, 256)
