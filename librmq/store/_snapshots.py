@@ -53,7 +53,7 @@ from librmq.store.format.directory import has_abort, is_database, set_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import flush_made, settle
+from librmq.store.recovery._copied_parts import flush_made, settle
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # a writer or its recovery can still change this many files at the end of the log

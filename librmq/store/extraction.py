@@ -50,7 +50,7 @@ from librmq.store.format.documents import (
     write_kept_config,
 )
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import CopiedParts, settle
+from librmq.store.recovery._copied_parts import CopiedParts, settle
 from librmq.store.recovery.salvage import Gap, LogPart, RecordBlock
 
 if TYPE_CHECKING:

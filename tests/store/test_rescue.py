@@ -85,7 +85,8 @@ def test_a_rescued_store_is_consumed_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_sound_store_is_rescued_with_equal_log_and_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.store.recovery.open._MOST_COLLECTED", 200)  # so that queues are written in parts
+    # So that queues are written in parts.
+    monkeypatch.setattr("librmq.store.recovery._copied_parts._MOST_COLLECTED", 200)
     config = replace(CONFIG, consumequeue_file_size=160)
     with MessageStore.open(tmp_path / "store", config, background=False) as store:
         for number in range(60):
