@@ -289,6 +289,11 @@ def test_a_killed_store_of_one_file_says_which_queue_lacks_its_file(shell: Shell
     file.unlink()
     answer = shell(command, orders)
     assert (answer.status, "librmq recover makes the file again" in answer.said) == (1, True)
+    (verdict,) = shell("verify", orders).rows  # as the view says, although the next opening makes it again
+    assert (verdict["sound"], [damage["file"] for damage in verdict["damage"]]) == (
+        False,
+        [str(file.relative_to(orders))],
+    )
 
 
 @pytest.mark.parametrize("kind", ["consumequeue", "index"])

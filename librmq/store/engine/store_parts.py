@@ -368,7 +368,7 @@ class Recovered:
     cuts: list[Damage] = field(default_factory=list)
     """Everything that was cut or rewritten."""
     repairs: list[Damage] = field(default_factory=list)
-    """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
+    """What no kill explains: damaged files of queues, index and checkpoint that were made again, and what is lost."""
     is_brief: bool = False
     """Whether a view of a crashed store has passed over many records that the checkpoint covers, and left the index."""
     compared_from: int = 0

@@ -369,15 +369,15 @@ class Recovery:
         parts.recovered.compared_from = min(case.begin, scope.begin)
         if begin < parts.log.end or case.is_thorough or not case.is_clean:
             self._reconcile(begin, scope)
+        folders = {directory.queue_folder(case.path, *name) for name in lacking}
+        noted = {(damage.file, damage.what) for damage in case.recovered.repairs}
+        case.recovered.repairs += [
+            cut
+            for cut in case.recovered.cuts
+            if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
+            and (cut.file, cut.what) not in noted
+        ]
         if case.is_preview:
-            folders = {directory.queue_folder(case.path, *name) for name in lacking}
-            noted = {(damage.file, damage.what) for damage in case.recovered.repairs}
-            case.recovered.repairs += [
-                cut
-                for cut in case.recovered.cuts
-                if (cut.kind == directory.LOST or not folders.isdisjoint((cut.file, os.path.dirname(cut.file))))
-                and (cut.file, cut.what) not in noted
-            ]
             return
         stored = self._last_timestamp_ms()
         if case.is_thorough and max(parts.checkpoint.times_ms) > stored:

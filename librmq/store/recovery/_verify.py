@@ -142,7 +142,7 @@ def _judged(
     """Divide the damage of a store that was not closed into what stays and what the next opening repairs, with a note.
 
     The opening is tried in memory, and what it leaves is checked. If it refuses the store, or if something is lost,
-    everything stays.
+    everything stays. What it makes again stays too where no kill explains the damage.
     """
     from librmq.store.recovery._condition import condition_of  # a sound store needs none of it
 
@@ -157,8 +157,8 @@ def _judged(
     before, _ = readable_files(path, files, config.commitlog_file_size)
     with PartFiles(path, config, before).open_log(scan_from=lambda _: end) as log:
         log.end, log.last_write = end, parts.log.last_write
-        cuts = [cut for cut in recovered.cuts if cut.kind == directory.LOST]
-        lost = [cut for cut in cuts if os.path.dirname(cut.file) != log.sequence.folder]
+        lost = [item for item in recovered.repairs if item.kind == directory.LOST]
+        lost = [item for item in lost if os.path.dirname(item.file) != log.sequence.folder]
         as_found = replace(
             parts,
             log=log,
@@ -172,7 +172,7 @@ def _judged(
         new = [item for item in condition.lost if (item.file, item.offset) not in known]
         return [*damage, *new], [], condition.note
     left = _StoreCheck(path, config, overlay, kind, closed=False, written=False).damage()
-    files_left = {item.file for item in left}
+    files_left = {item.file for item in (*left, *recovered.repairs)}
     stays = [item for item in damage if item.file in files_left]
     stays += [item for item in left if item.file not in {item.file for item in stays}]
     return stays, [item for item in damage if item.file not in files_left], condition.note
