@@ -198,13 +198,15 @@ class OrderlyDelivery:
         assigned, messages = call.assigned, call.messages
         assigned.running = False
         now_ms = self._runner.now_ms()
-        if self._instance.watchers:
+        is_watched = bool(self._instance.watchers)
+        if is_watched:
             self._note_end(call, result, error)
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
             rest_ms = self._apply(call, result, error)
-            self._instance._note("keep", assigned.queue.topic, queue=assigned.queue)
+            if is_watched:
+                self._instance._note("keep", assigned.queue.topic, queue=assigned.queue)
             if assigned.throttled:
                 self._resume(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:
@@ -272,7 +274,8 @@ class OrderlyDelivery:
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
         count = assigned.messages.begun
         self.calls.counts.consumed += count
-        self._instance._note("outcome", assigned.queue.topic, result, count)
+        if self._instance.watchers:
+            self._instance._note("outcome", assigned.queue.topic, result, count)
         progress = assigned.messages.commit()
         if progress is not None:
             self._instance._progressed(assigned, progress)
