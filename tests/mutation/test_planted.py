@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.judged.faults import FAULTS
-from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, SHARES, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
 from tests.mutation.trusted import BUGS as TRUSTED
@@ -87,23 +85,3 @@ def test_a_test_finds_the_bug_in_a_trusted_file(slow_budget: SlowBudget) -> None
         command = [sys.executable, "-m", "tests.mutation.trusted", TRUSTED[number % len(TRUSTED)].edit.file]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-# Each mutant of `tests.mutation` is a module that compiles and whose code differs.
-
-
-@pytest.mark.slow
-def test_mutants_differ_and_compile() -> None:
-    found = list(mutants("filter._registrations"))
-    (path,) = {mutant.module for mutant in found}
-    intact = ast.unparse(ast.parse(path.read_text("utf-8")))
-    assert len({mutant.name for mutant in found}) == len(found) > 10
-    for mutant in found:
-        assert mutant.source() != intact, mutant.name
-        compile(mutant.source(), mutant.name, "exec")
-
-
-def test_a_room_is_named_or_one_of_its_modules() -> None:
-    assert modules("java").keys() >= {"java.json", "java.lang"}
-    assert list(modules("java.lang")) == ["java.lang"]
-    assert not modules("jav")
