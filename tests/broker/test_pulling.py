@@ -15,7 +15,6 @@ from librmq.errors import (
     CorruptionError,
     DiskFullError,
     MessageIllegalError,
-    NoRouteError,
 )
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import file_size
@@ -516,13 +515,6 @@ def test_topics_are_made_changed_and_forgotten() -> None:
         assert again.topic_route("U") == again.topic_route("V") == ()
         version = java_json.loads(files.read("/b/config/topics.json"))["dataVersion"]
         assert version == {"counter": 4, "timestamp": runner.now_ms()}
-
-
-def test_a_broker_is_a_route_of_one(broker: Broker) -> None:
-    assert broker.broker_names() == ("broker-a",)
-    assert broker.endpoint("broker-a") is broker
-    with pytest.raises(NoRouteError):
-        broker.endpoint("broker-b")
 
 
 def test_queries(broker: Broker) -> None:

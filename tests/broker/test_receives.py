@@ -122,17 +122,6 @@ def test_change_moves_the_time_and_gives_a_new_receipt(rmq: Kit, broker: Broker)
     assert [one.attempt for one in receive(broker)] == [2]
 
 
-def test_renewal_keeps_the_receipt_of_the_client(rmq: Kit, broker: Broker) -> None:
-    send(broker, "a")
-    (a,) = receive(broker)
-    for _ in range(3):
-        rmq.advance(seconds=9)
-        assert broker.call(ChangeInvisible("g", "t", a.receipt, 10_000, keeps_receipt=True)) == a.receipt
-    assert broker.call(Acknowledge("g", "t", (a.receipt,))) == (True,)
-    rmq.advance(seconds=60)
-    assert receive(broker) == []
-
-
 def test_message_is_dead_after_the_retries_of_its_group(rmq: Kit, broker: Broker) -> None:
     broker.set_group("g", retry_max_times=2)
     send(broker, "a")
@@ -202,16 +191,6 @@ def test_repeated_attempt_in_order_gets_the_same(in_order: Broker) -> None:
     assert receive(in_order, 1, attempt_id="two") == []
 
 
-def test_message_in_order_is_dead_after_its_attempts(rmq: Kit, in_order: Broker) -> None:
-    send(in_order, "a", "b")
-    attempts = []
-    for _ in range(5):
-        attempts += [(one.message.body, one.attempt) for one in receive(in_order, 1)]
-        rmq.advance(seconds=10)
-    assert attempts == [*((b"a", attempt) for attempt in (1, 2, 3, 4)), (b"b", 1)]
-    assert len(rmq.dead_letters("g")) == 1
-
-
 def test_acknowledged_message_behind_a_failing_one_is_dead_with_it(rmq: Kit, in_order: Broker) -> None:
     """So does 5.3.3, whose proxy counts the deliveries of both."""
     send(in_order, "a", "b", "c")
@@ -224,16 +203,6 @@ def test_acknowledged_message_behind_a_failing_one_is_dead_with_it(rmq: Kit, in_
 
 
 # ---- held
-
-
-def test_held_receive_is_woken_once(rmq: Kit, broker: Broker) -> None:
-    woken: list[int] = []
-    request = Receive("c", "g", "t", notify=lambda: woken.append(rmq.clock.now_ms()))
-    assert broker.call(request).is_held
-    send(broker, "a")
-    send(broker, "b")
-    assert len(woken) == 1
-    assert bodies(list(broker.call(request).messages)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("most", [0, 1])
@@ -249,16 +218,6 @@ def test_message_stored_while_a_receive_is_being_held_ends_it(
     monkeypatch.setattr(HeldRequests, "hold_receive", send_first)
     answer = broker.call(Receive("c", "g", "t", most, notify=lambda: woken.append(1)))
     assert (len(answer.messages), answer.is_held, woken) == ((1, False, []) if most else (0, True, [1]))
-
-
-def test_held_receive_is_woken_by_a_redelivery(rmq: Kit, broker: Broker) -> None:
-    send(broker, "a")
-    receive(broker, invisible_ms=5000)
-    woken: list[int] = []
-    begin = rmq.clock.now_ms()
-    assert broker.call(Receive("c", "g", "t", notify=lambda: woken.append(rmq.clock.now_ms() - begin))).is_held
-    rmq.advance(seconds=60)
-    assert woken == [5000]
 
 
 def test_cancelled_receive_is_not_woken(rmq: Kit, broker: Broker) -> None:

@@ -161,14 +161,6 @@ def test_a_broker_is_not_pickled(broker: Broker) -> None:
         pickle.dumps(broker)
 
 
-def test_a_closed_temporary_broker_says_closed() -> None:
-    broker = Broker.temporary(runner=ManualRunner())
-    broker.close()
-    with pytest.raises(BrokerUnreachableError, match="this handle was closed"):
-        send(broker, "T")
-    assert "closed" in repr(broker)
-
-
 def test_opening_waits_for_another_writer(tmp_path: Path) -> None:
     first = Broker.open(tmp_path / "b", store_config=StoreConfig.tiny())
     with pytest.raises(StoreLockedError):
@@ -250,15 +242,6 @@ def test_a_transaction_wants_a_message(broker: Broker) -> None:
         pytest.raises(MessageIllegalError, match="expected Message"),
     ):
         producer.send_in_transaction(wrong, "x", execute=commit)
-
-
-def test_a_topic_is_iterated_as_a_group() -> None:
-    with Broker.temporary(runner=ManualRunner()) as broker:
-        for number in range(5):
-            send(broker, "T", b"%d" % number)
-        assert [message.body for message in broker.consume("T", group="g")] == [b"0", b"1", b"2", b"3", b"4"]
-        assert list(broker.consume("T", group="g")) == []
-        assert broker.clients() == ()
 
 
 class Waits(ManualClock):

@@ -79,13 +79,6 @@ def test_a_message_that_is_sent_again_with_its_id_is_warned_of(
     ]
 
 
-def test_a_half_message_that_is_rolled_back_is_never_seen(rmq: Kit, broker: Broker) -> None:
-    half = prepare(broker)
-    end(broker, half, ROLLBACK)
-    rmq.advance(ms=3_600_000)
-    assert (bodies(broker), bodies(broker, "TRANS_CHECK_MAX_TIME_TOPIC")) == ([], [])
-
-
 def test_producers_are_asked_in_turn_and_their_answer_counts(rmq: Kit, broker: Broker) -> None:
     one, two = producer(broker, "c1"), producer(broker, "c2")
     for number in range(2):

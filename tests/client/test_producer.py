@@ -243,13 +243,6 @@ def test_a_selector_alone_chooses_the_queue(two: tuple[Broker, Broker]) -> None:
         producer.send("T", b"x", selector=lambda queues, message, arg: MessageQueue("T", "elsewhere", 0))
 
 
-def test_a_failed_try_goes_to_another_broker(two: tuple[Broker, Broker]) -> None:
-    cluster = Cluster(*two, fail=lambda name: BrokerUnreachableError("gone") if name == "broker-a" else None)
-    result = Producer(cluster, "shop").send("T", b"x")
-    assert result.queue.broker_name == "broker-b"
-    assert cluster.tried == ["broker-a", "broker-b"]
-
-
 @pytest.mark.parametrize(
     ("failure", "tries"),
     [

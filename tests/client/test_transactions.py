@@ -139,13 +139,6 @@ def test_a_producer_made_after_a_restart_is_asked(shop: Shop) -> None:
     after.shutdown()
 
 
-def test_checks_can_be_rolled_back(shop: Shop) -> None:
-    shop.producer().send_in_transaction(Message("T", b"x"), execute=says(UNKNOWN))
-    shop.answers[b"x"] = ROLLBACK
-    shop.runner.advance(30 * MINUTE)
-    assert (shop.delivered, shop.checked) == ([], [(b"x", 1)])
-
-
 def test_any_producer_of_the_group_is_asked_in_turn(shop: Shop) -> None:
     asked: list[str] = []
     first = TransactionProducer(shop.broker, "shop", lambda message: asked.append("first"))

@@ -151,26 +151,6 @@ def test_each_poll_commits_messages_of_earlier_polls(filled: Kit) -> None:
     assert filled.broker.consumer_offset("g", "t", 0) == 10
 
 
-def test_unprocessed_polled_messages_are_delivered_again(filled: Kit) -> None:
-    """If an exception such as Ctrl-C leaves the block, the messages of the last poll count as not processed."""
-    consumer = reader(filled)
-    consumer.assign(QUEUES[:1])
-
-    def interrupted() -> None:
-        with consumer:
-            assert len(consumer.poll()) == 10
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not consumer.is_running
-    again = reader(filled)
-    again.assign(QUEUES[:1])
-    with again:
-        assert [message.queue_offset for message in again.poll()] == list(range(10))
-    assert filled.broker.consumer_offset("g", "t", 0) == 10
-
-
 @pytest.mark.parametrize("left_by", ["break", "exception"])
 def test_a_loop_left_early_loses_nothing(filled: Kit, left_by: str) -> None:
     """The next poll, by this consumer or another, returns the messages that the loop did not get (issue 14, 1.7)."""

@@ -521,14 +521,6 @@ def test_queues_are_reallocated_when_members_change(four_queues: Kit) -> None:
     assert [assigned(one) for one in (first, third)] == [[0, 1], [2, 3]]
 
 
-def test_a_member_without_a_queue_is_idle(one_queue: Kit) -> None:
-    for _ in range(2):
-        subscribed(one_queue)
-    send(one_queue, "a")
-    one_queue.run_until_idle()
-    assert (bodies(one_queue, "g"), bodies(one_queue, "g-2")) == (["a"], [])
-
-
 def test_a_queue_lost_while_its_listener_runs_repeats(one_queue: Kit) -> None:
     """Rebalancing really overlaps like this."""
     first = subscribed(one_queue, strategy=newest_takes_all)
