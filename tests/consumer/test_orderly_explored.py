@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -46,16 +46,12 @@ def orders_in_order(rmq: Kit, lock_queues: bool = True) -> None:
 
 
 @pytest.mark.slow
-def test_no_schedule_breaks_the_order() -> None:
-    result = explore(orders_in_order, runs=100)
-    assert result.chosen["fault"] > 20
-    assert result.chosen["pause"] > 5
-
-
-@pytest.mark.slow
 def test_no_schedule_of_many_breaks_the_order(slow_budget: SlowBudget) -> None:
-    for number in slow_budget.rounds(200, "times 50 schedules"):
-        explore(orders_in_order, runs=50, seed=str(number))
+    chosen = Counter[str]()
+    for number in slow_budget.rounds(200, "times 50 schedules", at_least=2):
+        chosen += explore(orders_in_order, runs=50, seed=str(number)).chosen
+    assert chosen["fault"] > 20
+    assert chosen["pause"] > 5
 
 
 @pytest.mark.slow

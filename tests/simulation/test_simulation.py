@@ -77,12 +77,6 @@ def run_shares(seed: str, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@POSIX
-def test_a_share_changes_hands() -> None:
-    run_shares("quick", "--steps", "2")
-
-
 @POSIX
 @pytest.mark.slow
 def test_shares_change_hands(slow_budget: SlowBudget) -> None:
