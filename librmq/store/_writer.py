@@ -113,7 +113,7 @@ class Writer(StoreHandle):
             self._file_lock.mark_untouched()
             if config is not None and kind is not directory.StoreKind.NEW:
                 kept = write_kept_config(path, self.config, files, kept, is_own=self.is_own)
-            write_retention(path, self.config, files, default=directory.default_retention(kept))
+            write_retention(path, self.config, files, kept)
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 what = describe_recovery(path, self.log, recovered, took_ms)

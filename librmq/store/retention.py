@@ -420,19 +420,16 @@ class Retention:
     def _is_full_without_readers(self) -> bool:
         return self._may_have_readers and self._store.readers() is None and self.is_full()
 
-    def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
-        """Return the unconsumed messages between two places, none without a broker."""
-        readers = self._store.readers()
-        if readers is None:
-            return iter(())
-        return unread_between(readers.unread(end), self._store.written_queues().find, begin, end)
+    def _unread(self, begin: int, end: int, *, by_none: bool = False) -> Iterator[UnreadInFile]:
+        """Return the unconsumed messages between two places, none without a broker.
 
-    def _never_read(self, begin: int, end: int) -> Iterator[UnreadInFile]:
-        """Return the messages between two places in topics that no group has ever read."""
+        With ``by_none`` they are those of topics that no group has ever read.
+        """
         readers = self._store.readers()
         if readers is None:
             return iter(())
-        return unread_between(readers.never_read(), self._store.written_queues().find, begin, end)
+        progress = readers.never_read() if by_none else readers.unread(end)
+        return unread_between(progress, self._store.written_queues().find, begin, end)
 
     def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
         return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._store.readers() is None))
@@ -559,23 +556,24 @@ class Retention:
             if self._must_stay(unread):
                 self.is_held = True
                 break
-            never_read = list(self._never_read(end - self._log.file_size, end))
+            never_read = list(self._unread(end - self._log.file_size, end, by_none=True))
             if self._keeps_unconsumed:  # readers pass messages of the file by retries and deliveries
                 self._store.flush_log()
             if self._log.begin > self._trimmed_to:
-                self._flush_folder()
+                self._files.flush_folder(self._log.sequence.folder)
             with self._store.deletion():
                 paths = self._log.delete_before(end)
             for path in paths:
                 _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)
             if paths:
-                self._report_lost(unread, paths[-1], why)
-                self._report_never_read(never_read, paths[-1], why)
+                self._report_lost(unread, never_read, paths[-1], why)
             deleted += paths
         return deleted + self._trim_derived()
 
-    def _report_lost(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
-        """Warn of messages that were deleted before they were consumed, once for each group."""
+    def _report_lost(
+        self, unread: Sequence[UnreadInFile], never_read: Sequence[UnreadInFile], path: str, why: str
+    ) -> None:
+        """Report messages that were deleted before they were consumed: a warning for each group, one for each topic."""
         of_group: dict[str, list[UnreadInFile]] = {}
         for part in unread:
             of_group.setdefault(part.reader.group, []).append(part)
@@ -593,13 +591,7 @@ class Retention:
                 )
                 + (", …" if len(lost) > _NAMED else ""),
             )
-        if (readers := self._store.readers()) is not None:
-            for part in unread:
-                readers.lost(part)
-
-    def _report_never_read(self, unread: Sequence[UnreadInFile], path: str, why: str) -> None:
-        """Warn once for each topic whose messages are deleted although no group has ever read it."""
-        for topic in dict.fromkeys(part.reader.topic for part in unread if part.reader.topic not in self._named_unread):
+        for topic in sorted({part.reader.topic for part in never_read} - self._named_unread):
             self._named_unread.add(topic)
             _log.warning(
                 "topic %(topic)s: no group has ever read it, and its messages are being deleted, the first with "
@@ -610,18 +602,15 @@ class Retention:
                 _why=why,
             )
         if (readers := self._store.readers()) is not None:
-            for part in unread:
+            for part in (*unread, *never_read):
                 readers.lost(part)
-
-    def _flush_folder(self) -> None:
-        self._files.flush_folder(self._log.sequence.folder)
 
     def _trim_derived(self) -> list[str]:
         """Delete the part of queues and index about deleted records, and move minima to the log's beginning."""
         begin = self._log.begin
         if begin <= self._trimmed_to:
             return []
-        self._flush_folder()
+        self._files.flush_folder(self._log.sequence.folder)
         deleted = []
         with self._store.lock:
             queues = list(self._store.queues.values())

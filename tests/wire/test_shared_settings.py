@@ -35,7 +35,12 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
-from librmq.store.format.documents import RETENTION, RecordedRetention, with_checksum, write_retention
+from librmq.store.format.documents import (
+    KeptSettings,
+    RecordedRetention,
+    with_checksum,
+    write_retention,
+)
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
@@ -165,7 +170,7 @@ class NamingRetention(MemoryFiles):
 def test_retention_that_a_peer_names_while_the_owner_records_its_own_stays() -> None:
     files, own = NamingRetention(), StoreConfig(max_total_size=8 << 30)
     files.is_due = True
-    write_retention("/s", own, files, default=dict.fromkeys(RETENTION))
+    write_retention("/s", own, files, KeptSettings.read("/s", files))
     assert Promises.read("/s", files).named()[0] == {"file_reserved_hours": 72}
     assert RecordedRetention.read("/s", files).settings["max_total_size"] == 8 << 30
 

@@ -449,22 +449,14 @@ def is_made_by_librmq(path: str, files: Files, kept: KeptSettings | None = None)
     return _file_settings(path, files, {}).get("commitlog_file_size") == StoreConfig().commitlog_file_size
 
 
-def default_retention(kept: KeptSettings) -> dict[str, Any]:
-    """Return the retention of an existing store that has recorded none: none by age or size.
-
-    On a full disk that of a broker deletes what groups have not consumed, one that librmq made does not.
-    """
-    return {"max_total_size": None, "file_reserved_hours": None, "keep_unconsumed": kept.is_own}
-
-
 def infer_config(path: str, files: Files, kept: KeptSettings | None = None) -> StoreConfig:
     """Return the settings that the store's files show, over defaults.
 
     These are `StoreConfig`'s for a new store and for a log with files of their size, otherwise a 4.9 broker's. An
-    existing store has the retention that it recorded in this folder, otherwise `default_retention`. If files of one
-    kind disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that
-    no setting produces, are ignored. ``kept`` is what the store keeps, if it was read; else a damaged file of that is
-    warned of, and counts as missing.
+    existing store has the retention that it recorded in this folder, otherwise its `KeptSettings.default_retention`. If
+    files of one kind disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and
+    lengths that no setting produces, are ignored. ``kept`` is what the store keeps, if it was read; else a damaged file
+    of that is warned of, and counts as missing.
     """
     kept = kept or KeptSettings.read_sound(path, files)
     settings = {**kept.sizes, **kept.retention.in_force, **_file_settings(path, files, kept.sizes)}
@@ -472,7 +464,7 @@ def infer_config(path: str, files: Files, kept: KeptSettings | None = None) -> S
     if is_folder(files, os.path.join(path, COMMITLOG)):
         if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
             defaults = StoreConfig.broker()
-        defaults = dataclasses.replace(defaults, **default_retention(kept))
+        defaults = dataclasses.replace(defaults, **kept.default_retention)
         if not is_made_by_librmq(path, files, kept):
             defaults = dataclasses.replace(defaults, **_BROKER_FLUSHES)
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
@@ -484,8 +476,8 @@ def infer_config(path: str, files: Files, kept: KeptSettings | None = None) -> S
 def complete_config(path: str, config: StoreConfig, files: Files, kept: KeptSettings | None = None) -> StoreConfig:
     """Return ``config`` with the store's own sizes, delay levels and retention where its maker named no others.
 
-    An existing store that has recorded no retention in this folder has `default_retention`, unless the maker named
-    another. ``kept`` is as in `infer_config`.
+    An existing store that has recorded no retention in this folder has its `KeptSettings.default_retention`, unless the
+    maker named another. ``kept`` is as in `infer_config`.
 
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
@@ -494,7 +486,7 @@ def complete_config(path: str, config: StoreConfig, files: Files, kept: KeptSett
     file_settings = _file_settings(path, files, kept.sizes)
     settings: dict[str, Any] = {}
     if is_folder(files, os.path.join(path, COMMITLOG)):
-        settings = default_retention(kept)
+        settings = kept.default_retention
         if not is_made_by_librmq(path, files, kept):
             settings |= _BROKER_FLUSHES
     settings |= {**kept.sizes, **kept.retention.in_force, **file_settings}

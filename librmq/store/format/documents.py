@@ -282,6 +282,14 @@ class KeptSettings(NamedTuple):
     """Whether librmq made the store."""
     retention: RecordedRetention
 
+    @property
+    def default_retention(self) -> dict[str, Any]:
+        """The retention of an existing store that has recorded none: none by age or size.
+
+        On a full disk that of a broker deletes what groups have not consumed, one that librmq made does not.
+        """
+        return {"max_total_size": None, "file_reserved_hours": None, "keep_unconsumed": self.is_own}
+
     @classmethod
     def read(cls, path: str, files: Files) -> Self:
         """Read the settings that the store in ``path`` keeps.
@@ -374,15 +382,15 @@ def _recorded_retention(path: str, files: Files) -> RecordedRetention:
     return RecordedRetention(settings, named, is_foreign and bool(settings), fields.get("folder"), fields.get("told"))
 
 
-def write_retention(path: str, config: StoreConfig, files: Files, *, default: Mapping[str, Any]) -> None:
+def write_retention(path: str, config: StoreConfig, files: Files, kept: KeptSettings) -> None:
     """Record the retention of the store in ``path`` if it has changed; durable when it returns.
 
-    ``default`` is that of a store without a record, which needs none. If retention deletes more than before, a warning
-    says so once; a line says at the first opening that a record of another folder deletes nothing.
+    ``kept`` is what the store keeps; the default of a store without a record needs none. If retention deletes more than
+    before, a warning says so once; a line says at the first opening that a record of another folder deletes nothing.
     """
-    settings, before = {name: getattr(config, name) for name in RETENTION}, KeptSettings.read(path, files).retention
+    settings, before = {name: getattr(config, name) for name in RETENTION}, kept.retention
     if before.is_foreign or not before.settings:
-        if all(settings[name] == value for name, value in default.items()):
+        if all(settings[name] == value for name, value in kept.default_retention.items()):
             folder = _folder_identity(path, files)
             limits = any(before.settings.get(name) is not None for name in _LIMITS)
             if before.is_foreign and limits and before.told != folder:
