@@ -11,7 +11,7 @@ Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.formatting import NAMED
@@ -108,11 +108,10 @@ class GroupOffsets:
             place.saving = self.saving
         return place
 
-    def hold(self, topic: str, group: str, queue_id: int, *, was_held: bool, was_left: bool) -> Place | None:
+    def hold(self, place: Place, client_id: str, members: Iterable[str], *, was_held: bool) -> Place:
         """Return a `place` of its own for a consumer, which a position that is set back ends; see `GroupPage.hold`."""
-        place = self.place(topic, group, queue_id)
         try:
-            return None if place is None else place.page.hold(place, was_held=was_held, was_left=was_left)
+            return place.page.hold(place, client_id, members, was_held=was_held)
         except StoreIOError as error:
             self._fails(error)
             return place

@@ -62,8 +62,6 @@ class Progress(BrokerPart):
         super().__init__(context)
         self._await_device = context.await_device
         self.reset_hooks: list[ResetHook] = []
-        self._holders: dict[tuple[str, str, int], str] = {}
-        """The clients that took places last, by group, topic and queue id."""
         self._unknown: set[tuple[str, str]] = set()
         """Groups and topics with progress, one of which did not exist when it came."""
         self._known_counts = (0, 0, 0)
@@ -104,15 +102,14 @@ class Progress(BrokerPart):
 
     def hold_place(self, request: HoldPlace) -> Place | None:
         """Return the place of a group's progress; None for what does not exist."""
-        group, topic, queue_id = key = request.group, request.topic, request.queue_id
-        if self._is_unknown(group, topic):
+        group, topic, queue_id = request.group, request.topic, request.queue_id
+        place = None if self._is_unknown(group, topic) else self._offsets.place(topic, group, queue_id)
+        if place is None:
             return None
-        former, self._holders[key] = self._holders.get(key), request.client_id
-        members, was_left = self._clients.consumers.get(group), not request.was_held
-        if members is not None and former != request.client_id:
-            was_left &= former not in members.clients
-        place = self._offsets.hold(topic, group, queue_id, was_held=request.was_held, was_left=was_left)
-        if place is not None and (settings := self._groups.by_name.get(group)) is not None:
+        members = self._clients.consumers.get(group)
+        clients = () if members is None else members.clients
+        place = self._offsets.hold(place, request.client_id, clients, was_held=request.was_held)
+        if (settings := self._groups.by_name.get(group)) is not None:
             place.max_process_deaths = settings.max_process_deaths
         return place
 

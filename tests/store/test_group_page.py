@@ -17,9 +17,10 @@ from librmq.files import File
 from librmq.files._memory import MemoryFiles
 from librmq.message import StoredMessage
 from librmq.message.record import Record, encode_record
-from librmq.protocol import PullMessage, SendBack, Subscription, UpdateOffset
+from librmq.protocol import HoldPlace, Place, PullMessage, SendBack, Subscription, UpdateOffset
 from librmq.runtime import ManualRunner
 from librmq.store.format.group_page import FlightRow, GroupPage, PlaceName
+from tests.broker.parties import beat
 from tests.budget import examples
 from tests.file_seams import CrashImages, Event, FailingFiles, RecordingFiles, on_a_disk
 
@@ -87,6 +88,53 @@ def test_a_kill_leaves_what_each_write_has_made(moves: list[tuple[PlaceName, str
         assert not found or any(found == state for _, state in seen) or len(found) == len(expected)
 
 
+def message_at(queue_offset: int) -> StoredMessage:
+    return StoredMessage(encode_record(Record(topic="t", queue_offset=queue_offset)))
+
+
+def test_a_kill_while_deaths_are_noted_forgets_no_suspect() -> None:
+    files = type("Recorded", (RecordingFiles,), {"identity_in_memory": lambda self, path: "this machine"})()
+    page = GroupPage.make(files, STORE)
+    place = page.hold(page.add(PlaceName("g", "t", 0), 0))
+    place.begin(map(message_at, range(6)))
+    place = page.hold(place)
+    place.finish(2)
+    place.finish(5)
+    place.begin(map(message_at, (0, 4, 6)))
+    place.suspects()[4].runs_alone(True)
+    begin = len(files.trace)
+    page.hold(place)
+    assert len(files.trace) > begin
+    for events in range(begin, len(files.trace) + 1):
+        left = GroupPage.open(replayed(files.trace[:events]), STORE, lambda: {"t@g": {0: 0}})
+        assert left is not None
+        ((_, place),) = left.named()
+        suspects = left.hold(place).suspects()
+        assert suspects.keys() == {0, 1, 3, 4, 6}
+        assert [suspect.deaths for suspect in suspects.values() if suspect.queue_offset in (1, 3)] == [1, 1]
+        assert suspects[4].deaths_alone <= 1
+        assert not any(suspects[offset].deaths_alone for offset in (0, 1, 3, 6))
+
+
+def test_who_has_lost_a_queue_says_nothing_of_its_suspects() -> None:
+    """It still has turns for them, and can have one at its listener."""
+    page = GroupPage.make(MemoryFiles(), STORE)
+    place = page.hold(page.add(PlaceName("g", "t", 0), 0))
+    place.begin([message_at(5)])
+    former = page.hold(place, "former")
+    of_former = former.suspects()[5]
+    of_former.runs_alone(True)
+    former.begin([message_at(5)])
+    page.hold(place, "new", ("former",))  # ends before it begins the message, which the former one has still
+    of_former.runs_alone(True)
+    new = page.hold(place)
+    assert new.suspects()[5].deaths_alone == 0
+    new.suspects()[5].runs_alone(True)
+    new.begin([message_at(5)])
+    of_former.runs_alone(False)
+    assert page.hold(place).suspects()[5].deaths_alone == 1
+
+
 def test_a_place_that_was_set_back_is_not_moved_by_a_former_holder() -> None:
     page = GroupPage.make(MemoryFiles(), STORE)
     name = PlaceName("g", "t", 0)
@@ -138,7 +186,7 @@ def test_no_flipped_bit_passes_a_message(caplog: pytest.LogCaptureFixture) -> No
         for queue_offset in (2050, 4101, 4105):  # the first one counts no more, and could count again by one bit
             place.finish(queue_offset)
         place.begin([first])
-        place = page.hold(place, was_left=True)
+        place = page.hold(place)
         place.begin([second])
         place.set_next_offset(4120)
         page.free_flight(page.add_flight(place.number, None, 4099, 9, 5, 60, 1, 65))
@@ -210,6 +258,24 @@ def test_a_killed_broker_has_kept_what_it_answered() -> None:
     broker.close()
     assert not files.names(f"{STORE}/librmq/groups")  # the tables have it all
     assert opened(files).consumer_offset("g", "t") == 5
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_next_broker_knows_who_holds_a_queue(lives: bool) -> None:
+    """A consumer of another process has its messages in work when the owner of the store ends."""
+    files = SameMachine()
+    killed_at(files, 0)
+    broker = opened(files)
+    place = broker.call(HoldPlace("g", "t", 0, "holder"))
+    assert isinstance(place, Place)
+    place.begin([message_at(3)])
+    broker.abandon()
+    broker = opened(files)
+    for client_id in ["holder"] * lives + ["new"]:
+        beat(broker, Subscription("t"), client_id=client_id)
+    place = broker.call(HoldPlace("g", "t", 0, "new"))
+    assert isinstance(place, Place)
+    assert place.suspects().keys() == ({3} if not lives else set())
 
 
 def test_tables_of_another_broker_win() -> None:

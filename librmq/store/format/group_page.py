@@ -15,7 +15,7 @@
                                   8 the cell of its window, 0 without one; 9 that of its first suspect, sealed
                                   10 sealed, how many ends of its process the group lets a message have
                                   11 and 12 sealed, the positions in the tables that were saved last, and before that
-                                  13 how often a consumer has taken the queue
+                                  13 how often a consumer has taken the queue, 14 sealed, the checksum of the last
     a window, 257 cells           0 WINDOW, 1 the cell of its place, 8 to 2055 a slot for each queue offset, by its
                                   remainder: the offset plus one, word 2 of the place << 48, and a remainder of both
                                   << 56, of a message that is finished although the position has not passed it; with
@@ -87,7 +87,7 @@ _MOST_IDENTITY: Final = 8 * (_HEADER_CELLS * _CELL - _IDENTITY - 1)
 _PLACE, _NAME, _GAP, _FREE, _IN_FLIGHT, _HANDED_OUT, _WINDOW, _SUSPECT = 1, 2, 3, 4, 5, 6, 7, 8
 _PLACE_CELLS: Final = 2
 _POSITION, _SET_BACK, _QUEUE, _GROUP, _TOPIC, _NEXT, _WINDOW_AT, _SUSPECTS, _DEATHS = 1, 2, 3, 4, 5, 6, 8, 9, 10
-_SAVED_LAST, _SAVED_BEFORE, _TAKES = 11, 12, 13
+_SAVED_LAST, _SAVED_BEFORE, _TAKES, _HOLDER = 11, 12, 13, 14
 SLOTS: Final = 2048
 """Messages behind the first unfinished one of which a page remembers that they are finished."""
 BEGUN: Final = -1 << 56
@@ -98,6 +98,7 @@ _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
 _NUMBER: Final = (1 << 48) - 1
 _WORD_MASK: Final = (1 << 64) - 1
+_encoded: Final = partial(str.encode, errors="surrogatepass")
 _PRIME: Final = 32749
 """The greatest one below 2 ** 15: no power of 2 has the remainder 0, so each flipped bit changes the remainder."""
 SLOT_PRIME: Final = 127
@@ -323,7 +324,7 @@ class Place:
             cell
             and 0 < cell < len(page.words) * _CELLS
             and page.words[cell // _CELLS][cell % _CELLS * _CELL] == _SUSPECT
-            and (suspect := Suspect(page, cell)).queue_offset not in found
+            and (suspect := Suspect(page, cell, self)).queue_offset not in found
         ):
             found[suspect.queue_offset], cell = suspect, suspect.next
         return found
@@ -343,17 +344,29 @@ class Place:
         """
         words, at, page = self._words, self._at, self.page
         begun, finished, position = self._marked(_begun_slot), self.finished(), self.position
-        first, suspects, stale = 0, self.suspects(), list[int]()
+        suspects, stale, first, last = self.suspects(), list[int](), 0, None
         for offset, suspect in suspects.items():
             if offset < position or offset in finished or suspect.since != self._set_back:
                 stale.append(suspect.cell)
                 continue
             if offset in begun:
                 suspect.note_death()
-            suspect.next, first = first, suspect.cell
+            else:
+                suspect.runs_alone(False)
+            # By one word, and before a cell is free, so that a kill loses no suspect behind those that go.
+            if last is None:
+                first = suspect.cell
+                words[at + _SUSPECTS] = _sealed(first)
+            elif last.next != suspect.cell:
+                last.next = suspect.cell
+            last = suspect
+        if last is None:
+            words[at + _SUSPECTS] = _sealed(0)
+        elif last.next:
+            last.next = 0
         for offset in sorted(begun - suspects.keys()):
             first = page.add_suspect(offset, self._set_back, first)
-        words[at + _SUSPECTS] = _sealed(first)
+            words[at + _SUSPECTS] = _sealed(first)
         for cell in stale:
             page.free_flight(cell)
         for offset in begun:
@@ -406,10 +419,11 @@ class Place:
 class Suspect:
     """A message at which a process has ended by surprise, on the page. Its holder writes whether it runs alone."""
 
-    __slots__ = ("_at", "_words", "cell")
+    __slots__ = ("_at", "_place", "_words", "cell")
 
-    def __init__(self, page: GroupPage, cell: int) -> None:
+    def __init__(self, page: GroupPage, cell: int, place: Place | None = None) -> None:
         self.cell: int = cell
+        self._place = place
         self._words = page.words[cell // _CELLS]
         self._at = cell % _CELLS * _CELL
 
@@ -450,9 +464,10 @@ class Suspect:
         self._words[self._at + 6] = _sealed(cell)
 
     def runs_alone(self, is_alone: bool) -> None:
-        """Note whether it runs alone in its process from now on."""
+        """Note whether it runs alone in its process from now on, unless another consumer has taken the queue."""
         with suppress(ValueError):  # the broker has ended
-            self._words[self._at + 5] = _sealed(is_alone)
+            if self._place is None or not self._place.is_taken:
+                self._words[self._at + 5] = _sealed(is_alone)
 
     def note_death(self) -> None:
         """Count an end of its process."""
@@ -769,16 +784,16 @@ class GroupPage:
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
         words[at + _POSITION] = words[at + _SAVED_LAST] = _sealed(position)
         words[at + _SET_BACK], words[at + _SAVED_BEFORE], words[at + _QUEUE] = 0, 0, name.queue_id
-        words[at + _TAKES] = 0
+        words[at + _TAKES], words[at + _HOLDER] = 0, 0
         words[at + _GROUP], words[at + _TOPIC] = group, topic
         words[at] = _kind_of_place(number, name.queue_id, group, topic)
         self._used = number + _PLACE_CELLS
         return Place(self, number)
 
-    def hold(self, place: Place, *, was_held: bool = False, was_left: bool = False) -> Place:
+    def hold(self, place: Place, client_id: str = "", members: Iterable[str] = (), *, was_held: bool = False) -> Place:
         """Return a place for a consumer that takes the queue, or ``was_held`` by it before, with a window.
 
-        ``was_left`` says that what has begun there is a former holder's, which has ended.
+        What has begun there is suspect, unless the former holder is another one of ``members``, and so still runs.
 
         Raises:
             StoreIOError: The disk refuses.
@@ -796,8 +811,16 @@ class GroupPage:
             words[at + _TAKES] = words[at + _TAKES] + 1 & _NUMBER
         held = Place(self, number)
         held.saving = place.saving
-        if was_left:
+        if was_held:
+            return held
+        holder, *others = map(zlib.crc32, map(_encoded, (client_id, *members)))
+        former = _unsealed(words[at + _HOLDER])
+        if former == holder or former not in others:
             held.note_deaths()
+        else:
+            for suspect in held.suspects().values():  # one that runs alone does so in the former holder's process
+                suspect.runs_alone(False)
+        words[at + _HOLDER] = _sealed(holder)  # last: after a kill before, the former one is still known
         return held
 
     def add_suspect(self, queue_offset: int, since: int, next_cell: int) -> int:
