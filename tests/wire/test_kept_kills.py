@@ -45,7 +45,7 @@ def consume(path: Path, ledger: Path, poisons: Sequence[bytes] = (), work_s: flo
         CLOCK.wait(NEVER, work_s)
         os.write(lines, b"%d ends %s\n" % (os.getpid(), message.body))
 
-    shared = librmq.share(path, wait=60, timeout=5)
+    shared = librmq.share(path, wait=60, timeout=60)
     consumer = PushConsumer(shared, "g", threads=THREADS, consume_from=ConsumeFrom.FIRST)
     consumer.subscribe("t", listen)
     consumer.start()
@@ -80,7 +80,7 @@ def kill_members(folder: Path, rng: random.Random) -> None:
             victim = members.pop(rng.randrange(len(members)))
             victim.__exit__()
             begin()
-        with librmq.share(store, wait=60, timeout=5) as shared:
+        with librmq.share(store, wait=60, timeout=60) as shared:
             wait_until(partial(is_consumed, shared), "all messages are consumed")
     finally:
         for member in members:
@@ -110,6 +110,7 @@ def check(ledger: Path) -> None:
 
 POISONS: Final = (b"31", b"77")
 FEW: Final = 120
+KILLS_OF_FEW: Final = 4
 
 
 def test_what_ends_its_process_is_convicted_among_kills_and_nothing_else(
@@ -127,15 +128,15 @@ def poison_members(folder: Path, rng: random.Random) -> None:
         for number in range(FEW):
             producer.send("t", b"%d" % number)
     members = [Fork(consume, store, ledger, POISONS, 0.005) for _ in range(2)]
-    kills = 4
+    killed = 0
     try:
-        with librmq.share(store, wait=60, timeout=5) as shared:
+        with librmq.share(store, wait=60, timeout=60) as shared:
 
             def kill_and_look() -> bool:
-                nonlocal kills
+                nonlocal killed
                 for place, member in enumerate(members):
-                    if member.process.exitcode is None and kills and rng.random() < 0.02:
-                        kills -= 1
+                    if member.process.exitcode is None and killed < KILLS_OF_FEW and rng.random() < 0.02:
+                        killed += 1
                         member.process.kill()
                         member.process.join()
                     if member.process.exitcode is not None:
@@ -157,4 +158,7 @@ def poison_members(folder: Path, rng: random.Random) -> None:
         else:
             ended.add(body)
     assert ended == {b"%d" % number for number in range(FEW)} - set(POISONS), "an innocent message did not run"
-    assert all(1 + 3 <= begun[body] <= 1 + 3 + 4 for body in POISONS), [begun[body] for body in POISONS]
+    counts = [begun[body] for body in POISONS]
+    assert max(counts) <= 1 + 3 + KILLS_OF_FEW, counts
+    # A kill can come after the page says that a message begins, and before the listener writes so; never twice.
+    assert sum(max(0, 1 + 3 - count) for count in counts) <= min(killed, 1), (counts, killed)
