@@ -32,28 +32,13 @@ from librmq.broker.handlers._requests import request_table
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
-from librmq.errors import (
-    BrokerError,
-    ClientStateError,
-    ConfigError,
-    NoRouteError,
-    StoreError,
-    StoreLockedError,
-)
+from librmq.errors import BrokerError, ClientStateError, ConfigError, NoRouteError, StoreError, StoreLockedError
 from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
 from librmq.override import override
-from librmq.protocol import (
-    ChannelClosed,
-    CopiedTables,
-    Endpoint,
-    QueueData,
-    Request,
-    ResponseCode,
-    SendResponse,
-)
+from librmq.protocol import ChannelClosed, CopiedTables, Endpoint, QueueData, Request, ResponseCode, SendResponse
 from librmq.runtime import Runner
 from librmq.runtime.closing import LaterPart, opened_in_thread
 from librmq.runtime.event_log import EventLog

@@ -26,15 +26,7 @@ from librmq.errors import (
 from librmq.message import Message, MessageQueue, record
 from librmq.message.properties import PropertyName, priority_of
 from librmq.message.topics import TopicPrefix
-from librmq.protocol import (
-    Endpoint,
-    ResponseCode,
-    SendBatch,
-    SendMessage,
-    SendResponse,
-    SendsLater,
-    SendStatus,
-)
+from librmq.protocol import Endpoint, ResponseCode, SendBatch, SendMessage, SendResponse, SendsLater, SendStatus
 
 if TYPE_CHECKING:
     import asyncio

@@ -16,14 +16,7 @@ from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater, is_requested
 from librmq.message import Message, retry_level, retry_topic
 from librmq.message.properties import PropertyName, record_cause
-from librmq.protocol import (
-    INNER_PRODUCER,
-    MessageModel,
-    Request,
-    SendBack,
-    SendMessage,
-    SentBack,
-)
+from librmq.protocol import INNER_PRODUCER, MessageModel, Request, SendBack, SendMessage, SentBack
 
 R = TypeVar("R")
 _MAX_KINDS: Final = 1_000

@@ -17,13 +17,7 @@ import numpy as np
 
 from librmq.config import nearest
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE
-from librmq.diagnosis._findings import (
-    Finding,
-    Thresholds,
-    cut_evidence,
-    sample_evidence,
-    worst_first,
-)
+from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, sample_evidence, worst_first
 from librmq.diagnosis._instances import consistency_findings, stuck_findings
 from librmq.diagnosis._kept_progress import kept_progress_findings
 from librmq.diagnosis._lag_report import Lag, lag, lag_findings

@@ -47,13 +47,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from librmq.consumequeue import offset_at_place
 from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import (
-    BodyCompressionError,
-    CorruptionError,
-    MalformedError,
-    MessageIllegalError,
-    MissingExtraError,
-)
+from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError, MissingExtraError
 from librmq.formatting import duration
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName

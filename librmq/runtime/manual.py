@@ -14,14 +14,7 @@ from librmq.clock import ManualClock
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.override import override
 from librmq.runtime import _lazy_asyncio as asyncio
-from librmq.runtime.runner import (
-    NEVER,
-    Runner,
-    Step,
-    TimePasses,
-    Turn,
-    Work,
-)
+from librmq.runtime.runner import NEVER, Runner, Step, TimePasses, Turn, Work
 
 _T = TypeVar("_T")
 _MOST_STEPS_AT_ONCE: Final = 1_000_000

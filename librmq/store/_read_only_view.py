@@ -47,14 +47,7 @@ from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.dispatch import TimeOrder
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, read_queue
 from librmq.store.engine.saved_state import noted_order
-from librmq.store.engine.store_parts import (
-    Parts,
-    QueueName,
-    QueueState,
-    QueueTable,
-    ShortQueue,
-    without_advice,
-)
+from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue, without_advice
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort

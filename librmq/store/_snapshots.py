@@ -25,13 +25,7 @@ from typing import Final, NamedTuple
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_path
-from librmq.errors import (
-    ConfigError,
-    CorruptionError,
-    StoreError,
-    StoreIOError,
-    StoreLockedError,
-)
+from librmq.errors import ConfigError, CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import (
     SystemCall,

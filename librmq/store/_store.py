@@ -32,13 +32,7 @@ from librmq.store.engine._append import Appender
 from librmq.store.engine._append_fields import AppendFields, AppendResult, BatchFields
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.engine._entry_checks import EntryChecks
-from librmq.store.engine.read import (
-    MessageFilter,
-    ReadResult,
-    read_queue,
-    unwrapped,
-    wrong_argument,
-)
+from librmq.store.engine.read import MessageFilter, ReadResult, read_queue, unwrapped, wrong_argument
 from librmq.store.engine.store_parts import QueueTable
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint

@@ -22,12 +22,7 @@ import numpy as np
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path
 from librmq.consumequeue_entries import ENTRY_SIZE, entry_dtype
-from librmq.errors import (
-    ConfigError,
-    CorruptionError,
-    MessageIllegalError,
-    RecordError,
-)
+from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError
 from librmq.files import DiskFiles, Files, file_size
 from librmq.files.interface import copy_file, make_folders
 from librmq.java.lang import java_decode
@@ -42,13 +37,7 @@ from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort
-from librmq.store.format.documents import (
-    OWN_FOLDER,
-    JobNote,
-    MovedJobs,
-    noted_jobs,
-    write_kept_config,
-)
+from librmq.store.format.documents import OWN_FOLDER, JobNote, MovedJobs, noted_jobs, write_kept_config
 from librmq.store.recovery import salvage
 from librmq.store.recovery._copied_parts import CopiedParts, settle
 from librmq.store.recovery.salvage import Gap, LogPart, RecordBlock

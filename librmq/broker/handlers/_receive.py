@@ -22,14 +22,7 @@ from librmq.broker._context import NEVER, BrokerContext, BrokerPart
 from librmq.broker._progress import Progress
 from librmq.broker._topics import Topic, not_readable
 from librmq.broker.handlers._damage import DamagedMessages
-from librmq.broker.handlers._in_flight import (
-    ALONE,
-    Flight,
-    QueueFlights,
-    QueueKey,
-    is_receive_retry,
-    receiver_of,
-)
+from librmq.broker.handlers._in_flight import ALONE, Flight, QueueFlights, QueueKey, is_receive_retry, receiver_of
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection
 from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
