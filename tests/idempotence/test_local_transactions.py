@@ -155,56 +155,9 @@ def test_a_commit_of_unknown_outcome(shop: Shop, is_done: bool, monkeypatch: pyt
     assert shop.outcome == (int(is_done), int(is_done))
 
 
-def end_inside(session: Any, how: str) -> None:
-    getattr(session, how)()
-
-
-@pytest.mark.parametrize("base", DATABASES)
-@pytest.mark.parametrize("fails", [True, False])
-@pytest.mark.parametrize("how", ["commit", "rollback"])
-def test_a_block_that_ends_its_transaction(shop: Shop, how: str, fails: bool) -> None:
-    """Message and change stay together: a commit inside counts, and after a rollback inside nothing is committed."""
-    with (
-        suppress(ZeroDivisionError, ConfigError),
-        opened(shop.place, "driver") as session,
-        shop.local.transaction(shop.producer, message(), session),
-    ):
-        shop.insert(session)
-        end_inside(session, how)
-        if fails:
-            raise ZeroDivisionError
-        if how == "rollback":
-            shop.insert(session)
-    shop.settle()
-    assert shop.outcome == ((1, 1) if how == "commit" else (0, 0))
-
-
 by_driver = pytest.mark.parametrize(
     ("base", "driver", "kind"), [(base, driver, kind) for base, driver in DRIVERS for kind in KINDS]
 )
-
-
-@by_driver
-def test_an_error_that_the_block_swallows(shop: Shop, base: str, driver: str, kind: str) -> None:
-    """PostgreSQL ends the transaction, and its commit would be a rollback that says nothing; others go on."""
-    shop.place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=shop.name)
-
-    def change() -> None:
-        with (
-            shop.place.session(driver, kind) as session,
-            shop.local.transaction(shop.producer, message(), session),
-        ):
-            shop.insert(session)
-            with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
-                link_to(session).execute("INSERT INTO accounts (id, balance) VALUES (:name, 2)", name=shop.name)
-
-    if base == "postgresql":
-        with pytest.raises(ConfigError, match="the block has gone on after an error of the database"):
-            change()
-    else:
-        change()
-    shop.settle()
-    assert shop.outcome == ((0, 0) if base == "postgresql" else (1, 1))
 
 
 @by_driver

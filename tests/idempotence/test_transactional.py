@@ -82,29 +82,6 @@ def test_the_effect_happens_once(
         assert first
 
 
-@everywhere
-def test_a_failure_undoes_both(
-    opener: Callable[[str, str], Any], database: Callable[[str], Database], base: str, kind: str, name: str
-) -> None:
-    session = opener(base, kind)
-    firsts = []
-
-    def deliver() -> None:
-        with transactional(session, message_of(name), group="billing") as first:
-            firsts.append(first)
-            insert(session, name)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        deliver()
-    assert firsts == [True]
-    assert database(base).effects(name) == 0
-    with transactional(session, message_of(name), group="billing") as first:
-        assert first
-        insert(session, name)
-    assert database(base).effects(name) == 1
-
-
 @many
 @pytest.mark.parametrize("ends_well", [True, False])
 @everywhere
@@ -192,36 +169,6 @@ def test_with_an_async_session(
     run_async(place, driver, kind, deliver)
     assert place.effects(name) == 1
     assert place.effects(name + "x") == 0
-
-
-@by_async_driver
-@pytest.mark.parametrize("how", ["error", "rollback"])
-def test_a_transaction_that_ends_in_an_async_block(
-    database: Callable[[str], Database], base: str, driver: str, kind: str, how: str, name: str
-) -> None:
-    """After an error PostgreSQL's commit would be a rollback; after a rollback the record is gone."""
-    place = database(base)
-    place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=name)
-
-    async def deliver(session: Any) -> None:
-        async with transactional(session, message_of(name), group="billing") as first:
-            assert first
-            await session.run_sync(insert, name)
-            if how == "error":
-                await session.run_sync(fail, DUPLICATE, name)
-            else:
-                await session.rollback()
-                await session.run_sync(insert, name)
-
-    async def work(session: Any) -> None:
-        if how == "error" and base != "postgresql":
-            await deliver(session)
-            return
-        with pytest.raises(ConfigError, match="the transaction has ended inside the block"):
-            await deliver(session)
-
-    run_async(place, driver, kind, work)
-    assert place.effects(name) == int(how == "error" and base != "postgresql")
 
 
 @pytest.mark.parametrize(
@@ -385,94 +332,6 @@ def fail(session: Any, statement: str, name: str) -> None:
     """Run a statement that fails, and swallow its error."""
     with pytest.raises(Exception, match=r"."):
         link_to(session).execute(statement, name=name)
-
-
-DUPLICATE = "INSERT INTO accounts (id, balance) VALUES (:name, 2)"
-
-
-@by_driver
-@pytest.mark.parametrize("first_delivery", [True, False])
-def test_an_error_that_the_block_swallows(
-    session: Any, database: Callable[[str], Database], base: str, first_delivery: bool, name: str
-) -> None:
-    """PostgreSQL ends the transaction, and a commit would be a rollback that says nothing; others go on."""
-    place = database(base)
-    place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=name)
-    if not first_delivery:
-        with transactional(session, message_of(name), group="billing"):
-            pass
-
-    def deliver() -> None:
-        with transactional(session, message_of(name), group="billing") as first:
-            assert first is first_delivery
-            insert(session, name)
-            fail(session, DUPLICATE, name)
-
-    if base == "postgresql":
-        with pytest.raises(ConfigError, match="the transaction has ended inside the block"):
-            deliver()
-        assert place.effects(name) == 0
-        with transactional(session, message_of(name), group="billing") as first:
-            assert first is first_delivery
-            insert(session, name)
-    else:
-        deliver()
-    assert place.effects(name) == 1
-
-
-@by_driver
-def test_an_error_in_a_savepoint_may_be_swallowed(
-    session: Any, database: Callable[[str], Database], base: str, name: str
-) -> None:
-    place = database(base)
-    place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=name)
-    with transactional(session, message_of(name), group="billing"):
-        insert(session, name)
-        link_to(session).execute("SAVEPOINT ours")
-        fail(session, DUPLICATE, name)
-        link_to(session).execute("ROLLBACK TO SAVEPOINT ours")
-    assert place.effects(name) == 1
-
-
-@by_driver
-def test_a_block_that_goes_on_after_a_rollback(
-    session: Any, database: Callable[[str], Database], driver: str, kind: str, name: str
-) -> None:
-    """The record is undone, so the effect is refused."""
-
-    def deliver() -> None:
-        with transactional(session, message_of(name), group="billing"):
-            insert(session, name)
-            session.rollback()
-            insert(session, name)
-
-    place = database("sqlite" if driver == "sqlite3" else "mysql" if driver == "pymysql" else "postgresql")
-    with pytest.raises(ConfigError, match="the transaction has ended inside the block"):
-        deliver()
-    assert place.effects(name) == 0
-
-
-@by_driver
-def test_a_block_that_ends_its_transaction(
-    session: Any, database: Callable[[str], Database], base: str, name: str
-) -> None:
-    """A rollback at the end is refused; a commit at the end has kept both."""
-
-    def roll_back() -> None:
-        with transactional(session, message_of(name), group="billing"):
-            insert(session, name)
-            session.rollback()
-
-    with pytest.raises(ConfigError, match="the transaction has ended inside the block"):
-        roll_back()
-    assert database(base).effects(name) == 0
-    for expected in (True, False):
-        with transactional(session, message_of(name), group="billing") as first:
-            assert first is expected
-            if first:
-                insert(session, name)
-                session.commit()
-    assert database(base).effects(name) == 1
 
 
 @pytest.mark.parametrize("base", ["mysql"])
