@@ -16,9 +16,9 @@ import sqlalchemy
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from librmq import Broker, ManualRunner, Message, Outbox, TransactionProducer
+from librmq import Message, Outbox
 from librmq.errors import ConfigError
-from librmq.idempotence import LocalTransactions, transactional, upgrade_tables
+from librmq.idempotence import transactional, upgrade_tables
 from tests.conftest import in_ci
 from tests.idempotence.conftest import DATABASES, Database
 from tests.idempotence.servers import Absent, Server, pgbouncer
@@ -337,26 +337,6 @@ def test_a_session_of_sqlite_joins_before_its_driver_has_begun(database: Callabl
 
 
 # --- Django
-
-
-@pytest.mark.parametrize("base", ["postgresql", "mysql"])
-@pytest.mark.parametrize("autocommit", [True, False])
-def test_change_and_message_come_together_with_django(
-    database: Callable[[str], Database], base: str, autocommit: bool, name: str
-) -> None:
-    """Without autocommit a block of `atomic` only sets a savepoint, and commits nothing."""
-    place, runner = database(base), ManualRunner()
-    with (
-        django_connection(place, AUTOCOMMIT=autocommit) as connection,
-        closing(Broker.temporary(runner=runner)) as broker,
-    ):
-        local = LocalTransactions(place.engine)
-        producer = TransactionProducer(broker, "shop", local.check)
-        with local.transaction(producer, Message("orders", b"x"), connection), connection.cursor() as cursor:
-            cursor.execute("INSERT INTO effects (name) VALUES (%s)", [name])
-        connection.close()
-        runner.advance(180_000)
-        assert (place.effects(name), len(list(broker.messages("orders")))) == (1, 1)
 
 
 def end_connection(place: Database, connection: Any) -> None:

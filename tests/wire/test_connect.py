@@ -214,12 +214,6 @@ def test_what_a_broker_lacks_is_said_with_its_version(
         route.endpoint("broker-a").call(SendTogether(()))
 
 
-def test_unknown_brokers_and_topics(route: RemoteRoute) -> None:
-    assert route.topic_route("unknown") == ()
-    with pytest.raises(librmq.NoRouteError, match="the name servers know broker-a"):
-        route.endpoint("elsewhere")
-
-
 @pytest.mark.parametrize("address", ["", "host", "host:0", "host:port", "http://host:9876", 9876])
 def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(librmq.ConfigError, match="host:port"):
