@@ -33,7 +33,7 @@ from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import BrokerError, ClientStateError, ConfigError, NoRouteError, StoreError, StoreLockedError
-from librmq.files import DiskFiles, Files, TemporaryFolder
+from librmq.files import DiskFiles, Files
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
     from librmq.broker.long_polling import Arrivals, Selection
+    from librmq.files import TemporaryFolder
     from librmq.metrics import Metrics
     from librmq.protocol import Subscription
     from librmq.runtime import ThreadRunner
@@ -315,6 +316,8 @@ class Broker(StoreRoute, Endpoint):
         Its files are small by default. The largest batch that clients send, 4 MiB, fits into one. No call waits for the
         device: what is there outlives the process at most, also with ``durability="sync"``.
         """
+        from librmq.files import TemporaryFolder
+
         folder = TemporaryFolder()
         try:
             broker = cls.open(

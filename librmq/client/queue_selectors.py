@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import md5
 from itertools import count
-from random import Random
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.client.operations import Ended, Operation
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import number_hash, string_hash
 from librmq.message import Message, MessageQueue
 from librmq.runtime.locks import Lock
+
+if TYPE_CHECKING:
+    from random import Random
 
 QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
 

@@ -12,9 +12,9 @@ from librmq.runtime.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.files._disk import DiskFiles as DiskFiles
-    from librmq.files._disk import TemporaryFolder as TemporaryFolder
     from librmq.files._memory import MemoryFiles as MemoryFiles
     from librmq.files._memory import OverlayFiles as OverlayFiles
+    from librmq.files._temporary_folder import TemporaryFolder as TemporaryFolder
     from librmq.files.interface import Advice as Advice
     from librmq.files.interface import Buffer as Buffer
     from librmq.files.interface import Damage as Damage
@@ -29,7 +29,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.files._disk": ("DiskFiles", "TemporaryFolder"),
+            "librmq.files._disk": ("DiskFiles",),
             "librmq.files.interface": (
                 "Advice",
                 "Buffer",
@@ -43,5 +43,6 @@ else:
                 "is_folder",
             ),
             "librmq.files._memory": ("MemoryFiles", "OverlayFiles"),
+            "librmq.files._temporary_folder": ("TemporaryFolder",),
         },
     )

@@ -8,8 +8,6 @@ import os
 import shutil
 import stat
 import sys
-import tempfile
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -34,7 +32,6 @@ from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.files")
-_TRIES: Final = 5
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 # Do not follow a link to a file to write: it could lead out of the store.
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
@@ -702,42 +699,3 @@ def _new_file(place: _Place) -> BinaryIO:
         file.close()
         raise
     return file
-
-
-class _TemporaryFiles(DiskFiles):
-    """Files that are deleted again, so that no call waits for the device: they outlive the process, not the machine."""
-
-    is_temporary = True
-
-    @override
-    def flush_folder(self, path: str) -> None:
-        pass
-
-    @override
-    def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
-        pass
-
-    @override
-    def _wait_for_part(self, file: File, begin: int, end: int) -> None:
-        pass
-
-
-class TemporaryFolder:
-    """A new folder, deleted by `delete` or at the end of the process that made it, but not by a forked child."""
-
-    def __init__(self) -> None:
-        self.name: str = tempfile.mkdtemp(prefix="librmq-")
-        self.files: DiskFiles = _TemporaryFiles()
-        """Opens what is in the folder, without flushes to the device."""
-        self.delete: Callable[[], object] = weakref.finalize(self, _delete_folder, self.name, os.getpid())
-
-
-def _delete_folder(path: str, process: int) -> None:
-    for _ in range(_TRIES):  # at the end of the process, threads of a broker that was not closed can still write
-        if os.getpid() == process and os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
-    if os.getpid() == process and os.path.isdir(path):
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            _log.warning("%(path)s: the temporary folder could not be deleted: %(error)s", path=path, error=error)

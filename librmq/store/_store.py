@@ -20,7 +20,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, ReplicaError
-from librmq.files import Damage, DiskFiles, Files, TemporaryFolder
+from librmq.files import Damage, DiskFiles, Files
 from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.override import override
 from librmq.runtime import critical
@@ -206,6 +206,8 @@ class MessageStore(Closing):
         As with `Broker.temporary`, no call waits for the device.
         For a store without a disk use ``MessageStore.open("/store", files=MemoryFiles())``.
         """
+        from librmq.files import TemporaryFolder
+
         folder = TemporaryFolder()
         store = cls.open(folder.name, config or StoreConfig.tiny(), files=folder.files, clock=clock)
         store.writer.temporary = folder

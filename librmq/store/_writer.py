@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
-from librmq.files import Damage, FileLock, Files, TemporaryFolder
+from librmq.files import Damage, FileLock, Files
 from librmq.files.interface import flush_all, make_folders
 from librmq.override import override
 from librmq.runtime import critical
@@ -37,6 +37,7 @@ from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
 
 if TYPE_CHECKING:
+    from librmq.files import TemporaryFolder
     from librmq.store.engine._comparison import Comparison
     from librmq.store.engine._shared_appends import SharedAppends
     from librmq.store.engine.copies import AdoptedRecords, CopiedRecords
