@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import random
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -507,21 +505,6 @@ def test_unknown_call_is_unimplemented(stub: Stub) -> None:
     with pytest.raises(grpc.RpcError) as raised:
         stub.raw("PullMessage", b"")
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-@pytest.mark.slow
-def test_random_bytes_do_no_harm(stub: Stub, broker: Broker) -> None:
-    draw = random.Random(7)
-    names = ["QueryRoute", "SendMessage", "AckMessage", "EndTransaction", "ChangeInvisibleDuration", "RecallMessage"]
-    valid = message_class("SendMessageRequest")(messages=[message("t", tag="a")]).SerializeToString()
-    for _ in range(300):
-        data = bytearray(draw.choice([valid, draw.randbytes(draw.randrange(60))]))
-        for _ in range(draw.randrange(4)):
-            if data:
-                data[draw.randrange(len(data))] = draw.randrange(256)
-        with suppress(grpc.RpcError):  # the request could not be decoded
-            stub.raw(draw.choice(names), bytes(data))
-    assert stub.send(message("u")).status.code == OK
 
 
 def test_two_servers_do_not_share_a_port(server: GrpcServer, broker: Broker) -> None:
