@@ -178,21 +178,6 @@ def test_a_rollback_in_the_block_after_which_a_check_decides(shop: Shop, base: s
     assert shop.outcome == (0, 0)
 
 
-@by_driver
-def test_an_open_transaction_is_refused(shop: Shop, base: str, driver: str, kind: str) -> None:
-    """Else the caller's earlier work would be rolled back."""
-    with shop.place.session(driver, kind) as session:
-        shop.insert(session)
-        with (
-            pytest.raises(ConfigError, match="expected no open transaction"),
-            shop.local.transaction(shop.producer, message(), session),
-        ):
-            raise AssertionError("begun")
-        session.commit()
-    shop.settle()
-    assert shop.outcome == (1, 0)
-
-
 @pytest.mark.parametrize("base", DATABASES)
 def test_another_constraint_is_no_earlier_decision(shop: Shop, base: str) -> None:
     """An application has added a column: nothing is decided, and nothing is lost."""
