@@ -66,7 +66,8 @@ class LogReader(LogState):
     """The reading side of a `librmq.commitlog.CommitLog`. Thread-safe below ``end``."""
 
     def __init__(self, sequence: MappedFileQueue) -> None:
-        self._sequence = sequence
+        self.sequence: MappedFileQueue = sequence
+        """The files."""
         self._mapped = sequence.mapped
         self.file_size: int = sequence.file_size
         self.end: int = sequence.begin
@@ -84,12 +85,7 @@ class LogReader(LogState):
     @property
     def begin(self) -> int:
         """Physical offset of the oldest existing record."""
-        return self._sequence.begin
-
-    @property
-    def sequence(self) -> MappedFileQueue:
-        """The files."""
-        return self._sequence
+        return self.sequence.begin
 
     def is_missing(self, physical_offset: int) -> bool:
         """Return whether the files lack this byte, between others that they have."""
@@ -97,7 +93,7 @@ class LogReader(LogState):
 
     def third_last_file(self) -> int:
         """Return the start of the third last file, or of the first; after a clean exit all before it is sound."""
-        starts = self._sequence.starts
+        starts = self.sequence.starts
         return starts[max(0, len(starts) - 3)] if starts else self.begin
 
     def unfinished_at(self, physical_offset: int) -> int:
@@ -107,7 +103,7 @@ class LogReader(LogState):
 
     def data_behind(self, physical_offset: int) -> int:
         """Return the number of bytes from ``physical_offset`` to the last nonzero one, in all existing files."""
-        return self._sequence.data_behind(physical_offset)
+        return self.sequence.data_behind(physical_offset)
 
     def blank_at(self, physical_offset: int) -> int:
         """Return the size of the blank at ``physical_offset`` that fills its file, 0 if there is none."""
@@ -128,12 +124,12 @@ class LogReader(LogState):
         at = physical_offset % self.file_size
         start = physical_offset - at
         is_written = physical_offset + (_BLANK_SIZE if size is None else max(size, 0)) <= self.end
-        file = (self._mapped.get(start) or self._sequence.file_at(start)) if is_written else None
+        file = (self._mapped.get(start) or self.sequence.file_at(start)) if is_written else None
         if file is None:
-            starts = self._sequence.starts  # asked last, because a file can have been deleted since it was looked up
+            starts = self.sequence.starts  # asked last, because a file can have been deleted since it was looked up
             if size is None or (starts and 0 <= physical_offset < starts[0]):
                 return None
-            path, what = self._sequence.path(max(start, 0)), f"a record of {size} bytes from {self.begin} to {self.end}"
+            path, what = self.sequence.path(max(start, 0)), f"a record of {size} bytes from {self.begin} to {self.end}"
             raise CorruptionError(path, physical_offset, "record", f"expected {what}, where the log is")
         self._note_looks(physical_offset, physical_offset, 1)
         if at + _BLANK_SIZE > self.file_size:
@@ -160,7 +156,7 @@ class LogReader(LogState):
             data = buffer[at : min(at + size, self.file_size)]
             if self._buffer is buffer:  # no other thread has begun the next file
                 return data
-        file = self._sequence.file_at(physical_offset)  # not a mapping of a file that a recovery has deleted
+        file = self.sequence.file_at(physical_offset)  # not a mapping of a file that a recovery has deleted
         return b"" if file is None else file.buffer[at : min(at + size, self.file_size)]
 
     def message(self, physical_offset: int) -> StoredMessage | None:
@@ -181,7 +177,7 @@ class LogReader(LogState):
         try:
             record.check_record(raw, 0, len(raw), check_body=True)
         except RecordError as error:
-            raise frames.damage(self._sequence.path_at(physical_offset), physical_offset, error) from error
+            raise frames.damage(self.sequence.path_at(physical_offset), physical_offset, error) from error
         return raw
 
     def store_timestamp_ms(self, physical_offset: int, size: int | None = None) -> int | None:
@@ -216,7 +212,7 @@ class LogReader(LogState):
         file_size = self.file_size
         while at < limit:
             start = at - at % file_size
-            file = self._sequence.file_at(start)
+            file = self.sequence.file_at(start)
             if file is None:
                 if at >= self.begin:
                     return
@@ -240,7 +236,7 @@ class LogReader(LogState):
         Raises:
             CorruptionError: One is damaged, or the bytes before it are no record.
         """
-        for start in self._sequence.starts:
+        for start in self.sequence.starts:
             if not self._file_contains(start, text):
                 continue
             released = start
@@ -253,7 +249,7 @@ class LogReader(LogState):
 
     def _file_contains(self, start: int, text: bytes) -> bool:
         """Look for a text in pieces, which overlap, so that no more pages are held than those of one."""
-        file = self._sequence.file_at(start)
+        file = self.sequence.file_at(start)
         if file is None:
             return False  # retention has deleted it since the search began
         end = min(self.end - start, file.data_end())
@@ -270,7 +266,7 @@ class LogReader(LogState):
 
         ``on_record`` is called with the log, the place and the bytes of each record.
         """
-        sequence = self._sequence  # whose pages a writer gives up too, because this comes before its appends
+        sequence = self.sequence  # whose pages a writer gives up too, because this comes before its appends
         at, last, released = begin, None, begin
         while (start := sequence.start_of(at)) is not None:
             file, first, before = sequence.file(start), at - start, last
@@ -324,7 +320,7 @@ class LogReader(LogState):
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Release mapped pages that a scan has read, so that it does not hold those of the whole log."""
-        self._sequence.release_read_pages(begin, end)
+        self.sequence.release_read_pages(begin, end)
 
     def follow(self, until: int | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yield the records that another process has written after `end`; the caller moves `end` past each of them.
@@ -336,7 +332,7 @@ class LogReader(LogState):
         lengths agree, and the body matches its checksum. Other bytes count as a record that is being copied.
         """
         at = self.end
-        while (until is None or at < until) and (file := self._sequence.file_at(at)) is not None:
+        while (until is None or at < until) and (file := self.sequence.file_at(at)) is not None:
             buffer, place = file.buffer, at % self.file_size
             if not any(buffer[place : place + _BLANK_SIZE]):
                 return
@@ -359,12 +355,12 @@ class LogReader(LogState):
     def first_store_timestamp_ms(self, start: int) -> int | None:
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         # Reading a hole would fill it in a file system that lies in memory.
-        file = self._sequence.file(start)
+        file = self.sequence.file(start)
         raw = file.buffer[: record.FIXED_SIZE] if file.data_end() else b""
         if raw and frames.SIZE_AND_MAGIC.unpack_from(raw)[1] in frames.MAGICS:
             return record.store_timestamp_ms(raw)
         if start < self.end:
-            self.leave_out(CorruptionError(self._sequence.path(start), start, "record", "the file begins with none"))
+            self.leave_out(CorruptionError(self.sequence.path(start), start, "record", "the file begins with none"))
         return None
 
     def file_before(self, timestamp_ms: int) -> int:
@@ -372,7 +368,7 @@ class LogReader(LogState):
 
         A record that a crash has left incomplete does not count, because it can have half of its time.
         """
-        for start in reversed(self._sequence.starts):
+        for start in reversed(self.sequence.starts):
             stored = self.first_store_timestamp_ms(start)
             if stored and stored <= timestamp_ms and self._begins_with_record(start):
                 return max(start, self.begin)
@@ -380,13 +376,13 @@ class LogReader(LogState):
 
     def _begins_with_record(self, start: int) -> bool:
         try:
-            return record.check_record(self._sequence.file(start).buffer, 0, self.file_size, check_body=True) > 0
+            return record.check_record(self.sequence.file(start).buffer, 0, self.file_size, check_body=True) > 0
         except RecordError:
             return False
 
     def _items(self, file: File, start: int, place: int, end: int, check_body: bool) -> Iterator[frames.LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
-        path, data_end = self._sequence.path(start), file.data_end()
+        path, data_end = self.sequence.path(start), file.data_end()
         return frames.items(file.buffer, path, start, place, end, self.file_size, check_body, data_end)
 
 
@@ -444,7 +440,7 @@ class CommitLog(LogReader, Closing):
         """Begin of this handle's last write, of one record or several."""
         self.check_owner: Callable[[], object] = _no_check
         """Called before a write reaches another file; raises if another process may write here too."""
-        self.check_turn: Callable[[], object] = _no_check
+        self.check_turn: Callable[[], object] | None = None
         """Called before a write beyond `fits`; raises if other processes may write here at this moment."""
 
     @classmethod
@@ -489,14 +485,14 @@ class CommitLog(LogReader, Closing):
     def _resume(self) -> None:
         """Find the file to write next."""
         self._flushed_start = -1
-        start = self._sequence.start_of(self.end)
+        start = self.sequence.start_of(self.end)
         self._buffer = None
         if start is None:
             self._file_start = self._file_end = self._reserved = -1
         else:
             self._file_start, self._file_end, self._reserved = start, start + self.file_size, -1
-            if self._sequence.writable:
-                self._buffer = self._sequence.file(start).buffer
+            if self.sequence.writable:
+                self._buffer = self.sequence.file(start).buffer
         self.fits = self._file_end - _BLANK_SIZE
         self.sure = -1
 
@@ -518,7 +514,7 @@ class CommitLog(LogReader, Closing):
         Raises:
             MessageIllegalError: They fit into no file.
         """
-        if self.end + size > self.fits:
+        if self.check_turn is not None and self.end + size > self.fits:
             self.check_turn()
         end = self.end
         if end + size <= self.fits:
@@ -542,7 +538,7 @@ class CommitLog(LogReader, Closing):
             StoreClosedError: The log is closed.
         """
         if self._is_closed:
-            raise StoreClosedError(f"{self._sequence.folder} is closed")
+            raise StoreClosedError(f"{self.sequence.folder} is closed")
         if isinstance(item, Message):
             item = _record_of(item)
         elif isinstance(item, StoredMessage):
@@ -593,7 +589,7 @@ class CommitLog(LogReader, Closing):
             self._roll(size)
         at = self.end - self._file_start
         if at + size > self._reserved:
-            self._reserved = self._sequence.reserve(self._file_start, at, at + size)
+            self._reserved = self.sequence.reserve(self._file_start, at, at + size)
         self.sure = min(self.fits, self._file_start + self._reserved)
 
     def append_block(self, data: bytes | bytearray) -> None:
@@ -601,8 +597,8 @@ class CommitLog(LogReader, Closing):
         size = len(data)
         if self.end + size + _BLANK_SIZE > self._file_end:
             self._roll(size)
-        self._sequence.put(self._file_start, self.end - self._file_start, data)
-        self._sequence.mark_dirty(self._file_start)
+        self.sequence.put(self._file_start, self.end - self._file_start, data)
+        self.sequence.mark_dirty(self._file_start)
         self.last_write = self.end
         self.end += size
 
@@ -618,7 +614,7 @@ class CommitLog(LogReader, Closing):
     def continue_at(self, end: int, sure: int) -> None:
         """Let the next write go to ``end``, up to which other processes have written, in the file of ``sure``."""
         if not self._file_start <= end <= sure <= self._file_end:
-            self._sequence.refresh()
+            self.sequence.refresh()
             self.end = end
             self._resume()
         self.end = end
@@ -626,7 +622,7 @@ class CommitLog(LogReader, Closing):
 
     def drop_mappings(self) -> None:
         """Open the files again at the next `continue_at`, because another process may have replaced them."""
-        self._sequence.unmap_all()
+        self.sequence.unmap_all()
         self._file_start = self._file_end = -1
         self._buffer = None
 
@@ -647,7 +643,7 @@ class CommitLog(LogReader, Closing):
             pass
         self._buffer[at:limit] = bytes(limit - at)
         # A power cut could otherwise leave parts of both records here, which no recovery can tell from damage.
-        self._sequence.flush_part(self._file_start, begin, end)
+        self.sequence.flush_part(self._file_start, begin, end)
         return begin
 
     def begin_at(self, physical_offset: int) -> None:
@@ -671,25 +667,25 @@ class CommitLog(LogReader, Closing):
         start, at = self._file_start, self.end - self._file_start
         used = data if is_checked else without_zeros(data)
         if at + len(used) > self._reserved:
-            self._reserved = self._sequence.reserve(start, at, min(at + len(used), self.file_size))
+            self._reserved = self.sequence.reserve(start, at, min(at + len(used), self.file_size))
             self.sure = min(self.fits, start + self._reserved)
         assert self._buffer is not None
         frames.write_records(self._buffer, at, used)
         if not is_checked:
             try:
-                items = self._items(self._sequence.file(start), start, at, at + size, True)
+                items = self._items(self.sequence.file(start), start, at, at + size, True)
                 if sum(item[1] for item in items) != size:
                     what = f"expected whole records in {size} copied bytes"
-                    raise CorruptionError(self._sequence.path(start), self.end, "record", what)
+                    raise CorruptionError(self.sequence.path(start), self.end, "record", what)
             except (CorruptionError, IndexError):
                 self._buffer[at : at + len(used)] = bytes(len(used))
                 raise
-        self._sequence.mark_dirty(start)
+        self.sequence.mark_dirty(start)
         self.last_write = self.end
         self.end += size
 
     def _next_file(self) -> int:
-        sequence = self._sequence
+        sequence = self.sequence
         if self._file_start >= 0:
             return self._file_end
         if sequence.starts and self.end not in (sequence.starts[-1], sequence.end):
@@ -698,7 +694,7 @@ class CommitLog(LogReader, Closing):
 
     def _roll(self, size: int) -> None:
         """Begin the next file for ``size`` bytes, after a blank in this one."""
-        sequence, end, following = self._sequence, self.end, self._next_file()
+        sequence, end, following = self.sequence, self.end, self._next_file()
         self.check_owner()
         # First the steps that can fail, so that a full disk leaves the log unchanged.
         self._make(following)
@@ -720,7 +716,7 @@ class CommitLog(LogReader, Closing):
 
         A thread beside the producers calls this, so that they do not wait for the device or for first touches.
         """
-        sequence, end = self._sequence, self.end
+        sequence, end = self.sequence, self.end
         if sequence.start_of(end) is None:
             return
         ready_end = min(end + ahead, end + 2 * self.file_size)
@@ -738,7 +734,7 @@ class CommitLog(LogReader, Closing):
 
     def _make(self, start: int) -> bool:
         """Make the next file unless it exists; return False if ``start`` is not the next."""
-        sequence = self._sequence
+        sequence = self.sequence
         with self._making:
             if start in sequence.starts:
                 return True
@@ -752,7 +748,7 @@ class CommitLog(LogReader, Closing):
         """Flush everything appended before the call, and return the physical offset up to which it is on the device."""
         end, start, flushed = self.end, self._file_start, self._flushed
         if start >= 0 and end - flushed > _WORTH_UNMAPPING:
-            self._sequence.unmap_pages(flushed, end)
+            self.sequence.unmap_pages(flushed, end)
         begin = max(flushed, start)
         if start >= 0 and begin <= end and (begin == start != self._found_start or start == self._flushed_start):
             # Prepared pages count as written. A flush of them too would make the device write zeros, and the producer
@@ -760,23 +756,23 @@ class CommitLog(LogReader, Closing):
             through = end
             if end > self._settled:
                 through = self._settled = min(end - end % -_SETTLED, start + self.file_size)
-            self._sequence.flush_part(start, begin, through)
+            self.sequence.flush_part(start, begin, through)
         else:
             if start >= 0:
-                self._sequence.mark_dirty(start)
-            self._sequence.flush()
+                self.sequence.mark_dirty(start)
+            self.sequence.flush()
         self._flushed, self._flushed_start = end, start if start == self._file_start else -1
         return end
 
     def truncate(self, physical_offset: int) -> list[str]:
         """Cut the log at ``physical_offset``: write zeros after it, delete later files, and return their paths."""
-        deleted = self._sequence.delete_from(physical_offset + 1)
-        if physical_offset < self._sequence.end:
+        deleted = self.sequence.delete_from(physical_offset + 1)
+        if physical_offset < self.sequence.end:
             if self.unfinished_at(physical_offset):
                 # The mark says why sound records can be behind it. So it goes last: a kill in between would leave them
                 # without it, and the next recovery would refuse to cut them.
-                self._sequence.zero_from(physical_offset + _BLANK_SIZE)
-            self._sequence.zero_from(physical_offset)
+                self.sequence.zero_from(physical_offset + _BLANK_SIZE)
+            self.sequence.zero_from(physical_offset)
         self._prepared = -1
         self.last_write = None
         self.end = physical_offset
@@ -787,15 +783,15 @@ class CommitLog(LogReader, Closing):
         """Overwrite a field of a record in place; for recovery."""
         start = physical_offset - physical_offset % self.file_size
         at = physical_offset - start
-        if self._sequence.break_links(start):
+        if self.sequence.break_links(start):
             self._resume()
-        self._sequence.file(start).buffer[at : at + len(data)] = data
-        self._sequence.mark_dirty(start)
+        self.sequence.file(start).buffer[at : at + len(data)] = data
+        self.sequence.mark_dirty(start)
 
     def delete_before(self, physical_offset: int) -> list[str]:
         """Delete the files that end at or before ``physical_offset``, except the last, and return their paths."""
-        last = self._sequence.starts[-1] if self._sequence.starts else 0
-        return self._sequence.delete_before(min(physical_offset, last))
+        last = self.sequence.starts[-1] if self.sequence.starts else 0
+        return self.sequence.delete_before(min(physical_offset, last))
 
     @override
     def close(self) -> None:
@@ -803,4 +799,4 @@ class CommitLog(LogReader, Closing):
         self._is_closed = True
         self._buffer = None
         self._file_start = self._file_end = -1
-        self._sequence.unmap_all()
+        self.sequence.unmap_all()

@@ -419,7 +419,7 @@ class SharedAppends(TurnState):
             self.end_turn()
             self.is_open = False
             log = self._appender.log
-            log.check_turn = lambda: None
+            log.check_turn = None
             log.open_to_writes(self._sure)
             self._numbers.clear()
 

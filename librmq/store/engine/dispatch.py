@@ -255,8 +255,8 @@ class Dispatcher(DispatchState):
                 [(place, stored, key_hashes(prefix, unique, keys)) for place, stored, prefix, unique, keys in records]
             )
             self.order.add_few([record[1] for record in records], records[-1][0])
-            self._note(len(records), records[-1][1])
-            self.records = []
+            self.entries += len(records)
+            self.dispatched_timestamp_ms, self._indexing, self.records = records[-1][1], False, []
         self._close_block()
         while self._blocks:
             keys = self._blocks[0]
@@ -264,15 +264,10 @@ class Dispatcher(DispatchState):
             self._indexing = True  # before the call: if that fails, some of the keys may be in the index
             self._index.append_block(*rest)
             self.order.add(keys.timestamps, int(keys.physical_offsets[-1]))
-            self._note(len(keys.physical_offsets), int(keys.timestamps[-1]))
+            self.entries += len(keys.physical_offsets)
+            self.dispatched_timestamp_ms, self._indexing = int(keys.timestamps[-1]), False
             self._in_blocks -= len(keys.physical_offsets)
             del self._blocks[0]
-
-    def _note(self, records: int, last_ms: int) -> None:
-        """Note that the keys of some records are in the index."""
-        self.entries += records
-        self.dispatched_timestamp_ms = last_ms
-        self._indexing = False
 
     def unindexed(self) -> list[KeyBlock]:
         """Return the collected keys; the index may have some of them."""
