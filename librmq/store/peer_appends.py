@@ -7,36 +7,38 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import lru_cache
 from threading import get_ident
-from typing import Final
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
-from librmq.errors import MessageIllegalError
 from librmq.files import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import Message
 from librmq.message import record as record_format
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName, encode_properties
+from librmq.message.topics import validate_topic
 from librmq.store.engine import _append_page as page_format
-from librmq.store.engine._append_fields import AppendResult, check_sizes, checked_host_flags, host_bytes
+from librmq.store.engine._append_fields import AppendResult, UnplacedRecord, host_bytes, place_record, prepare_record
 from librmq.store.engine._append_page import AppendPage, close_page
 from librmq.store.format import directory
 
-_TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _new = tuple.__new__
-_pack_header: Final = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
-_pack_short: Final = struct.Struct(">H").pack
 
 
-UnplacedRecord = tuple[tuple[str, int], int, int, int | None, bytes, int, bytes, bytes]
-"""What of a record depends on neither its place nor its time: topic and id of its queue, flag of the message, flags of
-the record, when and where it was born, checksum, body and properties."""
+PreparedSend = tuple[tuple[str, int], UnplacedRecord]
+"""Topic and id of a queue, and a record for it."""
+
+
+@lru_cache(maxsize=1024)
+def _topic_field(topic: str) -> bytes:
+    validate_topic(topic)
+    encoded = topic.encode()
+    return bytes((len(encoded),)) + encoded
 
 
 class PeerAppender:
@@ -68,7 +70,7 @@ class PeerAppender:
                 writable=True,
             )
         )
-        self._lanes: dict[tuple[str, int], tuple[int, bytes]] = {}
+        self._lanes: dict[tuple[str, int], int] = {}
         self._epoch, self._count = -1, 0
         self._now_ms = SystemClock().now_ms
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -137,23 +139,20 @@ class PeerAppender:
 
     def encode(
         self, message: Message, queue_id: int, born: tuple[int | None, Host | bytes | None], sys_flag: int
-    ) -> UnplacedRecord:
+    ) -> PreparedSend:
         """Return what `append_all` appends: all that can be computed before the lock is taken."""
         born_timestamp_ms, born_host = born
         properties = message.properties.copy()
         properties[PropertyName.CLUSTER] = self._cluster_name
         properties.pop(PropertyName.WAIT, None)
-        body, raw = message.body, encode_properties(properties)
-        if len(body) >= self._compress_from and not sys_flag & record_format.COMPRESSED:
-            body = record_format.compress_body(body)
-            sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
-        born_at = self._host if born_host is None else host_bytes(born_host)
-        if sys_flag & record_format.HOSTS_V6 or len(born_at) + len(self._host) > _TWO_HOSTS:
-            sys_flag |= checked_host_flags(sys_flag, born_at, self._host)
-        checksum = record_format.body_checksum(body)
-        return (message.topic, queue_id), message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw
+        record = prepare_record(
+            message.body, _topic_field(message.topic), encode_properties(properties), queue_id, message.flag, sys_flag,
+            born_timestamp_ms, self._host if born_host is None else host_bytes(born_host), self._host,
+            0, 0, self._compress_from, self._max_body_size,
+        )  # fmt: skip
+        return (message.topic, queue_id), record
 
-    def append_all(self, records: Iterable[UnplacedRecord], wait_s: float, results: list[AppendResult]) -> None:
+    def append_all(self, records: Iterable[PreparedSend], wait_s: float, results: list[AppendResult]) -> None:
         """Append records under one lock, as `append` does, up to the first that the owner has to store.
 
         ``results`` gets the place of each as soon as it is written, so that it has those before an error.
@@ -171,8 +170,8 @@ class PeerAppender:
                 try:
                     if not page.is_closed:
                         page.take(wait_s, self._ring)
-                        for record in records:
-                            result = self._append_in_turn(record)
+                        for queue, record in records:
+                            result = self._append_in_turn(queue, record)
                             if result is None:
                                 break
                             results.append(result)
@@ -197,7 +196,7 @@ class PeerAppender:
         """
         return self._page.wait_for_flush(end, wait_s)
 
-    def _append_in_turn(self, record: UnplacedRecord) -> AppendResult | None:
+    def _append_in_turn(self, queue: tuple[str, int], record: UnplacedRecord) -> AppendResult | None:
         page, log = self._page, self._log
         numbers = page.numbers
         if numbers[page_format.EPOCH] != self._epoch or numbers[page_format.QUEUES] != self._count:
@@ -209,30 +208,19 @@ class PeerAppender:
                 numbers[page_format.WISHED] = 1
                 self._ring()
             return None
-        queue, flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw = record
-        lane = self._lanes.get(queue)
-        if lane is None or sys_flag & record_format.TRANSACTION_MASK:  # such a record may have no queue entry
+        size, sys_flag, stored_at = record[:3]
+        number = self._lanes.get(queue)
+        if number is None or sys_flag & record_format.TRANSACTION_MASK:  # such a record may have no queue entry
             return None
-        number, topic_field = lane
-        stored_at, body_size, raw_size = self._host, len(body), len(raw)
-        size = 74 + len(born_at) + len(stored_at) + body_size + len(topic_field) + raw_size
         tail, room = numbers[page_format.TAIL], numbers[page_format.ROOM]
         end = tail + size
         if end > room:
             return None
-        if body_size > self._max_body_size or raw_size > record_format.MAX_PROPERTIES_SIZE:
-            check_sizes(body_size, raw_size, self._max_body_size)
         now, queue_offset = self._now_ms(), page.offsets[number]
-        try:
-            header = _pack_header[sys_flag & record_format.HOSTS_V6](
-                size, record_format.MESSAGE_MAGIC, checksum, queue[1], flag, queue_offset, tail, sys_flag,
-                now if born_timestamp_ms is None else born_timestamp_ms, born_at, now, stored_at, 0, 0, body_size,
-            )  # fmt: skip
-        except struct.error as error:
-            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        data = place_record(record, queue_offset, tail, now)
         log.continue_at(tail, room)
         page.begin_write(number, end)
-        log.copy_in(b"".join((header, body, topic_field, _pack_short(raw_size), raw)), size)
+        log.copy_in(data, size)
         page.commit(number, queue_offset + 1, end)
         return _new(AppendResult, (tail, size, queue_offset, now, stored_at))
 
@@ -258,9 +246,7 @@ class PeerAppender:
             lanes.clear()
             self._epoch, self._count = epoch, 0
         for number in range(self._count, count):
-            topic, queue_id = page.queue_at(number)
-            name = topic.encode()
-            lanes[topic, queue_id] = number, bytes((len(name),)) + name
+            lanes[page.queue_at(number)] = number
         self._count = count
 
     def close(self) -> None:

@@ -161,7 +161,8 @@ def test_a_message_is_stored_as_a_broker_stores_it(shared: Shared) -> None:
 def test_other_topics_are_for_the_owner(shared: Shared) -> None:
     assert shared.peers[0].append(Message("payments", b"x"), 0) is None
     assert shared.peers[0].append(Message("orders", b"x"), 2) is None
-    assert shared.peers[0].append(Message("orders", bytes(129 << 10)), 0) is None
+    with pytest.raises(MessageIllegalError, match="132,096 bytes"):  # the owner would refuse it too
+        shared.peers[0].append(Message("orders", bytes(129 << 10)), 0)
     shared.appends.withdraw()
     assert shared.peers[0].append(Message("orders", b"x"), 0) is None
     shared.appends.offer("orders", 2, lambda: False)

@@ -218,7 +218,7 @@ def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared
     def copies(queue_id: int, count: int) -> list[Prepared]:
         return [writer.prepare_again(record, "orders", queue_id, b"") for _ in range(count)]
 
-    size = writer.prepare_again(record, "orders", 0, b"").size
+    (size,) = {result.size for result in writer.append(copies(0, 1))}
     left = (shared.store.log.file_size - shared.store.log.end) // size
     writer.append([*copies(0, 300), *copies(1, left - 300 + 20)])
     end = shared.store.queue_range("orders", 0)[1]

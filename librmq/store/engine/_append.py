@@ -5,7 +5,6 @@ Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,20 +26,23 @@ from librmq.message.properties import checked_encoding, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.override import override
 from librmq.runtime import critical
-from librmq.runtime.compiled_core import AppendState
+from librmq.runtime.compiled_core import CORE, AppendState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append_fields import (
+    UNQUEUED,
     AppendResult,
+    UnplacedRecord,
     check_fields,
     check_queue_id,
-    check_sizes,
     checked_host_flags,
     host_bytes,
+    place_record,
     prepare_batch,
+    prepare_record,
 )
 from librmq.store.engine._durability import GroupCommit, Housekeeping
-from librmq.store.engine.derivation import KeyBlock, has_queue_entry
+from librmq.store.engine.derivation import KeyBlock
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import AppendLock, Parts
 
@@ -49,18 +51,8 @@ if TYPE_CHECKING:
 
 _log = EventLog("librmq.store")
 
-_MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
-_TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
-_MAGIC: Final = record_format.MESSAGE_MAGIC
-_SHORT_BODY: Final = record_format.SHORT_BODY
 _BATCH: Final = Dispatcher.BATCH
 _DELAYS_KEPT: Final = 1024
-_QUEUED_FLAGS: Final = frozenset((record_format.TRANSACTION_COMMIT, record_format.MULTI_TAGS))
-"""Usual flags of records with IPv4 hosts, an entry and keys."""
-_TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
-_short_crc32 = record_format.short_crc32
-_pack_short = struct.Struct(">H").pack
-_pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
 _new_result = tuple.__new__
 
 
@@ -90,13 +82,14 @@ class Appender(AppendState):
         """The page through which other processes append too; None for a store that is not shared."""
         self.lanes = {}
         self.now_ms: Callable[[], int] = clock.now_ms
-        # The compiled append makes results and reads these two clocks itself.
-        self.system_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is SystemClock else None
-        self.manual_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is ManualClock else None
-        self.message_class: type[Message] = Message
-        self.result_class: type[AppendResult] = AppendResult
-        self.batch_fixed_size: int = BATCH_FIXED_SIZE
-        self.host_bytes = host_bytes
+        if CORE.module is not None:  # without it, Python finds each of fewer attributes faster
+            # The compiled append makes results and reads these two clocks itself.
+            self.system_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is SystemClock else None
+            self.manual_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is ManualClock else None
+            self.message_class: type[Message] = Message
+            self.result_class: type[AppendResult] = AppendResult
+            self.batch_fixed_size: int = BATCH_FIXED_SIZE
+            self.host_bytes = host_bytes
         self.refusal = refusal
         self._wake = wake
         self._watchers: list[Callable[[], None]] = []
@@ -179,7 +172,7 @@ class Appender(AppendState):
 
     # -------------------------------------------------------------------------------------------------------- append
 
-    def append(  # noqa: C901, PLR0913 (the hot path; a keyword for each field of a record)
+    def append(  # noqa: PLR0913 (the hot path; a keyword for each field of a record)
         self,
         message: Message,
         queue_id: int = 0,
@@ -206,7 +199,7 @@ class Appender(AppendState):
         try:
             properties: Mapping[str, str] = message.properties
             if properties_raw is None:
-                if "DELAY" in properties and sys_flag & _TRANSACTION_MASK in (0, record_format.TRANSACTION_COMMIT):
+                if "DELAY" in properties and not sys_flag & UNQUEUED:
                     text = properties["DELAY"]
                     level, name = self._delays.get(text) or self._delay(text)
                     if level > 0:
@@ -217,17 +210,7 @@ class Appender(AppendState):
                 raw = properties_raw
                 checked_encoding(raw, properties)
             lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
-            body_size = len(body)
-            if body_size >= self._compress_from and not sys_flag & record_format.COMPRESSED:
-                body, sys_flag = (
-                    record_format.compress_body(body),
-                    sys_flag | record_format.COMPRESSED | record_format.COMPRESSION_ZLIB,
-                )
-                body_size = len(body)
-            if body_size > self._max_body_size or len(raw) > _MAX_PROPERTIES_SIZE:
-                check_sizes(body_size, len(raw), body_size if is_copy else self._max_body_size)
             stored_at = born_at = self._host
-            counted = True
             if store_host is not None:
                 stored_at = host_bytes(store_host)
             if born_host is not None:
@@ -235,78 +218,73 @@ class Appender(AppendState):
                 if born_host is not last_host:
                     born_at = host_bytes(born_host)
                     self._last_host = born_host, born_at
-            hosts_size = len(born_at) + len(stored_at)
-            if (sys_flag and sys_flag not in _QUEUED_FLAGS) or hosts_size > _TWO_HOSTS:
-                sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
-                counted = has_queue_entry(sys_flag)
-            # Compute the checksum and join what follows the header before the lock is taken: only what depends on the
-            # record's place and time is left for it.
-            checksum = (_short_crc32 if body_size <= _SHORT_BODY else record_format.crc32)(body) & 0x7FFFFFFF
-            tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
-            size = 72 + hosts_size + len(tail)
-            lock = self.lock
-            # Pause outside of a lock that others want: threads that change places at each message take much longer.
-            if lock.crowd or lock.mutex.locked():
-                lock.yield_to_waiters()
-            thread = get_ident()
-            with lock.mutex:
-                try:
-                    # A signal's handler that calls the store in this thread finds its own id, and is refused instead of
-                    # waiting for itself.
-                    lock.owner = thread
-                    if not self.accepts:
-                        raise self.refusal()
-                    if self.shared is not None:
-                        self.shared.begin_turn()
-                    # Read log and dispatcher only under the lock, because the repair of an interrupted append replaces
-                    # both.
-                    log, dispatcher = self.log, self.dispatcher
-                    if dispatcher.due >= _BATCH or dispatcher.writing_at >= 0:
-                        lock.count_turn()
-                        # Before a place is claimed: a full disk can refuse the entries of earlier messages, and then
-                        # nothing of this one may have been written.
-                        self.catch_up()
-                    now = self.now_ms()
-                    physical_offset = log.end
-                    has_room = physical_offset + size <= log.sure
-                    if not has_room:
-                        physical_offset = log.claim(size)
-                    queue_offset = lane.next_queue_offset if counted else 0
-                    header = _pack_header[sys_flag & 48](
-                        size, _MAGIC, checksum, queue_id, message.flag, queue_offset, physical_offset, sys_flag,
-                        now if born_timestamp_ms is None else born_timestamp_ms, born_at,
-                        now, stored_at, reconsume_times, prepared_transaction_offset, body_size,
-                    )  # fmt: skip
-                    if not has_room:
-                        self._make_room(size)
-                    # The mark comes before the first byte and goes after the queue's count. What a signal's handler
-                    # interrupts in between, the next append repairs from the log.
-                    dispatcher.writing_at = physical_offset
-                    log.copy_in(header + tail, size)
-                    if counted:
-                        lane.next_queue_offset = queue_offset + 1
-                        if self.shared is not None and self.shared.is_open:
-                            self.shared.moved.append(lane)
-                    dispatcher.due += 1
-                    dispatcher.writing_at = -1
-                finally:
-                    try:
-                        if self.shared is not None:
-                            self.shared.end_turn()
-                    finally:
-                        lock.owner = 0
+            record = prepare_record(
+                body, lane.topic_field, raw, queue_id, message.flag, sys_flag, born_timestamp_ms, born_at, stored_at,
+                reconsume_times, prepared_transaction_offset, self._compress_from,
+                sys.maxsize if is_copy else self._max_body_size,
+            )  # fmt: skip
+            return self._append_record(lane, record, wait)
         except TypeError:
             check_fields(queue_id, sys_flag)
             raise
-        except struct.error as error:
-            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+
+    def _append_record(self, lane: Lane, record: UnplacedRecord, wait: bool) -> AppendResult:
+        """Write a record, count it in its queue, and wait for the device if the caller wants that."""
+        size, is_queued, lock = record[0], not record[1] & UNQUEUED, self.lock
+        mutex = lock.mutex
+        # Pause outside of a lock that others want: threads that change places at each message take much longer.
+        if lock.crowd or mutex.locked():
+            lock.yield_to_waiters()
+        thread = get_ident()
+        with mutex:
+            try:
+                # A signal's handler that calls the store in this thread finds its own id, and is refused instead of
+                # waiting for itself.
+                lock.owner = thread
+                if not self.accepts:
+                    raise self.refusal()
+                if self.shared is not None:
+                    self.shared.begin_turn()
+                # Read log and dispatcher only under the lock, because the repair of an interrupted append replaces
+                # both.
+                log, dispatcher, now_ms = self.log, self.dispatcher, self.now_ms
+                if dispatcher.due >= _BATCH or dispatcher.writing_at >= 0:
+                    lock.count_turn()
+                    # Before a place is claimed: a full disk can refuse the entries of earlier messages, and then
+                    # nothing of this one may have been written.
+                    self.catch_up()
+                now = now_ms()
+                physical_offset = log.end
+                has_room = physical_offset + size <= log.sure
+                if not has_room:
+                    physical_offset = log.claim(size)
+                queue_offset = lane.next_queue_offset if is_queued else 0
+                data = place_record(record, queue_offset, physical_offset, now)
+                if not has_room:
+                    self._make_room(size)
+                # The mark comes before the first byte and goes after the queue's count. What a signal's handler
+                # interrupts in between, the next append repairs from the log.
+                dispatcher.writing_at = physical_offset
+                log.copy_in(data, size)
+                if is_queued:
+                    lane.next_queue_offset = queue_offset + 1
+                    if self.shared is not None and self.shared.is_open:
+                        self.shared.moved.append(lane)
+                dispatcher.due += 1
+                dispatcher.writing_at = -1
+            finally:
+                try:
+                    if self.shared is not None:
+                        self.shared.end_turn()
+                finally:
+                    lock.owner = 0
         if self._has_units:
             self.write_due()
         # Wait for the flush without the lock, so that messages appended meanwhile share it.
         end = physical_offset + size
         if self.is_sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
-        return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
+        return _new_result(AppendResult, (physical_offset, size, queue_offset, now, record[2]))
 
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,
@@ -329,48 +307,34 @@ class Appender(AppendState):
         check_fields(queue_id, sys_flag)
         if properties is not None and not isinstance(properties, Mapping):
             raise wrong_kind("properties", properties, "a mapping of names to texts")
-        if sys_flag & _TRANSACTION_MASK:
+        if sys_flag & record_format.TRANSACTION_MASK:
             raise MessageIllegalError("a batch can't be part of a transaction")
         stored_at = self._host if store_host is None else host_bytes(store_host)
         born_at = self._host if born_host is None else host_bytes(born_host)
         sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
-        topic = messages[0].topic
-        lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
-        fixed_size = 74 + len(born_at) + len(stored_at) + len(lane.topic_field)
-        batch = prepare_batch(messages, fixed_size, properties, self._max_body_size)
-        sizes = batch.sizes
+        lane = self.lanes.get((messages[0].topic, queue_id)) or self.lane(messages[0].topic, queue_id)
+        sizes, records, tails = prepare_batch(
+            messages, lane.topic_field, properties, queue_id, sys_flag, born_timestamp_ms, born_at, stored_at,
+            reconsume_times, self._max_body_size,
+        )  # fmt: skip
         if self.lock.mutex.locked():
             self.lock.yield_to_waiters()
-        try:
-            thread = get_ident()
-            with self.lock.mutex:
+        thread = get_ident()
+        with self.lock.mutex:
+            try:
+                self.lock.owner = thread
+                now = self.admit()
+                places = list(accumulate(sizes, initial=self.log.claim(sum(sizes))))
+                end = places.pop()
+                queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))
+                headers = map(place_record, records, queue_offsets, places, repeat(now))
+                data = b"".join(chain.from_iterable(zip(headers, *tails, strict=False)))
+                self.write(data, len(messages), {lane: len(messages)})
+            finally:
                 try:
-                    self.lock.owner = thread
-                    now = self.admit()
-                    log = self.log
-                    places = list(accumulate(sizes, initial=log.claim(sum(sizes))))
-                    end = places.pop()
-                    queue_offsets = range(lane.next_queue_offset, lane.next_queue_offset + len(messages))
-                    # Packing row by row, as copies are packed, would cost a quarter more.
-                    headers = map(
-                        _pack_header[sys_flag & 48],
-                        sizes, repeat(_MAGIC), batch.checksums, repeat(queue_id), batch.flags, queue_offsets, places,
-                        repeat(sys_flag), repeat(now if born_timestamp_ms is None else born_timestamp_ms),
-                        repeat(born_at), repeat(now), repeat(stored_at), repeat(reconsume_times), repeat(0),
-                        batch.body_sizes,
-                    )  # fmt: skip
-                    fields = zip(
-                        headers, batch.bodies, repeat(lane.topic_field), batch.raw_sizes, batch.raws, strict=False
-                    )
-                    data = b"".join(chain.from_iterable(fields))
-                    self.write(data, len(messages), {lane: len(messages)})
+                    self.end_turn()
                 finally:
-                    try:
-                        self.end_turn()
-                    finally:
-                        self.lock.owner = 0
-        except struct.error as error:
-            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+                    self.lock.owner = 0
         self.finish_append(end, wait)
         results = zip(places, sizes, queue_offsets, repeat(now), repeat(stored_at), strict=False)
         return list(map(_new_result, repeat(AppendResult), results))
@@ -400,7 +364,7 @@ class Appender(AppendState):
             self.log.make_room(size)
 
     def admit(self) -> int:
-        """Return the store time for records to be written now, under the lock; `append` has this inline.
+        """Return the store time for records to be written now, under the lock; a single append has this inline.
 
         The error says why no append is accepted, or is that of writing due entries.
         """
@@ -531,7 +495,8 @@ class Appender(AppendState):
         # Each read of a queue calls this.
         if dispatcher.followed < self.log.end or dispatcher.writing_at >= 0 or self.shared is not None:
             with _as_far_as_it_fits():
-                self.follow()
+                if self.shared is not None:
+                    self.shared.follow()
                 if dispatcher.followed < self.log.end or dispatcher.writing_at >= 0:
                     self._under_lock(lambda: self.repair().follow())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Final, NamedTuple, TypedDict
 
 from librmq.config import wrong_kind
@@ -20,7 +22,16 @@ from librmq.message.properties import (
 )
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
+_MAGIC: Final = record_format.MESSAGE_MAGIC
+_SHORT_BODY: Final = record_format.SHORT_BODY
+_TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
+_short_crc32: Final = record_format.short_crc32
+UNQUEUED: Final = record_format.TRANSACTION_PREPARED
+"""The bit of a sys flag by which a record has no queue entry: prepared records and rollbacks have it."""
 _pack_short: Final = struct.Struct(">H").pack
+_pack_header: Final = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
+_pack_usual_header: Final = _pack_header[0]
+_HOSTS_V6: Final = record_format.HOSTS_V6
 
 
 class AppendResult(NamedTuple):
@@ -67,29 +78,89 @@ class BatchFields(TypedDict, total=False):
     reconsume_times: int
 
 
-# ---- the messages of a batch
+# ---- records
 
 
-class PreparedBatch(NamedTuple):
-    """The messages of a batch, column by column, because calls for whole columns cost least."""
-
-    sizes: list[int]
-    flags: list[int]
-    body_sizes: list[int]
-    bodies: list[bytes]
-    raw_sizes: list[bytes]
-    """Packed."""
-    raws: list[bytes]
-    checksums: list[int]
+UnplacedRecord = tuple[int, int, bytes, Callable[..., bytes], int, int, int, int | None, bytes, int, int, int, bytes]
+"""What of a record depends on neither its place nor its time: size, sys flag and store host; then the packer of its
+header, checksum, queue id, flag, born time (None for the store time), born host, reconsume times, prepared offset, size
+of the body, and what follows the header, which is empty for a message of a batch."""
 
 
-def prepare_batch(
-    messages: Sequence[Message], fixed_size: int, properties: Mapping[str, str] | None, max_size: int
-) -> PreparedBatch:
-    """Prepare the messages of a batch; see `MessageStore.append_batch`.
+def prepare_record(  # noqa: PLR0913 (a parameter for each field of a record)
+    body: bytes,
+    topic_field: bytes,
+    raw: bytes,
+    queue_id: int,
+    flag: int,
+    sys_flag: int,
+    born_timestamp_ms: int | None,
+    born_at: bytes,
+    stored_at: bytes,
+    reconsume_times: int = 0,
+    prepared_offset: int = 0,
+    compress_from: int = sys.maxsize,
+    max_size: int = sys.maxsize,
+) -> UnplacedRecord:
+    """Return a record for `place_record`, so that only place and time are left to do under the writers' lock.
 
-    ``fixed_size`` is what each record has beside body and properties; ``max_size`` is how many bytes a body, and the
-    batch as a client encodes it, may have.
+    A body is compressed from ``compress_from`` bytes on, and may then have ``max_size``.
+
+    Raises:
+        MessageIllegalError: A record can't have these fields.
+    """
+    body_size, raw_size = len(body), len(raw)
+    if body_size >= compress_from and not sys_flag & record_format.COMPRESSED:
+        body = record_format.compress_body(body)
+        sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
+        body_size = len(body)
+    if body_size > max_size or raw_size > _MAX_PROPERTIES_SIZE:
+        check_sizes(body_size, raw_size, max_size)
+    hosts_size = len(born_at) + len(stored_at)
+    pack_header = _pack_usual_header
+    if sys_flag & _HOSTS_V6 or hosts_size > _TWO_HOSTS:
+        sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
+        pack_header = _pack_header[sys_flag & _HOSTS_V6]
+    checksum = (_short_crc32 if body_size <= _SHORT_BODY else record_format.crc32)(body) & 0x7FFFFFFF
+    tail = b"".join((body, topic_field, _pack_short(raw_size), raw))
+    return (
+        72 + hosts_size + len(tail), sys_flag, stored_at, pack_header, checksum, queue_id, flag, born_timestamp_ms,
+        born_at, reconsume_times, prepared_offset, body_size, tail,
+    )  # fmt: skip
+
+
+def place_record(record: UnplacedRecord, queue_offset: int, physical_offset: int, now: int) -> bytes:
+    """Return a record at its place in queue and log, stored ``now``: every append in Python packs its records here.
+
+    Raises:
+        MessageIllegalError: A field is out of range.
+    """
+    size, bits, stored_at, pack, checksum, queue_id, flag, born, born_at, times, prepared, body_size, tail = record
+    try:
+        return pack(
+            size, _MAGIC, checksum, queue_id, flag, queue_offset, physical_offset, bits,
+            now if born is None else born, born_at, now, stored_at, times, prepared, body_size,
+        ) + tail  # fmt: skip
+    except struct.error as error:
+        raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+
+
+def prepare_batch(  # noqa: PLR0913 (a parameter for each field of a record)
+    messages: Sequence[Message],
+    topic_field: bytes,
+    properties: Mapping[str, str] | None,
+    queue_id: int,
+    sys_flag: int,
+    born_timestamp_ms: int | None,
+    born_at: bytes,
+    stored_at: bytes,
+    reconsume_times: int,
+    max_size: int,
+) -> tuple[list[int], Iterable[UnplacedRecord], tuple[Iterable[bytes], ...]]:
+    """Return sizes and records of a batch, and in columns what follows the headers, because such calls cost least.
+
+    ``max_size`` is how many bytes a body, and the batch as a client encodes it, may have; see
+    `MessageStore.append_batch`.
     """
     if properties and parse_level(properties.get(PropertyName.DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
@@ -103,15 +174,15 @@ def prepare_batch(
         raw_sizes = list(map(len, raws))
     check_sizes(max(body_sizes), max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
-    return PreparedBatch(
-        [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
-        [message.flag for message in messages],
-        body_sizes,
-        bodies,
-        list(map(_pack_short, raw_sizes)),
-        raws,
-        list(map(record_format.body_checksum, bodies)),
-    )
+    fixed_size = 74 + len(born_at) + len(stored_at) + len(topic_field)
+    sizes = [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)]
+    checksums, flags = list(map(record_format.body_checksum, bodies)), [message.flag for message in messages]
+    records = zip(
+        sizes, repeat(sys_flag), repeat(stored_at), repeat(_pack_header[sys_flag & _HOSTS_V6]), checksums,
+        repeat(queue_id), flags, repeat(born_timestamp_ms), repeat(born_at), repeat(reconsume_times), repeat(0),
+        body_sizes, repeat(b""), strict=False,
+    )  # fmt: skip
+    return sizes, records, (bodies, repeat(topic_field), list(map(_pack_short, raw_sizes)), raws)
 
 
 def join_properties(message: bytes, batch: bytes) -> bytes:

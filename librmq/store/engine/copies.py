@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
@@ -18,83 +17,35 @@ from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreI
 from librmq.message import Message, StoredMessage, frames
 from librmq.message import record as record_format
 from librmq.store.engine._append import Appender
-from librmq.store.engine._append_fields import AppendResult
-from librmq.store.engine.derivation import has_queue_entry
+from librmq.store.engine._append_fields import UNQUEUED, AppendResult, UnplacedRecord, place_record, prepare_record
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import Parts
 
-_MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
-_pack_short = struct.Struct(">H").pack
 _new = tuple.__new__
-
-# The spans are those of `Prepared`, which takes over as bytes what stays.
-_pack_header: Final = {
-    hosts: struct.Struct(
-        f">IIII{record_format.span('flag', 'flag')}sqq"
-        f"{record_format.span('sys_flag', 'born_host', hosts)}sq"
-        f"{record_format.span('store_host', 'prepared_offset', hosts)}si"
-    ).pack
-    for hosts in record_format.HEADERS
+_COPIED: Final = (
+    "flag", "sys_flag", "born_timestamp", "born_host", "store_host", "reconsume_times", "prepared_offset"
+)  # fmt: skip
+_unpack: Final = {
+    hosts: record_format.header_struct(*_COPIED, sys_flag=hosts).unpack_from for hosts in record_format.HEADERS
 }
-"""Packer of a prepared record's header, by the flags of its hosts."""
 
 
 class Prepared(NamedTuple):
-    """A record without a place."""
+    """A record without a place, for a queue."""
 
     lane: Lane
-    size: int
-    flag: bytes
-    to_born_host: bytes
-    """Sys flag, born time and born host."""
-    from_store_host: bytes
-    """Store host, reconsume times and prepared offset."""
-    checksum: int
-    body_size: int
-    tail: bytes
-    """Everything from the body on."""
+    record: UnplacedRecord
 
 
-class PlacedCopies(NamedTuple):
-    """Copies with their places in one file of the log, as the writer needs them."""
-
-    data: list[bytes]
-    queued: dict[Lane, int]
-    """The number of those that are in a queue."""
-    results: list[AppendResult]
-
-
-def place_copies(copies: Sequence[Prepared], physical_offset: int, file_end: int, now: int) -> PlacedCopies:
-    """Place the first copies, as many as fit between two physical offsets, at a store time; under the writer's lock."""
-    placed = PlacedCopies([], {}, [])
-    data, queued, results = placed
-    for lane, size, flag, to_born_host, from_store_host, checksum, body_size, tail in copies:
-        if physical_offset + size > file_end:
-            break
-        bits = to_born_host[3]
-        if bits & record_format.TRANSACTION_MASK and not has_queue_entry(bits):
-            queue_offset = 0
-        else:
-            before = queued.get(lane, 0)
-            queue_offset = lane.next_queue_offset + before
-            queued[lane] = before + 1
-        data += (
-            _pack_header[bits & 48](
-                size, record_format.MESSAGE_MAGIC, checksum, lane.queue_id, flag, queue_offset, physical_offset,
-                to_born_host, now, from_store_host, body_size,
-            ),
-            tail,
-        )  # fmt: skip
-        results.append(_new(AppendResult, (physical_offset, size, queue_offset, now, from_store_host[:-12])))
-        physical_offset += size
-    return placed
-
-
-def _raw(record: StoredMessage) -> bytes:
+def _parts(record: StoredMessage) -> tuple[bytes, tuple[Any, ...]]:
+    """Return the checked body of a record, and the fields of its header that a copy has too."""
     try:
-        return record.raw
+        data = record.raw
     except AttributeError:
         raise wrong_kind("record", record, "a StoredMessage") from None
+    record._check_body()  # or the copy would get a checksum of the damaged bytes
+    begin, end, _, _, _, _ = record.frame
+    return data[begin:end], _unpack[data[39] & 48](data)
 
 
 class CopyWriter:
@@ -126,12 +77,8 @@ class CopyWriter:
             MessageIllegalError: The message can't be appended.
             RecordError: The bytes are not a record.
         """
-        data = _raw(record)
-        record._check_body()  # or the copy would get a checksum of the damaged bytes
-        begin, end, _, _, _, _ = record.frame
-        header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
-        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
-        message = Message.from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
+        body, (own_flag, own_sys_flag, born_timestamp_ms, born_at, stored_at, times, _) = _parts(record)
+        message = Message.from_parts(topic, body, own_flag if flag is None else flag, dict(properties))
         append, _ = self._appender.append_methods()
         return append(
             message,
@@ -154,24 +101,14 @@ class CopyWriter:
             RecordError: The bytes are not a record.
         """
         lane = self._appender.lanes.get((topic, queue_id)) or self._appender.lane(topic, queue_id)
-        data = _raw(record)
-        record._check_body()
-        begin, end, _, _, _, _ = record.frame
-        body = data[begin:end]
-        raw_size = len(raw)
-        size = end + len(lane.topic_field) + 2 + raw_size
-        if raw_size > _MAX_PROPERTIES_SIZE or size > self._appender.log.file_size - record_format.BLANK_SIZE:
-            raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
-        bits = data[39]
-        born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
-        return _new(
-            Prepared,
-            (
-                lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
-                record_format.body_checksum(body), end - begin,
-                b"".join((body, lane.topic_field, _pack_short(raw_size), raw)),
-            ),
+        body, (flag, sys_flag, born_timestamp_ms, born_at, stored_at, times, prepared_offset) = _parts(record)
+        copy = prepare_record(
+            body, lane.topic_field, raw, lane.queue_id, flag, sys_flag, born_timestamp_ms, born_at, stored_at, times,
+            prepared_offset,
         )  # fmt: skip
+        if copy[0] > self._appender.log.file_size - record_format.BLANK_SIZE:
+            raise MessageIllegalError(f"a record of {copy[0]} bytes can't be stored")
+        return _new(Prepared, (lane, copy))
 
     def append_waiting(
         self, messages: Sequence[StoredMessage], befores: Sequence[bytes], places: tuple[int, ...]
@@ -218,11 +155,25 @@ class CopyWriter:
     def _append_to_file(self, copies: Sequence[Prepared], now: int, results: list[AppendResult]) -> None:
         """Append the copies that fit into one file of the log, and add their results."""
         log = self._appender.log
-        physical_offset = log.claim(copies[0].size)
+        physical_offset = log.claim(copies[0].record[0])
         file_end = physical_offset - physical_offset % log.file_size + log.file_size - record_format.BLANK_SIZE
-        placed = place_copies(copies, physical_offset, file_end, now)
-        self._appender.write(b"".join(placed.data), len(placed.results), placed.queued)
-        results += placed.results
+        data: list[bytes] = []
+        queued: dict[Lane, int] = {}
+        placed: list[AppendResult] = []
+        for lane, record in copies:
+            size, sys_flag, stored_at = record[:3]
+            if physical_offset + size > file_end:
+                break
+            queue_offset = 0
+            if not sys_flag & UNQUEUED:
+                before = queued.get(lane, 0)
+                queue_offset = lane.next_queue_offset + before
+                queued[lane] = before + 1
+            data.append(place_record(record, queue_offset, physical_offset, now))
+            placed.append(_new(AppendResult, (physical_offset, size, queue_offset, now, stored_at)))
+            physical_offset += size
+        self._appender.write(b"".join(data), len(placed), queued)
+        results += placed
 
 
 # ---- copies of a log
