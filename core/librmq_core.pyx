@@ -792,9 +792,9 @@ cdef class TurnState:
 
 
 cdef struct Fields:
-    uint32_t sys_flag, reconsume_times
+    uint32_t sys_flag, reconsume_times, flag
     int64_t born, prepared  # born: -1 for the time of the append
-    uint8_t[8] born_host
+    uint8_t[8] born_host, store_host
 
 
 cdef class AppendState:
@@ -1001,9 +1001,9 @@ cdef bint usual_fields(
     cdef int overflow[4]
     if not PyBytes_CheckExact(self._host) or PyBytes_GET_SIZE(self._host) != 8:
         return False
-    if born_host is None:
-        memcpy(fields.born_host, PyBytes_AS_STRING(self._host), 8)
-    else:
+    memcpy(fields.store_host, PyBytes_AS_STRING(self._host), 8)
+    memcpy(fields.born_host, fields.store_host, 8)
+    if born_host is not None:
         if born_host is not self.last_host:
             host = self.host_bytes(born_host) if type(born_host) is tuple else born_host
             if not PyBytes_CheckExact(host) or PyBytes_GET_SIZE(host) != 8:
@@ -1118,9 +1118,7 @@ cdef int64_t clock_ms(AppendState self) except -3:
     return now if now >= 0 else -2
 
 
-cdef object _append(
-    AppendState self, object message, object queue_id, const Fields *fields, int64_t *end, bint advanced
-):
+cdef object _append(AppendState self, object message, object queue_id, Fields *fields, int64_t *end, bint advanced):
     """Append a usual message and return the result, or None before any effect.
 
     While many entries and keys are due, each append advances them once; if that is due first, ``end`` becomes -1.
@@ -1144,7 +1142,7 @@ cdef object _append(
 
 
 cdef object _append_in_turn(
-    AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
+    AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
     """The same to a store to which other processes append, unless one is writing, or has written since."""
     cdef TurnState turn = self.shared
@@ -1214,7 +1212,7 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
             return None
         collects = PyGC_Disable()
         try:
-            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now)
+            results = _write_batch(self, lane, messages, topic, now)
         finally:
             if collects:
                 PyGC_Enable()
@@ -1224,43 +1222,52 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
     return results
 
 
-cdef int64_t encode(
-    AppendState self, LaneState lane, object message, const Values *found, uint32_t queue_id, uint8_t *record,
-    uint8_t *place
+cdef int64_t pack(
+    LaneState lane, const Fields *fields, const uint8_t *body, Py_ssize_t body_size, Py_ssize_t raw_size,
+    int64_t queue_offset, int64_t physical_offset, int64_t now, uint8_t *record, uint8_t *tail
 ) except -2:
-    """Write the header of a record without its place and times, and at ``place`` what follows the body.
+    """Pack the header of a record, and at ``tail`` what follows the body, and return the record's size.
 
-    Return the record's size, -1 if its properties or its flag are unusual.
+    The caller has put ``raw_size`` bytes of properties behind the topic and two bytes. Every append packs here.
     """
-    body = part(message, self.body_at)
-    cdef Py_ssize_t body_size = PyBytes_GET_SIZE(body), topic_size = PyBytes_GET_SIZE(lane.topic_field), raw_size
-    cdef int overflow = 0
-    cdef long long flag = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
-    memcpy(place, PyBytes_AS_STRING(lane.topic_field), topic_size)
-    place += topic_size
-    raw_size = put_properties(found, place + 2)
-    if raw_size < 0 or overflow or flag != <int32_t>flag:
-        return -1
-    place[0], place[1] = raw_size >> 8, raw_size & 255
-    put32(record, HEADER + body_size + topic_size + 2 + raw_size)
+    cdef Py_ssize_t topic_size = PyBytes_GET_SIZE(lane.topic_field)
+    cdef int64_t size = HEADER + body_size + topic_size + 2 + raw_size
+    cdef uint32_t queue_id = lane.queue_id
+    memcpy(tail, PyBytes_AS_STRING(lane.topic_field), topic_size)
+    tail[topic_size], tail[topic_size + 1] = raw_size >> 8, raw_size & 255
+    put32(record, size)
     put32(record + 4, MAGIC)
-    put32(record + 8, rmq_crc32(<const uint8_t *>PyBytes_AS_STRING(body), body_size, FOLDS) & 0x7FFFFFFF)
+    put32(record + 8, rmq_crc32(body, body_size, FOLDS) & 0x7FFFFFFF)
     put32(record + 12, queue_id)
-    put32(record + 16, <uint32_t>flag)
-    put32(record + 36, 0)
-    memcpy(record + 48, PyBytes_AS_STRING(self._host), 8)
-    memcpy(record + 64, PyBytes_AS_STRING(self._host), 8)
-    put32(record + 72, 0)
-    put64(record + 76, 0)
-    put32(record + 84, body_size)
-    return HEADER + body_size + topic_size + 2 + raw_size
-
-
-cdef void put_place(uint8_t *record, int64_t queue_offset, int64_t physical_offset, int64_t now) noexcept:
+    put32(record + 16, fields.flag)
     put64(record + 20, queue_offset)
     put64(record + 28, physical_offset)
-    put64(record + 40, now)
+    put32(record + 36, fields.sys_flag)
+    put64(record + 40, now if fields.born < 0 else fields.born)
+    memcpy(record + 48, fields.born_host, 8)
     put64(record + 56, now)
+    memcpy(record + 64, fields.store_host, 8)
+    put32(record + 72, fields.reconsume_times)
+    put64(record + 76, fields.prepared)
+    put32(record + 84, body_size)
+    return size
+
+
+cdef int64_t pack_message(
+    AppendState self, LaneState lane, object message, const Values *found, Fields *fields, int64_t queue_offset,
+    int64_t physical_offset, int64_t now, uint8_t *record, uint8_t *tail
+) except -2:
+    """Do so for a message; return -1 if its properties or its flag are unusual."""
+    cdef int overflow = 0
+    cdef long long flag = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
+    cdef Py_ssize_t raw_size = put_properties(found, tail + PyBytes_GET_SIZE(lane.topic_field) + 2)
+    if raw_size < 0 or overflow or flag != <int32_t>flag:
+        return -1
+    body, fields.flag = part(message, self.body_at), <uint32_t>flag
+    return pack(
+        lane, fields, <const uint8_t *>PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body), raw_size, queue_offset,
+        physical_offset, now, record, tail
+    )
 
 
 cdef object time_now(int64_t *now):
@@ -1351,17 +1358,17 @@ cdef LaneState delay_lane(AppendState self, Values *found):
 
 
 cdef object _write(
-    AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
+    AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
     """Write the record, and count it, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef LaneState lane
-    cdef int64_t size, physical_offset, queue_offset
-    cdef uint32_t number
+    cdef int64_t size, physical_offset = self.log.end, queue_offset
     cdef Values found
     global appended
+    body = part(message, self.body_at)
     if (
-        PyBytes_GET_SIZE(part(message, self.body_at)) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
+        PyBytes_GET_SIZE(body) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
         or not find_values(part(message, self.properties_at), &found)
     ):
         return None
@@ -1374,25 +1381,18 @@ cdef object _write(
         lane = delay_lane(self, &found)
     if lane is None:
         return None
-    number = lane.queue_id
-    body = part(message, self.body_at)
+    # First everything that can fail.
+    py_now, queue_offset = time_now(&now), lane.next_queue_offset
     memcpy(scratch + HEADER, PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body))
-    size = encode(self, lane, message, &found, number, scratch, scratch + HEADER + PyBytes_GET_SIZE(body))
+    size = pack_message(
+        self, lane, message, &found, fields, queue_offset, physical_offset, now, scratch,
+        scratch + HEADER + PyBytes_GET_SIZE(body)
+    )
     if size < 0 or not can_write(self, size):
         return None
     if not advanced and dispatcher.due >= BATCH:
         end[0] = -1
         return None
-    physical_offset, queue_offset = self.log.end, lane.next_queue_offset
-    # First everything that can fail.
-    py_now = time_now(&now)
-    put_place(scratch, queue_offset, physical_offset, now)
-    put32(scratch + 36, fields.sys_flag)
-    memcpy(scratch + 48, fields.born_host, 8)
-    put32(scratch + 72, fields.reconsume_times)
-    put64(scratch + 76, fields.prepared)
-    if fields.born >= 0:
-        put64(scratch + 40, fields.born)
     py_offset = physical_offset
     result = new_result(self, True, py_offset, size, queue_offset, py_now, self._host)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
@@ -1416,9 +1416,7 @@ cdef inline void fetch_later(AppendState self, list messages, Py_ssize_t number,
             rmq_fetch(<const uint8_t *>later, body_size + 64)
 
 
-cdef object _write_batch(
-    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now
-):
+cdef object _write_batch(AppendState self, LaneState lane, list messages, object topic, int64_t now):
     """Write the records side by side, and count them."""
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
@@ -1427,8 +1425,9 @@ cdef object _write_batch(
     cdef list results = []
     cdef uint8_t *record = batch_scratch
     cdef Values found
+    cdef Fields fields
     global appended
-    if not can_write(self, 0):
+    if not can_write(self, 0) or not usual_fields(self, &fields, None, None, ZERO, ZERO, ZERO):
         return None
     py_now = time_now(&now)
     py_size = None  # as an object, because many records have one size
@@ -1441,12 +1440,14 @@ cdef object _write_batch(
             or found.shape.delay >= 0 or found.shape.waits
         ):
             return None
-        size = encode(self, lane, message, &found, queue_id, record, record + HEADER)
+        py_offset = physical_offset + total
+        size = pack_message(
+            self, lane, message, &found, &fields, queue_offset + number, physical_offset + total, now, record,
+            record + HEADER
+        )
         if size < 0:
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
-        put_place(record, queue_offset + number, physical_offset + total, now)
-        py_offset = physical_offset + total
         if size != last_size:
             py_size, last_size = size, size
         results.append(new_result(self, False, py_offset, py_size, queue_offset + number, py_now, self._host))
@@ -1530,13 +1531,14 @@ cdef object _write_waiting(AppendState self, list messages, list befores, tuple 
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, queue_offset = 0, physical_offset = self.log.end
     cdef Py_ssize_t count = PyList_GET_SIZE(messages), number, earlier, topic_size, topic, queue
-    cdef uint64_t begin, body_end, raw_size
+    cdef uint64_t begin, body_size, raw_size
     cdef list lanes = [], reports = []
     cdef LaneState lane
     cdef const uint8_t *raw
     cdef uint8_t *record
     cdef Span spans[MOST_PROPERTIES]
     cdef Span last_topic, last_queue
+    cdef Fields fields
     global appended
     topic, queue = places
     number = PyList_GET_SIZE(befores)
@@ -1553,7 +1555,7 @@ cdef object _write_waiting(AppendState self, list messages, list befores, tuple 
             return None
         data = (<StoredState>message).raw
         raw, size = <const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data)
-        if size < FIXED or raw[39] & 4:  # a record that is in no queue
+        if size < FIXED or raw[39] & 4 or raw[40] & 128:  # a record that is in no queue, or has no usual born time
             return None
         begin = properties_of(raw, size)
         if not begin or not find_spans(raw + begin, size - begin, befores, spans):
@@ -1570,20 +1572,20 @@ cdef object _write_waiting(AppendState self, list messages, list befores, tuple 
             for earlier in range(number):
                 queue_offset += lanes[earlier] is lane
         last_topic, last_queue = spans[topic], spans[queue]  # the caller keeps their bytes
-        body_end, raw_size, topic_size = HEADER + big32(raw + 84), size - begin, PyBytes_GET_SIZE(lane.topic_field)
-        size = body_end + topic_size + 2 + raw_size
-        if size > BATCH_SCRATCH - total:
+        body_size, raw_size, topic_size = big32(raw + 84), size - begin, PyBytes_GET_SIZE(lane.topic_field)
+        if HEADER + body_size + topic_size + 2 + raw_size > BATCH_SCRATCH - total:
             return None
         record = batch_scratch + total
-        memcpy(record, raw, body_end)
-        memcpy(record + body_end, PyBytes_AS_STRING(lane.topic_field), topic_size)
-        memcpy(record + body_end + topic_size, raw + begin - 2, 2 + raw_size)
-        put32(record, size)
-        put32(record + 8, rmq_crc32(record + HEADER, body_end - HEADER, FOLDS) & 0x7FFFFFFF)
-        put32(record + 12, <uint32_t>lane.queue_id)
-        put64(record + 20, queue_offset)
-        put64(record + 28, physical_offset + total)
-        put64(record + 56, now)
+        memcpy(record + HEADER, raw + HEADER, body_size)
+        memcpy(record + HEADER + body_size + topic_size + 2, raw + begin, raw_size)
+        fields.flag, fields.sys_flag, fields.reconsume_times = big32(raw + 16), big32(raw + 36), big32(raw + 72)
+        fields.born, fields.prepared = big64(raw + 40), big64(raw + 76)
+        memcpy(fields.born_host, raw + 48, 8)
+        memcpy(fields.store_host, raw + 64, 8)
+        size = pack(
+            lane, &fields, raw + HEADER, body_size, raw_size, queue_offset, physical_offset + total, now, record,
+            record + HEADER + body_size
+        )
         py_offset = physical_offset + total
         host = PyBytes_FromStringAndSize(<const char *>raw + 64, 8)
         result = new_result(self, False, py_offset, size, queue_offset, py_now, host)
