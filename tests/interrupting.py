@@ -27,21 +27,21 @@ def at_each_call(
     number: int = signal.SIGINT,
     error: type[BaseException] = KeyboardInterrupt,
     first: int = 0,
+    within: str = os.path.dirname(librmq.__file__),
 ) -> Iterator[bool]:
     """Call ``act()`` repeatedly, and send a signal at one call that librmq makes, then at the next.
 
     Calls are the places where Python checks for signals: a function begins, or a C function returns. The first signal
     arrives at call ``first``. ``error`` is the exception that the signal's handler raises. Yield after each ``act()``
-    whether the signal arrived; the first time it does not is the last.
+    whether the signal arrived; the first time it does not is the last. ``within`` is the folder of the calls.
     """
-    folder = os.path.dirname(librmq.__file__)
     for place in itertools.count(first):
         left, came = place, False
 
         def look(frame: FrameType, event: str, _: object) -> None:
             nonlocal left, came
             code = frame.f_code
-            if event not in ("call", "c_return") or not code.co_filename.startswith(folder):
+            if event not in ("call", "c_return") or not code.co_filename.startswith(within):
                 return
             if code.co_name != "__del__":  # Python ignores errors raised there
                 left -= 1

@@ -9,7 +9,6 @@ bytes, because a message without its topic can't be seen on the replica.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,7 +27,7 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.broker")
 _OK: Final = SendStatus.SEND_OK
@@ -72,7 +71,7 @@ class Replication:
         self._table_copiers: dict[str, Callable[[int, bool], bool]] = {}
         self._late = set[str]()  # replicas that have not copied for the last request
         self._guard = Lock()
-        self._acknowledged = threading.Event()
+        self._acknowledged = Event()
         self._waiting = 0
 
     # ---- requests of replicas
@@ -125,7 +124,7 @@ class Replication:
         """Record what a replica has, and wake the sends that wait for it. Called under the guard."""
         follower.acknowledged, follower.behind_since_ms = acknowledged, None
         if self._waiting:
-            waited_for, self._acknowledged = self._acknowledged, threading.Event()
+            waited_for, self._acknowledged = self._acknowledged, Event()
             waited_for.set()
 
     def _notify_followers(self) -> None:

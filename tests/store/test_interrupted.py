@@ -8,9 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from threading import Thread
 
 import pytest
 
+from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles
@@ -18,6 +20,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.store import MessageStore, verify
 from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.engine.store_parts import AppendLock
 from tests.budget import many
 from tests.interrupting import at_each_call, interrupted_at_call
 
@@ -119,6 +122,16 @@ def test_an_interrupted_open_leaves_no_lock() -> None:
             MessageStore.open("/s", files=files).close()
         number += 1 + number // 10
     opened.pop().close()
+
+
+def test_a_signal_in_the_pause_of_an_append_is_raised() -> None:
+    """An append makes it for other threads. A signal in an event of Python's own would leave the event's lock held."""
+    lock = AppendLock(SystemClock())
+    for _ in at_each_call(lock.yield_to_waiters, within=""):
+        other = Thread(target=lock.yield_to_waiters, daemon=True)
+        other.start()
+        other.join(60)
+        assert not other.is_alive()
 
 
 FROM_A_HANDLER: dict[str, Callable[[MessageStore], object]] = {

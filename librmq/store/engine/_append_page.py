@@ -29,7 +29,6 @@ import os
 import platform
 import struct
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import get_ident
@@ -41,7 +40,7 @@ from librmq.errors import BrokerUnreachableError, CorruptionError, LostAnswerErr
 from librmq.files.interface import SystemCall
 from librmq.files.lock import lock_process
 from librmq.files.regular import open_regular
-from librmq.runtime.locks import Inherited, Lock
+from librmq.runtime.locks import Event, Inherited, Lock
 
 if sys.platform != "win32":
     import fcntl
@@ -116,7 +115,7 @@ class AppendPage:
         self._process = _process()
         self._stuck_at = -1
         """`TAKES` when this process last waited in vain."""
-        self._never = threading.Event()
+        self._never = Event()
         _pages.add(self)
 
     @classmethod

@@ -24,7 +24,7 @@ from librmq.message import record as record_format
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.compiled_core import CORE
-from librmq.runtime.locks import Lock, RLock
+from librmq.runtime.locks import Event, Lock, RLock
 from librmq.store.engine.derivation import (
     FEW,
     UNUSUAL_IN_BLOCKS,
@@ -614,7 +614,7 @@ class AppendLock:
         self.owner = 0
         """The thread that holds ``mutex`` where signal handlers can run; 0 without one."""
         self._deleting = False
-        self._never = threading.Event()
+        self._never = Event()
         self._last_thread = threading.get_ident()
         self._threads: set[int] = set()
         self.crowd: int = 0
