@@ -36,8 +36,14 @@ from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_ro
 _READ_WRITE: Final = PERM_READ | PERM_WRITE
 _BENCHMARK_TOPIC: Final = "BenchmarkTest"
 
-_ATTRIBUTES: Final[Mapping[str, Collection[str]]] = {MESSAGE_TYPE: TOPIC_TYPES}
-"""The attributes of 5.x that topics have here, and what each can be."""
+_QUEUE_TYPE: Final = "queue.type"
+"""How a broker of 5.x stores queues, which no client sees. librmq has them in files, and keeps no word of it: a broker
+that continues the directory would look for them elsewhere."""
+_ATTRIBUTES: Final[Mapping[str, Collection[str]]] = {
+    MESSAGE_TYPE: TOPIC_TYPES,
+    _QUEUE_TYPE: ("SimpleCQ", "BatchCQ", "RocksDBCQ"),
+}
+"""The attributes of 5.x that topics can have here, and what each can be."""
 _NAMED: Final = 10
 _versions: Final = itertools.count(1)
 
@@ -322,7 +328,8 @@ class Topics:
         name = request.topic
         counts = request.read_queues, request.write_queues
         before = self._table.rows.get(name)
-        row = topic_row(name, *counts, request.permission, before=before, attributes=request.attributes)
+        kept = {name: value for name, value in request.attributes.items() if name != _QUEUE_TYPE}
+        row = topic_row(name, *counts, request.permission, before=before, attributes=kept)
         with self._lock:
             self._table.set(name, row)
             self.version = next(_versions)

@@ -736,7 +736,7 @@ def test_a_signal_handler_closes_a_share_within_an_append_of_its_own(
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner, which stores batches, is stopped when the signal comes; the peer's own appends go on meanwhile."""
-    owner, has_ended = scene.start().wait_ready(), threading.Event()
+    owner, has_ended, is_batch = scene.start().wait_ready(), threading.Event(), threading.Event()
     write, thread, asked = FrameSocket.write, threading.get_ident(), list[bytes]()
 
     def interrupt(number: int, frame: object) -> None:
@@ -750,9 +750,11 @@ def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene, mo
         write(stream, data)
         if threading.get_ident() == thread:
             asked.append(data)
-            if is_stopped(owner.pid):
+            if is_stopped(owner.pid) and is_batch.is_set():
                 resuming.start()
                 signal.raise_signal(signal.SIGUSR1)
+            else:
+                owner.send_signal(signal.SIGCONT)
 
     with librmq.share(scene.store, timeout=300) as shared, Producer(shared, "shop", timeout=300) as producer:
         shared.create_topic("orders", 1)
@@ -761,11 +763,13 @@ def test_what_a_signal_interrupts_at_the_owner_is_not_overtaken(scene: Scene, mo
         resuming = threading.Thread(target=resume)
         try:
             seen = -1
-            while len(asked) > seen:  # until a send needs no owner
+            while len(asked) > seen:  # until a send needs no owner, who shuts peers out when they have been quiet
                 seen = len(asked)
                 producer.send("orders", b"0")
-            owner.stop()
+                owner.stop()
+                producer.send("orders", b"0")
             producer.send("orders", b"1")
+            is_batch.set()
             with pytest.raises(KeyboardInterrupt):
                 producer.send_batch([Message("orders", b"2"), Message("orders", b"3")])
         finally:
