@@ -564,8 +564,8 @@ class AdministeredRoute(Route, Closing):
         validate_group(group)
         self._check_open()
         sent, refused = resend_letters(self, group, self.messages, letters, only_unsent=only_unsent)
-        for _, error in refused:
-            raise error
+        if refused:
+            raise refused[0][1]
         return len(sent)
 
     def cancel(self, receipt: SentMessage | str) -> CancelResult:

@@ -297,6 +297,8 @@ TOPIC_AT: Final = BODY_AT + 1
 MULTI_TAGS: Final = 2
 TRANSACTION_MASK: Final = 12
 TRANSACTION_PREPARED: Final = 4
+UNQUEUED: Final = TRANSACTION_PREPARED
+"""The bit by which a record has no queue entry: prepared records and rollbacks have it."""
 TRANSACTION_COMMIT: Final = 8
 TRANSACTION_ROLLBACK: Final = 12
 BORN_HOST_V6: Final = 16

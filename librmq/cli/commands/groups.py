@@ -523,6 +523,6 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                 resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
                 row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}
                 output.row(named(view.broker_name(queue), row))
-        for _, error in refused:
-            raise error
+        if refused:
+            raise refused[0][1]
     return 0

@@ -30,7 +30,6 @@ from librmq.runtime.compiled_core import CORE, AppendState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append_fields import (
-    UNQUEUED,
     AppendResult,
     UnplacedRecord,
     check_fields,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 _log = EventLog("librmq.store")
 
 _BATCH: Final = Dispatcher.BATCH
+_UNQUEUED: Final = record_format.UNQUEUED
 _DELAYS_KEPT: Final = 1024
 _new_result = tuple.__new__
 
@@ -199,7 +199,7 @@ class Appender(AppendState):
         try:
             properties: Mapping[str, str] = message.properties
             if properties_raw is None:
-                if "DELAY" in properties and not sys_flag & UNQUEUED:
+                if "DELAY" in properties and not sys_flag & _UNQUEUED:
                     text = properties["DELAY"]
                     level, name = self._delays.get(text) or self._delay(text)
                     if level > 0:
@@ -230,7 +230,7 @@ class Appender(AppendState):
 
     def _append_record(self, lane: Lane, record: UnplacedRecord, wait: bool) -> AppendResult:
         """Write a record, count it in its queue, and wait for the device if the caller wants that."""
-        size, is_queued, lock = record[0], not record[1] & UNQUEUED, self.lock
+        size, is_queued, lock = record[0], not record[1] & _UNQUEUED, self.lock
         mutex = lock.mutex
         # Pause outside of a lock that others want: threads that change places at each message take much longer.
         if lock.crowd or mutex.locked():
@@ -247,13 +247,13 @@ class Appender(AppendState):
                     self.shared.begin_turn()
                 # Read log and dispatcher only under the lock, because the repair of an interrupted append replaces
                 # both.
-                log, dispatcher, now_ms = self.log, self.dispatcher, self.now_ms
+                log, dispatcher = self.log, self.dispatcher
                 if dispatcher.due >= _BATCH or dispatcher.writing_at >= 0:
                     lock.count_turn()
                     # Before a place is claimed: a full disk can refuse the entries of earlier messages, and then
                     # nothing of this one may have been written.
                     self.catch_up()
-                now = now_ms()
+                now = self.now_ms()
                 physical_offset = log.end
                 has_room = physical_offset + size <= log.sure
                 if not has_room:

@@ -26,8 +26,6 @@ _MAGIC: Final = record_format.MESSAGE_MAGIC
 _SHORT_BODY: Final = record_format.SHORT_BODY
 _TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
 _short_crc32: Final = record_format.short_crc32
-UNQUEUED: Final = record_format.TRANSACTION_PREPARED
-"""The bit of a sys flag by which a record has no queue entry: prepared records and rollbacks have it."""
 _pack_short: Final = struct.Struct(">H").pack
 _pack_header: Final = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
 _pack_usual_header: Final = _pack_header[0]

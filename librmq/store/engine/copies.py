@@ -17,7 +17,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreI
 from librmq.message import Message, StoredMessage, frames
 from librmq.message import record as record_format
 from librmq.store.engine._append import Appender
-from librmq.store.engine._append_fields import UNQUEUED, AppendResult, UnplacedRecord, place_record, prepare_record
+from librmq.store.engine._append_fields import AppendResult, UnplacedRecord, place_record, prepare_record
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import Parts
 
@@ -165,7 +165,7 @@ class CopyWriter:
             if physical_offset + size > file_end:
                 break
             queue_offset = 0
-            if not sys_flag & UNQUEUED:
+            if not sys_flag & record_format.UNQUEUED:
                 before = queued.get(lane, 0)
                 queue_offset = lane.next_queue_offset + before
                 queued[lane] = before + 1

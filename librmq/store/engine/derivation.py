@@ -50,7 +50,7 @@ BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
 
 def has_queue_entry(sys_flag: int) -> bool:
     """Return whether a record with ``sys_flag`` gets a queue entry; raw prepared and rollback records get none."""
-    return (sys_flag & record_format.TRANSACTION_MASK) in (0, record_format.TRANSACTION_COMMIT)
+    return not sys_flag & record_format.UNQUEUED
 
 
 def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
@@ -176,7 +176,8 @@ _new_record = tuple.__new__
 _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
-UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | record_format.TRANSACTION_PREPARED  # a bit that rollbacks have too
+_UNQUEUED: Final = record_format.UNQUEUED
+UNUSUAL_IN_BLOCKS: Final = _UNUSUAL | _UNQUEUED
 """Flags of records that are not derived together with others."""
 _NO_LEVELS: Final = DelayLevels()
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
@@ -381,7 +382,7 @@ class Derivation:
         topic, properties = raw[topic_at:topic_end], raw[properties_at:]
         unique, key, tags = _find_keys_and_tags(properties)
         code: int | None = None
-        if not sys_flag & _IN_TRANSACTION or has_queue_entry(sys_flag):
+        if not sys_flag & _UNQUEUED:
             wait_ms = _wait_ms(decode_properties(properties), self._levels) if topic == SCHEDULE_TOPIC else None
             if wait_ms is not None:
                 code = (stored + wait_ms + (1 << 63)) % (1 << 64) - (1 << 63)  # of a damaged time, as in Java
