@@ -173,11 +173,7 @@ def may_be_replaced(folder: Path) -> bool:
 
 
 def replace_folder(folder: Path, about: str = "") -> None:
-    """Make the folder of a demo, in place of one that a demo has left.
-
-    Raises:
-        InputError: It holds something else.
-    """
+    """Make the folder of a demo, in place of one that a demo has left."""
     if not may_be_replaced(folder):
         raise InputError(f"{folder} holds something else: name a folder that is empty or does not exist")
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,11 +188,7 @@ def replace_folder(folder: Path, about: str = "") -> None:
 
 @contextmanager
 def demo_folder(keep: str | None) -> Iterator[str]:
-    """Make the folder of a demo; one without a name is removed at the end.
-
-    Raises:
-        InputError: No file can be made there, or a disk is full.
-    """
+    """Make the folder of a demo; one without a name is removed at the end."""
     try:
         if keep is not None:
             replace_folder(Path(keep))

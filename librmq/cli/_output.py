@@ -84,20 +84,12 @@ class Output:
         self._is_closed = False
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Print a row, now or when its table is full.
-
-        Raises:
-            LimitReached: It is the last one that was asked for.
-        """
+        """Print a row, now or when its table is full."""
         self.writer.row(row)
         self._count()
 
     def lines(self, texts: Iterable[str]) -> None:
-        """Print rows, each as JSON on one line: one by one on a terminal, elsewhere in blocks.
-
-        Raises:
-            LimitReached: One of them is the last one that was asked for.
-        """
+        """Print rows, each as JSON on one line: one by one on a terminal, elsewhere in blocks."""
         block: list[str] = []
         size, limit, most = 0, self._limit, 0 if self.is_on_terminal else _BLOCK_SIZE
         try:
@@ -142,11 +134,7 @@ class Output:
         self._unfinished = None
 
     def rows_of(self, rows: Iterable[Mapping[str, Any]] | Iterable[NamedTuple]) -> None:
-        """Print many small rows, faster than one by one.
-
-        Raises:
-            LimitReached: One of them is the last one that was asked for.
-        """
+        """Print many small rows, faster than one by one."""
         if not isinstance(self.writer, JsonLines):
             for row in rows:
                 self.row(row if isinstance(row, Mapping) else row._asdict())
@@ -178,11 +166,7 @@ class Output:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Print all remaining rows; remove a file that looks whole, but is not. Rows before damage stay.
-
-        Raises:
-            InputError: The file could not be written.
-        """
+        """Print all remaining rows; remove a file that looks whole, but is not. Rows before damage stay."""
         path, is_whole = self._unfinished, error is None or isinstance(error, CorruptionError | RecordError)
         try:
             self.close()
@@ -298,11 +282,7 @@ def _writer(form: str | None, stream: TextIO) -> RowWriter:
 
 
 def write_page(path: str, text: str) -> None:
-    """Write a file, of which nothing is left if that fails.
-
-    Raises:
-        InputError: ``path`` cannot be written.
-    """
+    """Write a file, of which nothing is left if that fails."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             try:
@@ -426,11 +406,7 @@ class CsvRows:
         self._columns: list[str] = []
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Write a row.
-
-        Raises:
-            InputError: The row has a field that none of the first rows has.
-        """
+        """Write a row."""
         columns, cells = _headings(tuple(row)), [*map(_cell, row.values())]
         if self._columns:
             self._write(columns, cells)
@@ -485,11 +461,7 @@ class ParquetRows:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows so far.
-
-        Raises:
-            InputError: A row does not fit the columns, as a number of more than 64 bits, or the file cannot be written.
-        """
+        """Write the rows so far."""
         rows, self._rows = self._rows, []
         if not rows and self._file is not None:
             return

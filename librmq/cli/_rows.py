@@ -39,11 +39,7 @@ _LONGEST_LINE: Final = 64 << 20
 
 
 def parse_object(text: str | bytes) -> Row:
-    """Return a JSON object.
-
-    Raises:
-        InputError: The text is none.
-    """
+    """Return a JSON object."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
@@ -73,11 +69,7 @@ def standard_input() -> Iterator[bytes]:
 
 
 def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
-    """Yield the JSON objects of lines with their numbers, without empty lines.
-
-    Raises:
-        InputError: A line has none; the error names the line.
-    """
+    """Yield the JSON objects of lines with their numbers, without empty lines."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -68,9 +68,6 @@ def parse_time(text: str, clock: Clock, number: str = "milliseconds since 1970")
     """Return milliseconds since 1970 from a number, ISO 8601 (local without a zone) or an age such as ``2h``.
 
     ``number`` is what the error expects of a number.
-
-    Raises:
-        InputError: The text is none of these.
     """
     if text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST:
         return int(text)
@@ -93,11 +90,7 @@ def iso_time(time_ms: int) -> str:
 
 
 def times_between(arguments: argparse.Namespace, stores: str | Sequence[str] | None) -> tuple[int | None, int | None]:
-    """Return the times of ``--since`` and ``--until``, in ms; None for one that is not given.
-
-    Raises:
-        InputError: One of them is not a time, or ``--since`` is later than ``--until``.
-    """
+    """Return the times of ``--since`` and ``--until``, in ms; None for one that is not given."""
     clock = age_clock(stores, arguments.since, arguments.until)
     since, until = (None if text is None else parse_time(text, clock) for text in (arguments.since, arguments.until))
     if since is not None and until is not None and since > until:
@@ -443,11 +436,7 @@ def user_queue(name: QueueName) -> bool:
 
 
 def select(arguments: argparse.Namespace) -> MessageQuery:
-    """Return the selection by the options of `librmq.cli._options.SELECTION`.
-
-    Raises:
-        InputError: The value of an option is wrong, or options contradict each other.
-    """
+    """Return the selection by the options of `librmq.cli._options.SELECTION`."""
     since, until = times_between(arguments, arguments.store)
     if arguments.offset is not None and (arguments.topic is None or arguments.queue is None):
         raise InputError("--offset is a queue offset: name the queue too, by --topic and --queue")
@@ -468,11 +457,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
 
 
 def check_id(text: str) -> None:
-    """Refuse a text that is neither an offset id nor a possible unique id of a client.
-
-    Raises:
-        InputError: The text is not an id.
-    """
+    """Refuse a text that is neither an offset id nor a possible unique id of a client."""
     if not text or not text.isprintable() or " " in text:
         raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")
     if len(text) > 32 and _HEX_DIGITS.issuperset(text) and len(text) not in _ID_LENGTHS:

@@ -212,11 +212,7 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
 
 
 def read_config(config_file: str) -> dict[str, Any]:
-    """Return the settings in a file.
-
-    Raises:
-        InputError: The file cannot be read, or holds no JSON object; the error names it.
-    """
+    """Return the settings in a file."""
     try:
         with open(config_file, "rb") as file:
             return parse_object(file.read(1 << 20))
@@ -227,11 +223,7 @@ def read_config(config_file: str) -> dict[str, Any]:
 
 
 def settle_config(store: str, files: Files, config_file: str | None) -> StoreConfig:
-    """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults.
-
-    Raises:
-        InputError: A setting is unknown or out of range, or contradicts the store's files.
-    """
+    """Return the settings for a store: from its files, then the JSON in ``config_file``, then 4.9's defaults."""
     config = directory.infer_config(store, files)
     if config_file is None:
         return config
@@ -276,9 +268,6 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
     """Open the store that a command reads, without a lock and without changes.
 
     With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
-
-    Raises:
-        CorruptionError: The store is damaged.
     """
     from librmq.store import MessageStore
 
@@ -301,11 +290,7 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
 
 
 def read_moment(arguments: argparse.Namespace) -> datetime | int | None:
-    """Return the earlier moment at which a command shows the store; digits are a physical offset.
-
-    Raises:
-        InputError: It is neither a time nor a number.
-    """
+    """Return the earlier moment at which a command shows the store; digits are a physical offset."""
     text = getattr(arguments, "at", None)
     if text is None:
         return None
@@ -322,11 +307,7 @@ def _described(store: MessageStore) -> str:
 
 @contextmanager
 def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
-    """View the store that a command reads, with the settings in ``--config`` if it is given.
-
-    Raises:
-        CorruptionError: The store is damaged.
-    """
+    """View the store that a command reads, with the settings in ``--config`` if it is given."""
     from librmq.diagnosis import StoreView
 
     if arguments.config is None and getattr(arguments, "at", None) is None:
@@ -604,11 +585,7 @@ def view_of(broker: StoreRoute) -> StoreView:
 
 
 def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:
-    """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all.
-
-    Raises:
-        InputError: The text is malformed, or the topic has no such queue.
-    """
+    """Return the queues that ``--queue`` names, such as ``3`` or ``0,3,5-9``; without it all."""
     if text is None:
         return sorted(ids)
     bounds = (

@@ -62,11 +62,7 @@ class Changes:
         }
 
     def prepare(self, query: Query) -> Change:
-        """Return the change that a request names.
-
-        Raises:
-            ConfigError: It names none, or one with wrong values.
-        """
+        """Return the change that a request names."""
         what = query.required("what")
         if what not in self._kinds:
             raise ConfigError(f"what: expected one of {', '.join(self._kinds)}, found {what!r:.80}")

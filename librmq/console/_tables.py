@@ -377,11 +377,7 @@ class Query:
         return self.values.get(name, "")[:1024].strip()
 
     def required(self, name: str) -> str:
-        """Return a parameter.
-
-        Raises:
-            ConfigError: It is missing.
-        """
+        """Return a parameter."""
         if not (text := self.text(name)):
             raise ConfigError(f"{name}: missing in the page's address")
         return text
@@ -391,11 +387,7 @@ class Query:
         return list(dict.fromkeys(self.values.get(name, "").split()))
 
     def number(self, name: str, largest: int = (1 << 63) - 1) -> int:
-        """Return a parameter as a whole number from 0, which it is without one.
-
-        Raises:
-            ConfigError: It is none, or too large.
-        """
+        """Return a parameter as a whole number from 0, which it is without one."""
         text = self.text(name)
         if not text:
             return 0
@@ -404,11 +396,7 @@ class Query:
         return int(text)
 
     def time_ms(self, name: str) -> int | None:
-        """Return a parameter as a time, which is UTC without a zone; None if it is missing.
-
-        Raises:
-            ConfigError: It is no time.
-        """
+        """Return a parameter as a time, which is UTC without a zone; None if it is missing."""
         text = self.text(name)
         if not text:
             return None

@@ -107,11 +107,7 @@ class PopAcknowledgement(NamedTuple):
 
 
 def parse_record(message: StoredMessage) -> PopCheckPoint | PopAcknowledgement:
-    """Return what a record of a revive topic says.
-
-    Raises:
-        MalformedError: It is none that a broker writes.
-    """
+    """Return what a record of a revive topic says."""
     tag = message.tags
     if tag not in (_CHECK_POINT, _ACKNOWLEDGEMENT, _BATCH):
         raise MalformedError(f"tag: expected ck, ack or bAck, found {tag!r:.80}")
@@ -446,11 +442,7 @@ class PopEvent(NamedTuple):
 
 
 def pop_events(view: StoreView, messages: Sequence[StoredMessage]) -> list[PopEvent]:
-    """Return what the log says about receives of messages, in log order.
-
-    Raises:
-        CorruptionError: A file is damaged.
-    """
+    """Return what the log says about receives of messages, in log order."""
     topics = view.revive_topics
     if not topics or not messages:
         return []

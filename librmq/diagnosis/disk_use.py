@@ -121,11 +121,7 @@ class DiskUse(NamedTuple):
         )
 
     def notes(self, view: StoreView) -> Iterator[str]:
-        """Yield sentences: when the disk is full at the log's growth, and why its old files stay.
-
-        Raises:
-            CorruptionError: A file is damaged.
-        """
+        """Yield sentences: when the disk is full at the log's growth, and why its old files stay."""
         yield from StagedRun.notes(view.store.path, view.store.files)
         if SystemTopic.SCHEDULE in view.topics and (why := view.unknown_delays) is not None:
             yield why
@@ -148,11 +144,7 @@ class DiskUse(NamedTuple):
         yield from self._file_notes(view)
 
     def old_files(self, view: StoreView) -> Iterator[OldFile]:
-        """Yield the files of the log that retention can delete, oldest first: all but that with the last record.
-
-        Raises:
-            CorruptionError: A file is damaged.
-        """
+        """Yield the files of the log that retention can delete, oldest first: all but that with the last record."""
         log, config, now_ms = view.store.log, view.store.config, view.now_ms
         old = [start for start in log.sequence.starts if start + log.file_size < log.end]
         if not old or now_ms is None:
@@ -235,11 +227,7 @@ def _files(path: str) -> Iterator[tuple[str, int, int]]:
 
 
 def topic_uses(view: StoreView) -> list[TopicUse]:
-    """Return the bytes of each topic that has queues, the largest first.
-
-    Raises:
-        CorruptionError: A file is damaged.
-    """
+    """Return the bytes of each topic that has queues, the largest first."""
     unread = _unread_places(view)
     read_topics = {topic for topic, _ in unread}
     uses = []

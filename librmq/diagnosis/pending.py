@@ -163,11 +163,7 @@ def check_times(half: StoredMessage) -> int:
 
 
 def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
-    """Yield the undecided half messages that checks have discarded.
-
-    Raises:
-        CorruptionError: A file is unreadable.
-    """
+    """Yield the undecided half messages that checks have discarded."""
     ended: set[int] | None = None
     for half in store.messages(SystemTopic.CHECK_MAX_TIME):
         if ended is None:

@@ -119,11 +119,7 @@ class TimeAxis(NamedTuple):
 
 
 def parse_time(name: str, text: str) -> int:
-    """Return a time, given in digits or as ISO 8601 with a zone, in milliseconds since 1970.
-
-    Raises:
-        ConfigError: The string is neither; the error names the setting.
-    """
+    """Return a time, given in digits or as ISO 8601 with a zone, in milliseconds since 1970."""
     if text.isascii() and text.isdigit():
         return int(text)
     try:

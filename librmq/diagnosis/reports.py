@@ -388,11 +388,7 @@ def joined(
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the part of each path that distinguishes it, such as ``broker-a`` for ``/data/broker-a/store``.
-
-    Raises:
-        ConfigError: A path occurs twice.
-    """
+    """Return the part of each path that distinguishes it, such as ``broker-a`` for ``/data/broker-a/store``."""
     ends = [os.path.abspath(path).rstrip("/").split("/") for path in paths]
     if len(set(map(tuple, ends))) < len(ends):
         raise ConfigError(f"report: expected different stores, found one twice among {', '.join(paths)}")

@@ -161,11 +161,7 @@ class TopicSummary(NamedTuple):
 def topic_summaries(
     view: View[Any], topics: Iterable[str] | None = None, times_of: Callable[..., _Times] | None = None
 ) -> Iterator[TopicSummary]:
-    """Yield the messages of each listed topic, or of these; ``times_of`` stands for the view's own.
-
-    Raises:
-        CorruptionError: A file is damaged.
-    """
+    """Yield the messages of each listed topic, or of these; ``times_of`` stands for the view's own."""
     for topic in view.listed_topics if topics is None else topics:
         queues = view.queues(topic)
         filled = [(queue, offsets) for queue, offsets in queues.items() if offsets]

@@ -234,11 +234,7 @@ class Selector:
         return list(dict.fromkeys(node.name for node in nodes if isinstance(node, Property)))
 
     def refuse_rest(self) -> None:
-        """Refuse text after the whole expression, which the broker ignores.
-
-        Raises:
-            FilterSyntaxError: There is such text.
-        """
+        """Refuse text after the whole expression, which the broker ignores."""
         if self.ignored_from is not None:
             ignored = self.expression[self.ignored_from : self.ignored_from + 40]
             reason = f"unexpected {ignored!r}; the expression ended before"

@@ -248,11 +248,7 @@ class KombuBroker:
 
 
 def _refuse_rest(url: str, address: str, allowed: str) -> None:
-    """Refuse parts of a URL that would become a part of a name.
-
-    Raises:
-        ConfigError: It has them.
-    """
+    """Refuse parts of a URL that would become a part of a name."""
     for sign, what, name in (("?", "a query", "%3F"), ("#", "a fragment", "%23")):
         if sign in address:
             raise librmq.ConfigError(
@@ -262,11 +258,7 @@ def _refuse_rest(url: str, address: str, allowed: str) -> None:
 
 
 def _folder(url: str, address: str) -> str:
-    """Return the folder in a URL.
-
-    Raises:
-        ConfigError: The URL has other parts, or the folder is not absolute.
-    """
+    """Return the folder in a URL."""
     allowed = "librmq:///absolute/path/of/folder, or librmq+connect://host:port of a name server"
     _refuse_rest(url, address, allowed)
     if address.lstrip("/").startswith("~"):
@@ -283,11 +275,7 @@ def _folder(url: str, address: str) -> str:
 
 
 def _name_server(url: str, address: str) -> str:
-    """Return the address of the name server in a URL.
-
-    Raises:
-        ConfigError: The URL has other parts.
-    """
+    """Return the address of the name server in a URL."""
     allowed = "librmq+connect://host:port of a name server"
     _refuse_rest(url, address, allowed)
     host = address.rstrip("/")
@@ -316,22 +304,14 @@ def warn_of_options(names: frozenset[str]) -> None:
 
 
 def check_delayed(value: Any) -> bool:
-    """Return whether ``delayed_delivery`` is on; a text such as ``"false"`` would be.
-
-    Raises:
-        ConfigError: It is neither True nor False.
-    """
+    """Return whether ``delayed_delivery`` is on; a text such as ``"false"`` would be."""
     if value is not None and not isinstance(value, bool):
         raise librmq.ConfigError(f"delayed_delivery: expected True or False, found {value!r:.80}")
     return bool(value)
 
 
 def check_visibility(seconds: Any) -> float | None:
-    """Return a ``visibility_timeout``; None if there is none.
-
-    Raises:
-        ConfigError: It is not a number of seconds of at most twelve hours.
-    """
+    """Return a ``visibility_timeout``; None if there is none."""
     if seconds is None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 1 <= seconds <= _LONGEST_VISIBILITY_S:

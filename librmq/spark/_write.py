@@ -101,11 +101,7 @@ def commit(
 
 
 def wait_until_free(path: str, wait_seconds: float) -> None:
-    """Wait until no other process writes to the store in ``path``.
-
-    Raises:
-        StoreLockedError: Another process still writes to it after ``wait_seconds``.
-    """
+    """Wait until no other process writes to the store in ``path``."""
 
     def ask() -> None:
         holder = DiskFiles().lock_holder(directory.lock_path(path))

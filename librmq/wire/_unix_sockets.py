@@ -60,11 +60,7 @@ def credentials_of(connected: socket.socket) -> Credentials:
 
 
 def checked_credentials(connected: socket.socket) -> Credentials:
-    """Return the process at the other end, which must belong to this process's user.
-
-    Raises:
-        PermissionError: It belongs to another one.
-    """
+    """Return the process at the other end, which must belong to this process's user."""
     credentials = credentials_of(connected)
     if credentials.user != os.geteuid():
         raise PermissionError(f"process {credentials.process} belongs to user {credentials.user}: expected one's own")
@@ -116,11 +112,7 @@ def listen_at(path: str) -> socket.socket:
 
 
 def connect_to(path: str, timeout_s: float) -> socket.socket:
-    """Return a connection to a process of the same user that listens at ``path``.
-
-    Raises:
-        BrokerUnreachableError: No process does, or another user's.
-    """
+    """Return a connection to a process of the same user that listens at ``path``."""
     try:
         with ExitStack() as undo:
             connected = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

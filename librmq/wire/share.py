@@ -131,11 +131,7 @@ def _check_place(path: str, files: DiskFiles) -> None:
 
 
 def _check_owner(path: str) -> None:
-    """Refuse a store of another user, whose processes could neither reach this one nor take the store over.
-
-    Raises:
-        ConfigError: The error says whose it is.
-    """
+    """Refuse a store of another user, whose processes could neither reach this one nor take the store over."""
     for name in (os.path.relpath(share_folder(path), path), "commitlog"):
         with suppress(FileNotFoundError):
             user = os.stat(os.path.join(path, name)).st_uid

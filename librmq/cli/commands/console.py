@@ -57,12 +57,7 @@ def console(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[AdministeredRoute | None, str | None]:
-    """Return the route to the cluster that is named, or the folder, with the route to its owner where one shares it.
-
-    Raises:
-        InputError: The place is neither.
-        BrokerUnreachableError: No name server answers, or the owner is stopped.
-    """
+    """Return the route to the cluster that is named, or the folder, with the route to its owner where one shares it."""
     from librmq.cli._routes import connect_to
     from librmq.wire.share_links import connect_to_sharing
 
@@ -78,11 +73,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
 
 
 def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on this machine alone.
-
-    Raises:
-        InputError: The port is in use, or not for this user.
-    """
+    """Return a socket that listens on this machine alone."""
     try:
         return socket.create_server(("127.0.0.1", port))
     except OSError as error:

@@ -48,11 +48,7 @@ def _write(text: str) -> None:
 
 
 def read_case(row: object) -> tuple[str, dict[str, str] | None]:
-    """Return the expression and the properties of a case ``{expr, props}``.
-
-    Raises:
-        FilterError: The row is not a case.
-    """
+    """Return the expression and the properties of a case ``{expr, props}``."""
     if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
         raise FilterError("expected an object with a text expr")
     properties = row.get("props")

@@ -156,11 +156,7 @@ class _Stop:
 
 
 def _check_clock(arguments: argparse.Namespace) -> None:
-    """Refuse options that a clock which is moved by hand does not go with.
-
-    Raises:
-        ConfigError: One of them is given.
-    """
+    """Refuse options that a clock which is moved by hand does not go with."""
     if arguments.clock != "manual":
         if arguments.control is not None:
             raise ConfigError("--control: moves a clock that stands still: add --clock manual")
@@ -266,11 +262,7 @@ def _clock_path(store: str) -> str:
 
 
 def _noted_time(store: str) -> int:
-    """Return the time of a moved clock that was noted last, in ms; 0 without one.
-
-    Raises:
-        CorruptionError: The note can't be read.
-    """
+    """Return the time of a moved clock that was noted last, in ms; 0 without one."""
     return int((read_document(_clock_path(store), DiskFiles(), {"now_ms": (int,)}) or {"now_ms": 0})["now_ms"])
 
 
@@ -438,11 +430,7 @@ class Control:
     """
 
     def __init__(self, served: ServedKit, store: str, port: int, changed: Callable[[dict[str, Any]], None]) -> None:
-        """``changed`` gets a line for each change of state that a request makes; ``store`` is the served folder.
-
-        Raises:
-            ConfigError: The port is taken.
-        """
+        """``changed`` gets a line for each change of state that a request makes; ``store`` is the served folder."""
         self._served = served
         self._store = store
         self._changed = changed

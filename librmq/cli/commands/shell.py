@@ -35,11 +35,7 @@ _MOST_CAUSE: Final = 300
 
 
 def _opened(arguments: argparse.Namespace, opened: ExitStack, *, creates: bool = False) -> AdministeredRoute:
-    """Return the route to the place that is named: a folder, shared with what runs there, or a name server.
-
-    Raises:
-        InputError: The place is neither.
-    """
+    """Return the route to the place that is named: a folder, shared with what runs there, or a name server."""
     place = arguments.place
     if names_cluster(place):
         from librmq.cli._routes import connect_to

@@ -379,11 +379,7 @@ def new_state(task: Any, result_id: str, args: Any, kwargs: Any, now_ms: int) ->
 
 
 def task_of(state: dict[str, Any]) -> Any:
-    """Return the task of a state, by the path of its function.
-
-    Raises:
-        ImportError: There is no such function, or it is not a task.
-    """
+    """Return the task of a state, by the path of its function."""
     task = import_string(state["task"])
     if not isinstance(task, Task):
         raise ImportError(f"{state['task']} is not a task any more: expected a function decorated by @task")

@@ -182,11 +182,7 @@ def encode_schedule(decisions: Sequence[Decision]) -> str:
 
 
 def decode_schedule(text: str) -> tuple[Decision, ...]:
-    """Return the schedule of a seed, of a file's JSON, or of the path of such a file.
-
-    Raises:
-        InputError: The text is none of them.
-    """
+    """Return the schedule of a seed, of a file's JSON, or of the path of such a file."""
     text = text.strip()
     try:
         if text.startswith(_SEED_PREFIX):

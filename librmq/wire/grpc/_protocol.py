@@ -526,11 +526,7 @@ class CallBounds:
 
     @contextmanager
     def hold(self, peer: str) -> Iterator[None]:
-        """Count a call of ``peer``, such as ``ipv4:10.0.0.7:51234``, for as long as the block runs.
-
-        Raises:
-            Refusal: There are as many calls already.
-        """
+        """Count a call of ``peer``, such as ``ipv4:10.0.0.7:51234``, for as long as the block runs."""
         names = peer, peer.rpartition(":")[0] + ":", ""
         with self._lock:
             for name, bound in zip(names, self._bounds, strict=True):

@@ -1,5 +1,7 @@
 """Bodies: the JSON of requests and answers, without spaces, and with objects as keys where Java needs them.
 
+What reads a body, or a part of one, raises `MalformedError` with what it expected and what it found.
+
 Mirrors ``RemotingSerializable`` and the classes of ``org.apache.rocketmq.common.protocol.body``.
 """
 
@@ -77,8 +79,7 @@ def records_body(messages: Iterable[StoredMessage]) -> bytes:
 def read_request(body: bytes, what: str) -> dict[str, Any]:
     """Return the object in the body of a client's request, which is bounded: a few bytes can become many objects.
 
-    Raises:
-        MalformedError: There is no object, or too large a one; the error names ``what``.
+    The error names ``what``.
     """
     elements = sum(map(body.count, (b",", b"{", b"[")))
     if len(body) > MOST_REQUEST_BYTES or elements > MOST_REQUEST_ELEMENTS:
@@ -90,11 +91,7 @@ def read_request(body: bytes, what: str) -> dict[str, Any]:
 
 
 def read_body(body: bytes, what: str) -> dict[str, Any]:
-    """Return the object in a body.
-
-    Raises:
-        MalformedError: There is no object; the error names ``what``.
-    """
+    """Return the object in a body; the error names ``what``."""
     try:
         parsed = java_json.loads(body)
     except (MalformedError, RecursionError) as error:
@@ -105,11 +102,7 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
 
 
 def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
-    """Return the records in a body.
-
-    Raises:
-        MalformedError: The body is something else.
-    """
+    """Return the records in a body."""
     messages, at, end = [], 0, len(body)
     while at < end:
         try:
@@ -124,11 +117,7 @@ def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
 
 
 def unwrapped(stored: StoredMessage) -> list[StoredMessage]:
-    """Return the messages of a record: a broker sends a batch of a topic with queues of batches as one.
-
-    Raises:
-        MalformedError: Its body is not a batch.
-    """
+    """Return the messages of a record: a broker sends a batch of a topic with queues of batches as one."""
     try:
         return inner_messages(stored)
     except RecordError as error:
@@ -141,11 +130,7 @@ def unwrapped(stored: StoredMessage) -> list[StoredMessage]:
 
 
 def text_in(row: object, name: str) -> str:
-    """Return a text in an object.
-
-    Raises:
-        MalformedError: It is missing, or something else.
-    """
+    """Return a text in an object."""
     text = row.get(name) if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise MalformedError(f"{name}: expected text, found {text!r:.80} in {row!r:.160}")
@@ -153,11 +138,7 @@ def text_in(row: object, name: str) -> str:
 
 
 def number_in(row: object, name: str) -> int:
-    """Return a whole number in an object.
-
-    Raises:
-        MalformedError: It is missing, or something else.
-    """
+    """Return a whole number in an object."""
     number = row.get(name) if isinstance(row, dict) else None
     if type(number) is not int:
         raise MalformedError(f"{name}: expected a whole number, found {number!r:.80} in {row!r:.160}")
@@ -165,11 +146,7 @@ def number_in(row: object, name: str) -> int:
 
 
 def rows_in(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the objects of a list in an object; none if it is missing.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return the objects of a list in an object; none if it is missing."""
     rows = table.get(name) or []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
@@ -177,11 +154,7 @@ def rows_in(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def letters_in(body: Mapping[str, Any]) -> tuple[LetterIdentity, ...]:
-    """Return the dead letters that an object names.
-
-    Raises:
-        MalformedError: They are something else.
-    """
+    """Return the dead letters that an object names."""
     try:
         rows = body["letters"]
         return tuple(LetterIdentity(int(place), str(name), int(stored_ms)) for place, name, stored_ms in rows)
@@ -190,11 +163,7 @@ def letters_in(body: Mapping[str, Any]) -> tuple[LetterIdentity, ...]:
 
 
 def table_in(body: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:
-    """Return the objects of a table in an object, by their names; none if it is missing.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return the objects of a table in an object, by their names; none if it is missing."""
     rows = body.get(name) or {}
     if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
         raise MalformedError(f"{name}: expected an object of objects, found {rows!r:.80}")
@@ -202,11 +171,7 @@ def table_in(body: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]
 
 
 def numbers_in(body: Mapping[str, Any], name: str) -> dict[int, int]:
-    """Return the numbers of a table in an object, by the number that each has as its key; none if it is missing.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return the numbers of a table in an object, by the number that each has as its key; none if it is missing."""
     rows = body.get(name) or {}
     if not isinstance(rows, dict) or not all(str(key).isdecimal() and type(row) is int for key, row in rows.items()):
         raise MalformedError(f"{name}: expected an object of numbers by number, found {rows!r:.80}")
@@ -226,33 +191,21 @@ def queue_key(queue: MessageQueue) -> java_json.ObjectKey:
 
 
 def queues_of(rows: object) -> frozenset[MessageQueue]:
-    """Return the queues in a list.
-
-    Raises:
-        MalformedError: This is not a list of queues.
-    """
+    """Return the queues in a list."""
     if not isinstance(rows, list):
         raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
     return frozenset(_queue_of(row) for row in rows)
 
 
 def by_queue(table: object) -> list[tuple[MessageQueue, Any]]:
-    """Return the rows of a table by queue, whose keys are objects.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return the rows of a table by queue, whose keys are objects."""
     if not isinstance(table, dict):
         raise MalformedError(f"expected a table by queue, found {table!r:.80}")
     return [(_queue_of(dict(key) if isinstance(key, tuple) else key), row) for key, row in table.items()]
 
 
 def offsets_of(table: object) -> dict[MessageQueue, int]:
-    """Return a table of queue offsets, with objects or arrays of pairs as in Java's answers.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return a table of queue offsets, with objects or arrays of pairs as in Java's answers."""
     if isinstance(table, list):
         return {_queue_of(row): number_in(row, "offset") for row in table}
     offsets = by_queue(table)
@@ -280,11 +233,7 @@ def broker_row(name: str, cluster: str, addresses: Mapping[int, str]) -> dict[st
 
 
 def broker_addresses(table: object) -> dict[str, dict[int, str]]:
-    """Return the addresses of brokers by their names and ids, from a table of their rows.
-
-    Raises:
-        MalformedError: This is not such a table.
-    """
+    """Return the addresses of brokers by their names and ids, from a table of their rows."""
     if not isinstance(table, dict):
         raise MalformedError(f"expected a table of brokers, found {table!r:.80}")
     by_name: dict[str, dict[int, str]] = {}
@@ -317,11 +266,7 @@ def route_body(brokers: Iterable[Mapping[str, Any]], queues: Iterable[QueueData]
 
 
 def route_of(body: Mapping[str, Any]) -> tuple[dict[str, dict[int, str]], list[QueueData]]:
-    """Return the addresses of a route's brokers by name and id, and the queues at each.
-
-    Raises:
-        MalformedError: This is not a route.
-    """
+    """Return the addresses of a route's brokers by name and id, and the queues at each."""
     brokers = broker_addresses({str(row.get("brokerName")): row for row in rows_in(body, "brokerDatas")})
     data = [queue_data_of(text_in(row, "brokerName"), row) for row in rows_in(body, "queueDatas")]
     if sum(max(queue_data.read_queues, queue_data.write_queues) for queue_data in data) > _MOST_QUEUES:
@@ -330,11 +275,7 @@ def route_of(body: Mapping[str, Any]) -> tuple[dict[str, dict[int, str]], list[Q
 
 
 def queue_data_of(broker_name: str, row: Mapping[str, Any]) -> QueueData:
-    """Return the queues of a topic at a broker, from a row of a route or of the broker's topics.
-
-    Raises:
-        MalformedError: This is not such a row.
-    """
+    """Return the queues of a topic at a broker, from a row of a route or of the broker's topics."""
     read, write, permission = (number_in(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
     if not all(0 <= number <= _MOST_QUEUES for number in (read, write, permission)):
         raise MalformedError(f"expected 0 to {_MOST_QUEUES:,} queues, found {row!r:.200}")
@@ -355,11 +296,7 @@ class NamedGroups(NamedTuple):
 
 
 def heartbeat_of(body: bytes) -> NamedGroups:
-    """Return the client id, the producer groups and the consumers that a heartbeat names.
-
-    Raises:
-        MalformedError: This is not a heartbeat.
-    """
+    """Return the client id, the producer groups and the consumers that a heartbeat names."""
     heartbeat = read_request(body, "a heartbeat")
     client_id = heartbeat.get("clientID") or ""
     producers = {text_in(row, "groupName"): row.get(_ANSWERS_CHECKS) for row in rows_in(heartbeat, "producerDataSet")}
@@ -426,11 +363,7 @@ def group_clients_body(members: GroupConnections, connections: Iterable[Mapping[
 
 
 def group_clients_of(group: str, body: Mapping[str, Any]) -> GroupConnections:
-    """Return a group as its clients describe it, each with the subscriptions of all.
-
-    Raises:
-        MalformedError: This is not a list of connections.
-    """
+    """Return a group as its clients describe it, each with the subscriptions of all."""
     ids = tuple(text_in(row, "clientId") for row in rows_in(body, "connectionSet"))
     data = _consumer_of(group, body, map(subscription_of, table_in(body, "subscriptionTable").values()))
     by_client = dict.fromkeys(ids, data.subscriptions)
@@ -441,11 +374,7 @@ def group_clients_of(group: str, body: Mapping[str, Any]) -> GroupConnections:
 
 
 def subscription_of(row: object) -> Subscription:
-    """Return the subscription in an object.
-
-    Raises:
-        MalformedError: This is not a subscription.
-    """
+    """Return the subscription in an object."""
     if not isinstance(row, dict) or not isinstance(row.get("topic"), str):
         raise MalformedError(f"expected a subscription with a topic, found {row!r:.80}")
     try:

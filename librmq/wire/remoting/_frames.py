@@ -111,11 +111,7 @@ def answer_to(
 
 
 def encode(frame: Frame) -> bytes:
-    """Return the bytes of a frame, beginning with its length.
-
-    Raises:
-        MalformedError: It is longer than `MAX_FRAME`, or its code or a field does not fit into a binary header.
-    """
+    """Return the bytes of a frame, beginning with its length."""
     header = (_binary_header if frame.is_binary else _json_header)(frame)
     length = 4 + len(header) + len(frame.body)
     if length > MAX_FRAME:
@@ -202,11 +198,7 @@ def _json_header(frame: Frame) -> bytes:
 
 
 def _from_json(header: bytes, body: bytes) -> Frame:
-    """Return the frame of a JSON header and a body.
-
-    Raises:
-        MalformedError: The header is none.
-    """
+    """Return the frame of a JSON header and a body."""
     try:
         text = header.decode()
         try:
@@ -396,11 +388,7 @@ def to_fields(header: object, names: str = "") -> dict[str, str]:
 
 
 def from_fields(header: type[H], texts: Mapping[str, str], names: str = "") -> H:
-    """Return the header that fields describe; unknown fields are ignored.
-
-    Raises:
-        MalformedError: A required field is missing, or a field has the wrong type.
-    """
+    """Return the header that fields describe; unknown fields are ignored."""
     form = _forms.get((header, names)) or _form_of(header, names)
     try:
         converted: H = form.read(texts)

@@ -270,12 +270,7 @@ def running_info_frame(request: DescribeInstance) -> Frame:
 
 
 def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState:
-    """Return the state of an instance; that of a client of another kind has no listeners.
-
-    Raises:
-        BrokerError: The broker or the client refuses.
-        MalformedError: The answer is something else.
-    """
+    """Return the state of an instance; that of a client of another kind has no listeners."""
     body = read_body(check(answer).body, "a client's state")
     properties = body.get("properties")
     if not isinstance(properties, dict):
@@ -329,11 +324,7 @@ def _queue_info(held: HeldQueue) -> dict[str, object]:
 def _read_own_state(
     text: str | None,
 ) -> tuple[int | None, Mapping[MessageQueue, Sequence[Any]], tuple[ListenerCall, ...]]:
-    """Return what an instance of librmq says of itself: listeners that run, numbers by queue, and where they stand.
-
-    Raises:
-        MalformedError: It is something else.
-    """
+    """Return what an instance of librmq says of itself: listeners that run, numbers by queue, and where they stand."""
     if text is None:
         return None, {}, ()
     try:
