@@ -153,10 +153,6 @@ def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[
     return broker.read(frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
 
 
-def _offsets_of(broker: RemoteBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
-    return broker.all_offsets().get(f"{request.topic}@{request.group}", {})
-
-
 def _save_progress(broker: RemoteBroker) -> None:
     """Let the clients of this process save progress for the next look; those of others do so within seconds."""
     for beat in broker.heartbeats().values():
@@ -307,7 +303,7 @@ ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
     DescribeInstance: _describe_instance,
     DescribeClients: _describe_clients,
     DescribeProgress: _describe_progress,
-    ConsumerOffsetsOf: _offsets_of,
+    ConsumerOffsetsOf: lambda broker, request: broker.all_offsets().get(f"{request.topic}@{request.group}", {}),
     GroupsBehind: _groups_behind,
     MoveGroup: _move_group,
 }

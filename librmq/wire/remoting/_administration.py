@@ -30,6 +30,7 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
+    ConsumerOffsetsOf,
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
@@ -61,15 +62,12 @@ from librmq.wire.remoting._headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
     CloneOffsetHeader,
-    ConfigVersionHeader,
     DirectConsumeHeader,
-    GroupOfTopicHeader,
     ProducerGroupHeader,
     QueueEntriesHeader,
     RefusedSendHeader,
     RequestCode,
     StatsOfHeader,
-    TopicNameHeader,
 )
 from librmq.wire.remoting._request_codec import OPERATOR_FORMS
 from librmq.wire.remoting._running_info import Rates, running_info_body
@@ -114,12 +112,12 @@ class AdminRequests:
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
             **served(broker.call, *OPERATOR_FORMS, CancelMessage, StartGroup),
             **served(self._change_table, CreateTopic, DeleteTopic, DeleteGroup),
-            RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
+            RequestCode.GET_ALL_TOPIC_CONFIG: self._configs,
             RequestCode.GET_TOPIC_CONFIG: self._topic_config,
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
-            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._group_configs,
+            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._configs,
             RequestCode.GET_CONSUME_STATS: self._consume_stats,
             RequestCode.GET_BROKER_CONSUME_STATS: self._all_consume_stats,
             RequestCode.QUERY_CONSUME_TIME_SPAN: self._time_spans,
@@ -184,13 +182,19 @@ class AdminRequests:
             if error.code != _MISSING.get(type(request)):
                 raise
 
-    def _topic_configs(self, call: RemotingCall) -> bytes:
+    def _configs(self, call: RemotingCall) -> bytes:
+        """Answer with the rows of all topics, or of all groups."""
+        tables = self._broker.tables
+        name, table = "subscriptionGroupTable", tables.groups
+        if call.frame.code == RequestCode.GET_ALL_TOPIC_CONFIG:
+            name, table = "topicConfigTable", tables.topics
         with self._broker.runner.lock:
-            table = dict(self._broker.tables.topics.rows)
-        return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "topicConfigTable": table}))
+            rows = dict(table.rows)
+        version = {"counter": 0, "timestamp": self._begin_ms}
+        return call.answer(body=write_body({"dataVersion": version, name: rows}))
 
     def _topic_config(self, call: RemotingCall) -> bytes:
-        header: TopicNameHeader = call.header
+        header: DescribeQueues = call.header
         with self._broker.runner.lock:
             row = self._broker.tables.topics.rows.get(header.topic)
             if row is None:
@@ -209,11 +213,6 @@ class AdminRequests:
         return call.answer(body=write_body({"topicList": list(filter(is_system_topic, self._broker.topics()))}))
 
     # ---- groups
-
-    def _group_configs(self, call: RemotingCall) -> bytes:
-        with self._broker.runner.lock:
-            table = dict(self._broker.tables.groups.rows)
-        return call.answer(body=write_body({"dataVersion": _version(self._begin_ms), "subscriptionGroupTable": table}))
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
         request: DescribeProgress = call.header
@@ -242,7 +241,7 @@ class AdminRequests:
         return call.answer(body=write_body(body))
 
     def _time_spans(self, call: RemotingCall) -> bytes:
-        header: GroupOfTopicHeader = call.header
+        header: ConsumerOffsetsOf = call.header
         now_ms, rows = self._broker.runner.now_ms(), []
         for queue, progress in self._broker.call(DescribeProgress(header.group, header.topic)).items():
             at = header.topic, queue.queue_id
@@ -529,15 +528,11 @@ class AdminRequests:
 
     def _config(self, call: RemotingCall) -> bytes:
         lines = [f"{name}={value}" for name, value in self._settings(call.channel).items()]
-        version = ConfigVersionHeader(f'{{"counter":0,"timestamp":{self._begin_ms}}}')
-        return call.answer(version, body="\n".join([*lines, ""]).encode())
+        version = f'{{"counter":0,"timestamp":{self._begin_ms}}}'
+        return call.answer_fields({"version": version}, "\n".join([*lines, ""]).encode())
 
     def _check_settings(self, call: RemotingCall) -> bytes:
-        """Accept settings as they are, and refuse any change: the program that opened the broker owns them.
-
-        Raises:
-            ConfigError: A setting would change.
-        """
+        """Accept settings as they are, and refuse any change: the program that opened the broker owns them."""
         try:
             text = call.frame.body.decode()
         except UnicodeDecodeError:
@@ -577,10 +572,6 @@ def _shown_time(ms: int) -> str:
     """Return a time as 4.9 shows it, in the machine's time zone; the number where no calendar has the time."""
     date = date_of(ms, is_local=True)
     return str(ms) if date is None else f"{date:%Y-%m-%d#%H:%M:%S}:{ms % 1000:03}"
-
-
-def _version(made_ms: int) -> dict[str, int]:
-    return {"counter": 0, "timestamp": made_ms}
 
 
 def _producer_row(session: ClientChannel) -> dict[str, Any]:

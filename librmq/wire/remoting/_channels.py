@@ -232,13 +232,14 @@ class RemotingCall(NamedTuple):
         return answer if self.channel.is_local else broker.await_device(request, answer)
 
     def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> bytes:
-        """Return the bytes of an answer.
-
-        Raises:
-            MalformedError: It does not fit into a frame.
-        """
+        """Return the bytes of an answer."""
         fields = {} if header is None else to_fields(header)
         return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
+
+    def answer_fields(self, fields: Mapping[str, object], body: bytes = b"") -> bytes:
+        """Return the bytes of an answer with these fields."""
+        texts = {name: str(value) for name, value in fields.items()}
+        return encode(answer_to(self.frame, fields=texts, body=body))
 
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
         """Pass the request to the broker, by ``ask`` or for this client; return the bytes of the answer, if any."""

@@ -57,7 +57,6 @@ from librmq.wire.remoting._headers import (
     PullHeader,
     ReceiveHeader,
     RequestCode,
-    TimestampHeader,
 )
 from librmq.wire.remoting._pop import PopRequests
 from librmq.wire.remoting._request_codec import FORMS, Form, parse_pull, parse_receive, pulled_remark, received_reply
@@ -438,7 +437,7 @@ class ConsumerRequests:
     def _earliest(self, call: RemotingCall) -> bytes:
         request: MinOffset = call.header
         begin, _ = self._broker.store.queue_range(request.topic, request.queue_id)
-        return call.answer(TimestampHeader(stored_ms(self._broker, request.topic, request.queue_id, begin)))
+        return call.answer_fields({"timestamp": stored_ms(self._broker, request.topic, request.queue_id, begin)})
 
 
 def stored_ms(broker: Broker, topic: str, queue_id: int, queue_offset: int) -> int:

@@ -1,8 +1,8 @@
-"""The fields of each request and answer: the only table of the 4.x protocol.
+"""The fields of requests and answers, and `REQUESTS`: the only table of the 4.x protocol.
 
-`REQUESTS` lists the headers by code. A header is a request of `librmq.protocol` where that has the same fields, or else
-a class of its own. The attribute ``queue_id: int`` is the field ``queueId``, a whole number. An attribute with a
-default may be absent.
+The table lists the headers of requests by code. A header is a request of `librmq.protocol` where that has the same
+fields, or else a class of its own. The attribute ``queue_id: int`` is the field ``queueId``, a whole number. An
+attribute with a default may be absent.
 
 Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
 """
@@ -21,6 +21,7 @@ from librmq.protocol import (
     ChangeInvisible,
     CleanUnusedTopics,
     ConsumerIds,
+    ConsumerOffsetsOf,
     ConsumersChanged,
     DeleteExpiredFiles,
     DeleteGroup,
@@ -343,13 +344,6 @@ class CreateTopicHeader:
 
 
 @value
-class TimestampHeader:
-    """A time in ms."""
-
-    timestamp: int
-
-
-@value
 class SendBackHeader:
     """A message that a consumer sends back, by the position of its record."""
 
@@ -391,17 +385,6 @@ class CheckTransactionHeader:
 @value
 class ProducerGroupHeader:
     producer_group: str
-
-
-@value
-class GroupOfTopicHeader:
-    topic: str
-    group: str
-
-
-@value
-class TopicNameHeader:
-    topic: str
 
 
 @value
@@ -490,13 +473,6 @@ class KvPairHeader(KvKeyHeader):
 
 
 @value
-class KvValueHeader:
-    """A value in the name server's table."""
-
-    value: str
-
-
-@value
 class KvNamespaceHeader:
     """A part of the name server's table."""
 
@@ -511,27 +487,6 @@ class BrokerNameHeader:
 @value
 class ClusterNameHeader:
     cluster: str
-
-
-@value
-class WipedTopicsHeader:
-    """Number of topics whose permission was changed."""
-
-    wipe_topic_count: int
-
-
-@value
-class AddedTopicsHeader:
-    """Number of topics whose permission was changed."""
-
-    add_topic_count: int
-
-
-@value
-class ConfigVersionHeader:
-    """The version of a broker's configuration, as JSON."""
-
-    version: str | None = None
 
 
 # ---- receives, librmq's own
@@ -666,19 +621,11 @@ class RecallHeader:
     producer_group: str | None = None
 
 
-@value
-class RecalledHeader:
-    """The unique id of the message."""
-
-    msg_id: str
-
-
 # ---- the table
 
 
 class RequestForm(NamedTuple):
     header: type[Any] = EmptyHeader
-    answer: type[Any] = EmptyHeader
     names: str = ""
     """The fields that are named otherwise than their attributes of the header, each as ``field=attribute``."""
 
@@ -695,42 +642,38 @@ _LETTERS: Final = " ".join(map("{}={}".format, "abcdefghijklm", (field.name for 
 _OF_GROUP: Final = "consumerGroup=group"
 REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     **dict.fromkeys(RequestCode, RequestForm()),
-    RequestCode.SEND_MESSAGE: RequestForm(SendHeader, SentHeader),
-    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, SentHeader, _LETTERS),
-    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, _LETTERS),
-    RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
-    RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
-    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(QueryOffset, OffsetHeader, _OF_GROUP),
-    RequestCode.HOLD_PLACE: RequestForm(HoldPlace, OffsetHeader, _OF_GROUP),
-    RequestCode.SAVE_PROGRESS: RequestForm(SaveProgress, names=_OF_GROUP),
+    RequestCode.SEND_MESSAGE: RequestForm(SendHeader),
+    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, _LETTERS),
+    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, _LETTERS),
+    RequestCode.PULL_MESSAGE: RequestForm(PullHeader),
+    RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader),
+    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(QueryOffset, _OF_GROUP),
+    RequestCode.HOLD_PLACE: RequestForm(HoldPlace, _OF_GROUP),
+    RequestCode.SAVE_PROGRESS: RequestForm(SaveProgress, _OF_GROUP),
     RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
     RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
-    RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
-    RequestCode.GET_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
-    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueOffsetAt, OffsetHeader, "timestamp=timestamp_ms"),
-    RequestCode.GET_MAX_OFFSET: RequestForm(MaxOffset, OffsetHeader),
-    RequestCode.GET_MIN_OFFSET: RequestForm(MinOffset, OffsetHeader),
-    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(MinOffset, TimestampHeader),
-    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(ViewMessage, names="offset=physical_offset"),
-    RequestCode.UNREGISTER_CLIENT: RequestForm(Unregister, names="clientID=client_id"),
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueOffsetAt, "timestamp=timestamp_ms"),
+    RequestCode.GET_MAX_OFFSET: RequestForm(MaxOffset),
+    RequestCode.GET_MIN_OFFSET: RequestForm(MinOffset),
+    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(MinOffset),
+    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(ViewMessage, "offset=physical_offset"),
+    RequestCode.UNREGISTER_CLIENT: RequestForm(Unregister, "clientID=client_id"),
     RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
     RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),
-    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerIds, names=_OF_GROUP),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerIds, _OF_GROUP),
     RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
-    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumersChanged, names=_OF_GROUP),
+    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumersChanged, _OF_GROUP),
     RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
-    RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader, KvValueHeader),
+    RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader),
     RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
     RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
     RequestCode.GET_TOPIC_STATS_INFO: RequestForm(DescribeQueues),
-    RequestCode.GET_TOPIC_CONFIG: RequestForm(TopicNameHeader),
-    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(DescribeConnections, names=_OF_GROUP),
+    RequestCode.GET_TOPIC_CONFIG: RequestForm(DescribeQueues),
+    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(DescribeConnections, _OF_GROUP),
     RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
-    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, WipedTopicsHeader),
-    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(
-        DeleteGroup, names="groupName=group removeOffset=removes_progress"
-    ),
-    RequestCode.GET_CONSUME_STATS: RequestForm(DescribeProgress, names=_OF_GROUP),
+    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader),
+    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(DeleteGroup, "groupName=group removeOffset=removes_progress"),
+    RequestCode.GET_CONSUME_STATS: RequestForm(DescribeProgress, _OF_GROUP),
     RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(DeleteTopic),
     RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(CleanUnusedTopics),
     RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(DeleteExpiredFiles),
@@ -739,32 +682,32 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
     **dict.fromkeys(
         (RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET),
-        RequestForm(ResetGroup, names="timestamp=timestamp_ms isForce=force offset=queue_offset"),
+        RequestForm(ResetGroup, "timestamp=timestamp_ms isForce=force offset=queue_offset"),
     ),
     RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
     RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
     RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicGroups),
-    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupOfTopicHeader),
+    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(ConsumerOffsetsOf),
     RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
     RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
     RequestCode.CLONE_GROUP_OFFSET: RequestForm(CloneOffsetHeader),
     RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
     RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
-    RequestCode.CANCEL_MESSAGE: RequestForm(CancelMessage, CancelledHeader),
-    RequestCode.TAKE_HAND_OUTS: RequestForm(TakeHandOuts, HandedOutHeader, "rate=rate_by_1000"),
-    RequestCode.START_GROUP: RequestForm(StartGroup, StartedHeader, "timestamp=timestamp_ms offset=queue_offset"),
-    RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
-    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, _LETTERS),
+    RequestCode.CANCEL_MESSAGE: RequestForm(CancelMessage),
+    RequestCode.TAKE_HAND_OUTS: RequestForm(TakeHandOuts, "rate=rate_by_1000"),
+    RequestCode.START_GROUP: RequestForm(StartGroup, "timestamp=timestamp_ms offset=queue_offset"),
+    RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, _LETTERS),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
-    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
-    RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
+    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader),
+    RequestCode.RECEIVE: RequestForm(ReceiveHeader),
     **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
-    RequestCode.POP_MESSAGE: RequestForm(PopHeader, PoppedHeader),
-    RequestCode.NOTIFICATION: RequestForm(NotificationHeader, NotifiedHeader),
+    RequestCode.POP_MESSAGE: RequestForm(PopHeader),
+    RequestCode.NOTIFICATION: RequestForm(NotificationHeader),
     RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
-    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader, PopChangedHeader),
-    RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader, RecalledHeader),
-    RequestCode.CHANGE_INVISIBLE: RequestForm(ChangeInvisible, NewReceiptHeader, _OF_GROUP),
-    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ForwardToDeadLetters, names=_OF_GROUP),
+    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader),
+    RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader),
+    RequestCode.CHANGE_INVISIBLE: RequestForm(ChangeInvisible, _OF_GROUP),
+    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ForwardToDeadLetters, _OF_GROUP),
 }

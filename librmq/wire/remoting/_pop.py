@@ -58,7 +58,6 @@ from librmq.wire.remoting._headers import (
     PopChangeHeader,
     PopHeader,
     PoppedHeader,
-    RecalledHeader,
     RecallHeader,
     RequestCode,
 )
@@ -110,12 +109,7 @@ def notification_frame(request: Receive, now_ms: int, poll_ms: int, *, is_ordere
 
 
 def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveResponse:
-    """Return the response in the answer to a receive; the messages of one record follow each other.
-
-    Raises:
-        BrokerError: The receive was refused.
-        MalformedError: The answer has another form.
-    """
+    """Return the response in the answer to a receive; the messages of one record follow each other."""
     if answer.code in _NOTHING:
         return ReceiveResponse()
     header = from_fields(PoppedHeader, check(answer).fields)
@@ -174,11 +168,7 @@ def ack_frame(group: str, topic: str, receipt: Receipt) -> Frame:
 
 
 def read_acked(answer: Frame) -> bool:
-    """Return whether the receipt was valid.
-
-    Raises:
-        BrokerError: The request was refused.
-    """
+    """Return whether the receipt was valid."""
     if answer.code == _NO_MESSAGE:
         return False
     check(answer)
@@ -367,7 +357,7 @@ class PopRequests:
         result = self._broker.call(CancelMessage(message_id, topic))
         if not result.cancelled:
             return call.answer(code=_ILLEGAL, remark=f"recall failed: {result.why}")
-        return call.answer(RecalledHeader(message_id))
+        return call.answer_fields({"msgId": message_id})
 
 
 def _order_counts(parts: Iterable[Received], receipts: Iterable[Receipt]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 from zoneinfo import ZoneInfo
 
 from librmq.errors import (
@@ -138,6 +138,7 @@ from librmq.wire.remoting._headers import (
     StartedHeader,
 )
 
+H = TypeVar("H")
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _ERRORS: Final[Mapping[str, type[BrokerError]]] = {
     "BrokerDamageError": BrokerDamageError,
@@ -306,6 +307,14 @@ def _in_body(name: str, what: str, write: Callable[[Any], object], read: Callabl
     )
 
 
+def _in_header(header: type[H], write: Callable[[Any], H], read: Callable[[H], Any]) -> _Result:
+    """Return the form of results that a header has."""
+    return _Result(
+        lambda request, result: Reply(write(result)),
+        lambda request, answer: read(from_fields(header, check(answer).fields)),
+    )
+
+
 def _names_in(names: object) -> tuple[str, ...]:
     if not isinstance(names, list):
         raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
@@ -325,10 +334,6 @@ def _read_no_queues(request: CleanUnusedTopics, answer: Frame) -> tuple[tuple[st
     return ()  # a broker does not name what it deletes
 
 
-def _read_offset(request: object, answer: Frame) -> int:
-    return from_fields(OffsetHeader, check(answer).fields).offset
-
-
 def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
     if offset is None:
         raise BrokerError(
@@ -339,15 +344,11 @@ def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
 
 
 def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
-    return None if answer.code == ResponseCode.QUERY_NOT_FOUND else _read_offset(request, answer)
+    return None if answer.code == ResponseCode.QUERY_NOT_FOUND else _OFFSET.read(request, answer)
 
 
-def _reply_place(request: HoldPlace, place: Place | None) -> Reply:
-    return Reply(OffsetHeader(-1 if place is None else place.number))
-
-
-def _read_place(request: HoldPlace, answer: Frame) -> int | None:
-    return number if (number := _read_offset(request, answer)) >= 0 else None
+def _header_of_place(place: Place | None) -> OffsetHeader:
+    return OffsetHeader(-1 if place is None else place.number)
 
 
 def _reply_ids(request: ConsumerIds, ids: Sequence[str]) -> Reply:
@@ -379,10 +380,6 @@ def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
     return unwrapped(messages[0])[0] if messages else None
 
 
-def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
-    return Reply(CancelledHeader(result.cancelled, result.why))
-
-
 def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
     if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
         why = (
@@ -394,10 +391,6 @@ def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
         raise BrokerError(answer.code, f"message {request.message_id}: {why}")
     header = from_fields(CancelledHeader, check(answer).fields)
     return CancelResult(header.cancelled, header.why)
-
-
-def _reply_started(request: StartGroup, outcome: StartOutcome) -> Reply:
-    return Reply(StartedHeader(outcome.value))
 
 
 def _read_started(request: StartGroup, answer: Frame) -> StartOutcome:
@@ -449,17 +442,8 @@ def _read_acknowledged(request: Acknowledge, answer: Frame) -> tuple[bool, ...]:
     return tuple(map(bool, are_valid))
 
 
-def _read_hand_outs(request: TakeHandOuts, answer: Frame) -> tuple[int, int]:
-    header = from_fields(HandedOutHeader, check(answer).fields)
-    return header.allowed, header.again
-
-
-def _read_receipt(request: ChangeInvisible, answer: Frame) -> str:
-    return from_fields(NewReceiptHeader, check(answer).fields).receipt
-
-
 _NOTHING: Final = _Result(_reply_nothing, _read_nothing)
-_OFFSET: Final = _Result(lambda request, queue_offset: Reply(OffsetHeader(queue_offset)), _read_offset)
+_OFFSET: Final = _in_header(OffsetHeader, OffsetHeader, lambda header: header.offset)
 _GROUPS: Final = _in_body("groupList", "the groups of a topic", list, _names_in)
 """Only the names of the groups."""
 _LOCKED: Final = _in_body(
@@ -622,7 +606,10 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ConsumerIds: _as_header(_C.GET_CONSUMER_LIST_BY_GROUP, _Result(_reply_ids, _read_ids)),
     QueryOffset: _as_header(_C.QUERY_CONSUMER_OFFSET, _Result(_reply_progress, _read_progress)),
     SaveProgress: _as_header(_C.SAVE_PROGRESS, _NOTHING),
-    HoldPlace: _as_header(_C.HOLD_PLACE, _Result(_reply_place, _read_place)),
+    HoldPlace: _as_header(
+        _C.HOLD_PLACE,
+        _in_header(OffsetHeader, _header_of_place, lambda header: header.offset if header.offset >= 0 else None),
+    ),
     UpdateOffset: _by_fields(
         UpdateOffset,
         _C.UPDATE_CONSUMER_OFFSET,
@@ -643,10 +630,19 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         cause=(lambda cause: cause or None, lambda cause: cause or ""),
     ),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
-    CancelMessage: _as_header(_C.CANCEL_MESSAGE, _Result(_reply_cancelled, _read_cancelled)),
-    StartGroup: _as_header(_C.START_GROUP, _Result(_reply_started, _read_started)),
+    CancelMessage: _as_header(
+        _C.CANCEL_MESSAGE, _Result(lambda request, result: Reply(CancelledHeader(*result)), _read_cancelled)
+    ),
+    StartGroup: _as_header(
+        _C.START_GROUP, _Result(lambda request, outcome: Reply(StartedHeader(outcome.value)), _read_started)
+    ),
     TakeHandOuts: _as_header(
-        _C.TAKE_HAND_OUTS, _Result(lambda request, answer: Reply(HandedOutHeader(*answer)), _read_hand_outs)
+        _C.TAKE_HAND_OUTS,
+        _in_header(
+            HandedOutHeader,
+            lambda counts: HandedOutHeader(*counts),
+            lambda header: (header.allowed, header.again),
+        ),
     ),
     ResetGroup: _as_header(_C.INVOKE_BROKER_TO_RESET_OFFSET, _MOVED),
     Acknowledge: _by_body(
@@ -656,17 +652,9 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _Result(_reply_acknowledged, _read_acknowledged),
     ),
     ChangeInvisible: _as_header(
-        _C.CHANGE_INVISIBLE, _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
+        _C.CHANGE_INVISIBLE, _in_header(NewReceiptHeader, NewReceiptHeader, lambda header: header.receipt)
     ),
-    ResendLetters: _by_body(
-        _C.RESEND_LETTERS,
-        _resend_row,
-        _parse_resend,
-        _Result(
-            _reply_resent,
-            _read_resent,
-        ),
-    ),
+    ResendLetters: _by_body(_C.RESEND_LETTERS, _resend_row, _parse_resend, _Result(_reply_resent, _read_resent)),
     ChangeSchedule: _by_body(
         _C.CHANGE_SCHEDULE,
         lambda request: {"name": request.name, "change": request.change, "rule": request.rule},
@@ -760,12 +748,7 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
 
 
 def read_sent(answer: Frame) -> SendResponse:
-    """Return the response in the answer to a send.
-
-    Raises:
-        BrokerError: The send was refused.
-        MalformedError: The answer has another form.
-    """
+    """Return the response in the answer to a send."""
     status = _STATUSES.get(answer.code)
     if status is None:
         raise refusal(answer)
@@ -927,12 +910,7 @@ def received_reply(response: ReceiveResponse) -> Reply:
 
 
 def read_received(answer: Frame) -> ReceiveResponse:
-    """Return the response in the answer to a receive.
-
-    Raises:
-        BrokerError: The receive was refused.
-        MalformedError: The answer has another form.
-    """
+    """Return the response in the answer to a receive."""
     header = from_fields(ReceivedHeader, check(answer).fields)
     try:
         rows = [line.rsplit(" ", 2) for line in header.deliveries.split("\n") if line]

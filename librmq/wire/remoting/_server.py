@@ -61,16 +61,13 @@ from librmq.wire.remoting._channels import (
 from librmq.wire.remoting._consumer_requests import ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting._headers import (
-    AddedTopicsHeader,
     BrokerNameHeader,
     ClusterNameHeader,
     KvKeyHeader,
     KvNamespaceHeader,
     KvPairHeader,
-    KvValueHeader,
     RequestCode,
     RouteOfTopicHeader,
-    WipedTopicsHeader,
 )
 from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import SENDS, Replies, Sends
@@ -98,13 +95,13 @@ class NameServer:
         self.handlers: Handlers = {
             RequestCode.GET_ROUTEINFO_BY_TOPIC: self._route,
             RequestCode.GET_BROKER_CLUSTER_INFO: self._clusters,
-            RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self._topics,
+            RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: lambda call: _answer_topics(call, broker.topics()),
             RequestCode.GET_TOPICS_BY_CLUSTER: self._topics_of_cluster,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
-            **dict.fromkeys(_OF_UNITS, lambda call: call.answer(body=write_body({"topicList": []}))),
+            **dict.fromkeys(_OF_UNITS, lambda call: _answer_topics(call, ())),
             RequestCode.DELETE_TOPIC_IN_NAMESRV: lambda call: call.answer(),  # the broker's answer has deleted it
-            RequestCode.WIPE_WRITE_PERM_OF_BROKER: self._wipe,
-            RequestCode.ADD_WRITE_PERM_OF_BROKER: self._add,
+            RequestCode.WIPE_WRITE_PERM_OF_BROKER: partial(self._permit, "wipeTopicCount"),
+            RequestCode.ADD_WRITE_PERM_OF_BROKER: partial(self._permit, "addTopicCount"),
             RequestCode.GET_NAMESRV_CONFIG: self._config,
             RequestCode.PUT_KV_CONFIG: self._put_value,
             RequestCode.GET_KV_CONFIG: self._get_value,
@@ -137,33 +134,23 @@ class NameServer:
 
     # ---- topics
 
-    def _topics(self, call: RemotingCall) -> bytes:
-        return call.answer(body=write_body({"topicList": list(self._broker.topics())}))
-
     def _topics_of_cluster(self, call: RemotingCall) -> bytes:
         header: ClusterNameHeader = call.header
-        topics = list(self._broker.topics()) if header.cluster == self._broker.cluster_name else []
-        return call.answer(body=write_body({"topicList": topics}))
+        return _answer_topics(call, self._broker.topics() if header.cluster == self._broker.cluster_name else ())
 
     def _system_topics(self, call: RemotingCall) -> bytes:
         names = [self._broker.cluster_name, self._broker.name, *filter(is_system_topic, self._broker.topics())]
         return call.answer(body=write_body({"brokerAddr": call.channel.broker_address, "topicList": names}))
 
-    def _wipe(self, call: RemotingCall) -> bytes:
-        return call.answer(WipedTopicsHeader(self._permit(call.header, is_writable=False)))
-
-    def _add(self, call: RemotingCall) -> bytes:
-        return call.answer(AddedTopicsHeader(self._permit(call.header, is_writable=True)))
-
-    def _permit(self, header: BrokerNameHeader, *, is_writable: bool) -> int:
-        """Allow or forbid writes to all user topics; return their number."""
-        if header.broker_name != self._broker.name:
-            return 0
-        changed = 0
-        for topic, data in self._broker.call(DescribeTopics()).items():
+    def _permit(self, count_name: str, call: RemotingCall) -> bytes:
+        """Allow or forbid writes to all user topics; answer with their number."""
+        header: BrokerNameHeader = call.header
+        is_here, changed = header.broker_name == self._broker.name, 0
+        for topic, data in self._broker.call(DescribeTopics()).items() if is_here else ():
+            is_writable = call.frame.code == RequestCode.ADD_WRITE_PERM_OF_BROKER
             permission = data.permission | PERM_WRITE if is_writable else data.permission & ~PERM_WRITE
             changed += self._set_permission(topic, data, permission)
-        return changed
+        return call.answer_fields({count_name: changed})
 
     def _set_permission(self, topic: str, data: QueueData, permission: int) -> bool:
         if permission == data.permission:
@@ -194,7 +181,7 @@ class NameServer:
             raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace} Key: {header.key}"
             )
-        return call.answer(KvValueHeader(value))
+        return call.answer_fields({"value": value})
 
     def _delete_value(self, call: RemotingCall) -> bytes:
         header: KvKeyHeader = call.header
@@ -209,6 +196,10 @@ class NameServer:
         if not values:
             raise BrokerError(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {header.namespace}")
         return call.answer(body=write_body({"table": values}))
+
+
+def _answer_topics(call: RemotingCall, topics: Iterable[str]) -> bytes:
+    return call.answer(body=write_body({"topicList": list(topics)}))
 
 
 # ---- budgets of all connections together
@@ -595,11 +586,7 @@ class RemotingServer(Closing):
                 _log.debug("a connection from %(client)s was lost: %(error)s", client="a client", error=error)
 
     def _peer_of(self, connected: socket.socket, address: Any) -> Host:  # noqa: ANN401 (of any family)
-        """Return the client's address, by which `Budgets` tells clients apart.
-
-        Raises:
-            PermissionError: It is a process of another user.
-        """
+        """Return the client's address, by which `Budgets` tells clients apart."""
         if not self._is_local:
             return _host(address)
         self._accepted = self._accepted % 0xFFFF + 1
