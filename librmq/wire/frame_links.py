@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.broker import Broker
@@ -119,37 +119,30 @@ class _TurnChannel(Channel):
             self.end()
 
 
+@dataclass(eq=False)
 class _TurnTransport:
     """A `Transport` whose requests are answered within the call."""
 
-    address = "the server of this process"
+    cable: _Cable
+    server: _Server
+    channel: _TurnChannel
+    requested: Requested
+    lost: Callable[[Transport], None]
+    repeated: Callable[[], bool]
+    address: str = "the server of this process"
 
-    def __init__(
-        self,
-        cable: _Cable,
-        server: _Server,
-        channel: _TurnChannel,
-        requested: Requested,
-        lost: Callable[[Transport], None],
-        repeated: Callable[[], bool],
-    ) -> None:
-        self._repeated = repeated
-        self._cable = cable
-        self._server = server
-        self._channel = channel
-        self._requested = requested
-        self._lost = lost
+    def __post_init__(self) -> None:
         self._number = 0
         self._ended: dict[int, Ended] = {}
         self._to_server, self._to_client = FrameReader(), FrameReader()
         self.is_open, self.is_interrupted, self.was_interrupted = True, False, False
-        channel.arrive, channel.end = self._arrive, self.close
+        self.channel.arrive, self.channel.end = self._arrive, self.close
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         outcomes: list[object] = []
         self.send(frame, outcomes.append)
         if not outcomes:
-            self._channel.work()
+            self.channel.work()
         if not outcomes or not isinstance(outcomes[0], Frame):
             self._ended.pop(frame.opaque, None)
             raise BrokerUnreachableError("no answer came")
@@ -158,14 +151,14 @@ class _TurnTransport:
     def send(self, frame: Frame, ended: Ended) -> None:
         self._number = frame.opaque = self._number + 1
         self._ended[frame.opaque] = ended
-        self._send(frame, times=2 if frame.code in SENDS and self._repeated() else 1)
+        self._send(frame, times=2 if frame.code in SENDS and self.repeated() else 1)
 
     def send_later(self, requests: Sequence[tuple[Frame, Any]], ended: EndedTogether[Any]) -> None:
         """Send nothing: `request` is a turn of the explorer."""
 
     def send_one_way(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1
-        self._send(frame, times=2 if self._repeated() else 1)
+        self._send(frame, times=2 if self.repeated() else 1)
 
     def send_answer(self, frame: Frame) -> None:
         self._send(frame)
@@ -173,24 +166,24 @@ class _TurnTransport:
     def _send(self, frame: Frame, times: int = 1) -> None:
         if not self.is_open:
             raise BrokerUnreachableError("the connection has ended")
-        raw = self._cable.carry(self._cable.client, self._cable.server, encode(frame) * times)
-        self._server.answers.write(self._channel, list(self._to_server.feed(raw)))
+        raw = self.cable.carry(self.cable.client, self.cable.server, encode(frame) * times)
+        self.server.answers.write(self.channel, list(self._to_server.feed(raw)))
 
     def _arrive(self, raw: bytes) -> None:
         for frame in self._to_client.feed(raw):
             if not frame.is_answer:
-                self._requested(self, frame)
+                self.requested(self, frame)
             elif (ended := self._ended.pop(frame.opaque, None)) is not None:
                 ended(frame)
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._channel.close()
+            self.channel.close()
             outstanding, self._ended = list(self._ended.values()), {}
             for ended in outstanding:
                 ended(BrokerUnreachableError("the connection has ended"))
-            self._lost(self)
+            self.lost(self)
 
 
 class FrameLinks:
@@ -232,12 +225,15 @@ class FrameLinks:
             if client is not None:
                 client.call(ClientRemoved(broker.name))
 
+        def later(call: Callable[[], None]) -> None:
+            with runner.lock:
+                call()
+
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
-        later = partial(_run_locked, runner)
         remote = RemoteBroker(
             name=broker.name,
             address=broker.name,
-            connections=connections,
+            lines=connections,
             runner=runner,
             later=later,
             stored=lambda topic: None,
@@ -254,8 +250,3 @@ class FrameLinks:
     def close(self) -> None:
         """End all connections."""
         self._cable.close()
-
-
-def _run_locked(runner: Runner, call: Callable[[], None]) -> None:
-    with runner.lock:
-        call()

@@ -715,7 +715,7 @@ def test_async_sends_do_not_wait_for_a_slow_server() -> None:
 
         async def run() -> list[librmq.SendResult]:
             sends = asyncio.gather(*(producer.send_async("orders", bytes(1 << 20)) for _ in range(40)))
-            while not opened()._stream._write_lock.locked():
+            while not opened().stream._write_lock.locked():
                 await asyncio.sleep(0)
             sends_later = asyncio.gather(*(producer.send_async("orders", b"%d" % number) for number in range(9)))
             await asyncio.sleep(0)

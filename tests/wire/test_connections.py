@@ -360,7 +360,7 @@ def test_an_error_of_a_listener_is_not_one_of_the_socket() -> None:
 
     with FakeServer(lambda frame: encode(Frame(77)) + encode(answer_to(frame))) as server:
         opened = _left_to_callers(server)
-        opened._requested = fail
+        opened.requested = fail
         with pytest.raises(BlockingIOError, match="from a listener"):
             opened.request(Frame(999), 1)
         until(lambda: not opened.is_open)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Final, NamedTuple
 
 from librmq.broker import Broker
@@ -235,32 +235,27 @@ class ReceiveLimits(NamedTuple):
     """The least time that a receive leaves until its deadline."""
 
 
+@dataclass(eq=False, repr=False)
 class Receives:
     """The receives of one server's clients. Thread-safe."""
 
-    def __init__(
-        self,
-        broker: Broker,
-        ensure_topic: Callable[[str], QueueData],
-        sessions: Sessions,
-        endpoints: Endpoints,
-        former: Mapping[str, FormerClient],
-        limits: ReceiveLimits,
-    ) -> None:
-        self._broker = broker
-        self._limits = limits
-        self._runner = broker.runner
-        self._ensure_topic = ensure_topic
-        self._sessions = sessions
-        self._endpoints = endpoints
+    broker: Broker
+    ensure_topic: Callable[[str], QueueData]
+    sessions: Sessions
+    endpoints: Endpoints
+    former: InitVar[Mapping[str, FormerClient]]
+    limits: ReceiveLimits
+
+    def __post_init__(self, former: Mapping[str, FormerClient]) -> None:
+        self._runner = self.broker.runner
         self._ends_polls = False
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, even if the broker's clock is moved
-        self.renewals = Renewals(broker, broker.runner)
+        self.renewals = Renewals(self.broker, self._runner)
         self.polls = Polls({name: client.places for name, client in former.items() if client.places})
 
     def is_settled(self) -> bool:
         """Return whether push consumers are waiting and have answered for everything that they received."""
-        return not len(self.renewals) and self.polls.all_wait(self._sessions.push_consumers())
+        return not len(self.renewals) and self.polls.all_wait(self.sessions.push_consumers())
 
     def client_gone(self, client_id: str) -> None:
         """Make a client's messages visible again. Its session has ended, so it gets no more messages to renew."""
@@ -316,7 +311,7 @@ class Receives:
         self._end_renewals(group, topic, tuple(message.receipt for message in messages))
         for message in messages:
             try:
-                self._broker.call(ChangeInvisible(group, topic, message.receipt, _GIVEN_BACK_MS))
+                self.broker.call(ChangeInvisible(group, topic, message.receipt, _GIVEN_BACK_MS))
             except RmqError as error:  # its deadline is over, or the broker was closed
                 _log.debug(
                     "group %(group)s: a message of topic %(topic)s was not given back: %(error)s",
@@ -329,18 +324,18 @@ class Receives:
         client_id = client_id_of(context)
         wait_s = self.poll_time(request, context)
         group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
-        queues = self._ensure_topic(topic).read_queues
+        queues = self.ensure_topic(topic).read_queues
         expression = request.filter_expression
         kind = "SQL92" if expression.type == 2 else "TAG"
         asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
-        invisible_ms = FIRST_MS if request.auto_renew else _check_invisible(asked_ms, self._limits.min_invisible_ms)
+        invisible_ms = FIRST_MS if request.auto_renew else _check_invisible(asked_ms, self.limits.min_invisible_ms)
         arrived = threading.Event()
         context.add_callback(arrived.set)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
-        is_adopted = request.auto_renew and self._sessions.adopt(client_id, group)
-        is_push = self._sessions.is_known(client_id)
+        is_adopted = request.auto_renew and self.sessions.adopt(client_id, group)
+        is_push = self.sessions.is_known(client_id)
         poll = self.polls.open(client_id, (topic, queue_id), arrived, is_push=is_push)
-        self._sessions.group_called(group)
+        self.sessions.group_called(group)
         notify = arrived.set
         receive = Receive(
             client_id,
@@ -360,8 +355,8 @@ class Receives:
                 # Look after `clear`, which could otherwise erase the signal of the end.
                 if self._ends_polls or not context.is_active():
                     break
-                answer = self._endpoints(client_id).call(receive)
-                messages = self._broker.await_device(receive, answer).messages
+                answer = self.endpoints(client_id).call(receive)
+                messages = self.broker.await_device(receive, answer).messages
                 if messages:
                     return self._handed_out(request, context, client_id, messages, invisible_ms)
                 poll.is_held = True
@@ -372,9 +367,9 @@ class Receives:
             return []
         finally:
             self.polls.close(poll)
-            self._broker.call(CancelReceive(notify))
+            self.broker.call(CancelReceive(notify))
             if is_adopted and not context.is_active():  # it has no stream whose end would say so
-                self._sessions.remove_client(client_id)
+                self.sessions.remove_client(client_id)
                 self.client_gone(client_id)
 
     def _handed_out(
@@ -403,7 +398,7 @@ class Receives:
                 )
         if request.auto_renew:
             with self._runner.lock:
-                if self._sessions.is_known(client_id):  # otherwise nothing would end the renewals
+                if self.sessions.is_known(client_id):  # otherwise nothing would end the renewals
                     for message, _ in pairs:
                         self.renewals.add_receipt(
                             client_id, group, topic, message.receipt, message.visible_timestamp_ms
@@ -421,18 +416,18 @@ class Receives:
         seconds = min(polling_s or LONG_POLL_S, LONG_POLL_S)
         if remaining is None:
             return seconds
-        if remaining < self._limits.min_polling_s:
+        if remaining < self.limits.min_polling_s:
             is_old = version_parts(header(context, "x-mq-client-version")) < _POLLING_TIME_KNOWN
             raise Refusal(
                 Code.BAD_REQUEST if is_old else Code.ILLEGAL_POLLING_TIME,
-                f"the deadline of a receive: {remaining:.3f} s are left, expected {self._limits.min_polling_s:g} s or "
+                f"the deadline of a receive: {remaining:.3f} s are left, expected {self.limits.min_polling_s:g} s or "
                 "more, as the proxy does: let the client wait longer, or lower --min-polling of `librmq serve`",
             )
         return max(0.0, min(seconds, remaining - _ANSWER_S))
 
     @answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:
-        endpoint = self._endpoints(client_id_of(context))
+        endpoint = self.endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)
         codes = []
@@ -448,7 +443,7 @@ class Receives:
 
     @answers("ChangeInvisibleDurationResponse")
     def change_invisible_duration(self, request: Any, context: Context, response: Any) -> None:
-        endpoint = self._endpoints(client_id_of(context))
+        endpoint = self.endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         invisible_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
         _check_invisible(invisible_ms, 0)
@@ -458,7 +453,7 @@ class Receives:
 
     @answers("ForwardMessageToDeadLetterQueueResponse")
     def forward_to_dead_letters(self, request: Any, context: Context, response: Any) -> None:
-        endpoint = self._endpoints(client_id_of(context))
+        endpoint = self.endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         endpoint.call(ForwardToDeadLetters(group, topic, request.receipt_handle))
         self._end_renewals(group, topic, (request.receipt_handle,))

@@ -6,7 +6,7 @@ Also the heartbeats of clients that share an id. Mirrors ``ClientRemotingProcess
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Final, TypeVar
 
@@ -50,7 +50,6 @@ from librmq.wire.remoting._headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
     DirectConsumeHeader,
-    HoldHeader,
     PushedReplyHeader,
     RequestCode,
 )
@@ -61,35 +60,24 @@ _log = EventLog("librmq.wire")
 _MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
 _REQUEST_SIZE: Final = 1 << 10  # without its body
 
-_Later = Callable[[Callable[[], None]], None]
 _Send = Callable[[Frame], None]
 
 
+@dataclass(eq=False, repr=False)
 class ClientRequests:
     """Answers one broker's requests to the clients of a route. Thread-safe."""
 
-    def __init__(
-        self,
-        broker_name: str,
-        client: Callable[[str], Heartbeat | None],
-        notify_receive: Callable[[int], None],
-        later: _Later,
-        name_servers: tuple[str, ...],
-    ) -> None:
-        """Answer for clients.
+    broker_name: str
+    client: Callable[[str], Heartbeat | None]
+    """Returns the last heartbeat of a client; None if it has left."""
+    notify_receive: Callable[[int], None]
+    """Lets the receive with this number ask again."""
+    later: Callable[[Callable[[], None]], None]
+    """Runs a function under the runner's lock, soon."""
+    name_servers: tuple[str, ...]
+    """Addresses, which a client's description names."""
 
-        Args:
-            broker_name: Names the broker.
-            client: Returns the last heartbeat of a client; None if it has left.
-            notify_receive: Lets the receive with this number ask again.
-            later: Runs a function under the runner's lock, soon.
-            name_servers: Addresses, which a client's description names.
-        """
-        self._broker_name = broker_name
-        self._client = client
-        self._notify_receive = notify_receive
-        self._later = later
-        self._name_servers = name_servers
+    def __post_init__(self) -> None:
         self._lock = Lock()
         self._waiting = 0
         self._answers: dict[int, Callable[[Heartbeat, Any, Frame, _Send], None]] = {
@@ -100,7 +88,7 @@ class ClientRequests:
             RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
             RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: self._reply,
-            RequestCode.NOTIFY_RECEIVE: self._receive_again,
+            RequestCode.NOTIFY_RECEIVE: lambda beat, header, frame, send: self.notify_receive(header.hold),
         }
 
     def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
@@ -118,12 +106,12 @@ class ClientRequests:
                 self._waiting -= size
             self._answer_frame(client_id, frame, transport.send_answer)
 
-        self._later(answer)
+        self.later(answer)
 
     def _answer_frame(self, client_id: str, frame: Frame, send: _Send) -> None:
         if frame.is_one_way:
             send = _nothing
-        beat, answer = self._client(client_id), self._answers.get(frame.code)
+        beat, answer = self.client(client_id), self._answers.get(frame.code)
         if beat is None or answer is None:
             remark = f"request type {frame.code} not supported"
             send(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
@@ -135,7 +123,7 @@ class ClientRequests:
                 "%(client)s: request %(code)d of %(broker)s: %(error)s",
                 client=client_id,
                 code=frame.code,
-                broker=self._broker_name,
+                broker=self.broker_name,
                 error=error,
             )
             send(answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error)))
@@ -149,7 +137,7 @@ class ClientRequests:
     def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
         half = _message_of(frame, "a check of a transaction")
         group = half.properties.get(PropertyName.PRODUCER_GROUP, "")
-        beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))
+        beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self.broker_name))
         send(answer_to(frame))
 
     def _reset(self, beat: Heartbeat, reset: ResetGroup, frame: Frame, send: _Send) -> None:
@@ -169,7 +157,7 @@ class ClientRequests:
     def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
         state = beat.client.call(DescribeInstance(header.consumer_group))
         subscriptions = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
-        body = running_info_body(state, subscriptions, self._name_servers, header.jstack_enable)
+        body = running_info_body(state, subscriptions, self.name_servers, header.jstack_enable)
         send(answer_to(frame, body=body))
 
     def _consume(self, beat: Heartbeat, header: DirectConsumeHeader, frame: Frame, send: _Send) -> None:
@@ -184,13 +172,10 @@ class ClientRequests:
             }
             if consumed.remark is not None:
                 row["remark"] = consumed.remark
-            self._later(partial(send, answer_to(frame, body=write_body(row))))
+            self.later(partial(send, answer_to(frame, body=write_body(row))))
 
-        name = header.broker_name or self._broker_name
+        name = header.broker_name or self.broker_name
         beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
-
-    def _receive_again(self, beat: Heartbeat, header: HoldHeader, frame: Frame, send: _Send) -> None:
-        self._notify_receive(header.hold)
 
     def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
         reply = Message.from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))

@@ -165,34 +165,29 @@ class _Silence:
         return self._waited_s >= self._limit_s
 
 
+@dataclass(eq=False, repr=False)
 class Connection:
     """A `Transport` over a socket."""
 
-    def __init__(
-        self,
-        stream: FrameSocket,
-        address: str,
-        sign: Callable[[Frame], None] | None,
-        requested: Requested,
-        lost: Callable[[Transport], None],
-        silent_s: float,
-    ) -> None:
-        """``silent_s`` is the time for an answer after which a connection that brings nothing at all is ended."""
-        self.address = address
-        self._stream = stream
-        self._sign = sign
-        self._requested = requested
-        self._lost = lost
+    stream: FrameSocket
+    address: str
+    sign: Callable[[Frame], None] | None
+    requested: Requested
+    lost: Callable[[Transport], None]
+    silent_s: float
+    """Time for an answer after which a connection that brings nothing at all is ended."""
+
+    def __post_init__(self) -> None:
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._latest = 0
-        self._silence = _Silence(silent_s)
+        self._silence = _Silence(self.silent_s)
         self._callers: set[int] = set()
         """The threads within a call of this connection."""
         self._is_open = True
         self._why = "it was closed"
         self.outstanding: dict[int, Ended | _Later] = {}
-        self.answers = Answers(stream, self)
+        self.answers = Answers(self.stream, self)
         self.has_finished = False
         """Whether nothing more is read."""
         self.was_interrupted = False
@@ -206,16 +201,12 @@ class Connection:
         return threading.get_ident() in self._callers
 
     def begin_reading(self) -> Connection:
-        """Start the thread that reads, and return the connection.
-
-        Raises:
-            BrokerUnreachableError: No thread can start; the socket is closed.
-        """
+        """Start the thread that reads, and return the connection."""
         reader = threading.Thread(target=self.answers.read, name=f"librmq {self.address}", daemon=True)
         try:
             reader.start()
         except RuntimeError as error:
-            self._stream.close()
+            self.stream.close()
             raise BrokerUnreachableError(f"{self.address} can't be read: no thread can start: {error}") from error
         return self
 
@@ -259,7 +250,7 @@ class Connection:
 
     def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         # Where the stream can't be polled, a write could block the event loop.
-        return as_caller(self._callers, self._send_later, requests, ended) if self._stream.can_poll else None
+        return as_caller(self._callers, self._send_later, requests, ended) if self.stream.can_poll else None
 
     def _send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         reads = self.answers.reads
@@ -273,7 +264,7 @@ class Connection:
             with self._lock:
                 if not self._is_open or len(self.outstanding) + len(requests) > _MOST_LATER:
                     return None
-                is_sent = self._stream.write_now(raw)
+                is_sent = self.stream.write_now(raw)
                 if is_sent is None:
                     return None
                 self.outstanding.update(dict.fromkeys(later.keys, later))
@@ -341,13 +332,13 @@ class Connection:
         return number
 
     def _encode(self, frame: Frame) -> bytes:
-        if self._sign is not None:
-            self._sign(frame)
+        if self.sign is not None:
+            self.sign(frame)
         return encode(frame)
 
     def _write_bytes(self, raw: bytes) -> None:
         try:
-            self._stream.write(raw)
+            self.stream.write(raw)
         except OSError as error:
             self._end_writing(error)
             raise self._error_of_end(RequestNotSentError) from error
@@ -364,7 +355,7 @@ class Connection:
         try:
             for frame in frames:
                 if not frame.is_answer:
-                    self._requested(self, frame)
+                    self.requested(self, frame)
                     continue
                 with self._lock:
                     ended = self.outstanding.pop(frame.opaque, None)
@@ -406,14 +397,14 @@ class Connection:
             if self._is_open:
                 self._is_open, self._why = False, why
             outstanding, self.outstanding = list(self.outstanding.items()), {}
-        self._stream.shut()
+        self.stream.shut()
         self.answers.is_needed.set()
         for number, ended in outstanding:
             if isinstance(ended, _Later):
                 ended.ended([(ended.keys[number], self._error_of_end())])
             else:
                 ended(self._error_of_end())
-        self._lost(self)
+        self.lost(self)
 
     def _error_of_end(self, kind: type[BrokerUnreachableError] = BrokerUnreachableError) -> BrokerUnreachableError:
         return kind(f"the connection to {self.address} has ended: {self._why}")

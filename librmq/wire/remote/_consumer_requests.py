@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
@@ -101,34 +101,22 @@ class _Member:
         return frame if assigned is notify else None
 
 
+@dataclass(eq=False, repr=False)
 class LongPulls:
     """The pulls at one broker. Thread-safe."""
 
-    def __init__(
-        self,
-        broker_name: str,
-        now_ms: Callable[[], int],
-        connect: Callable[[str], Transport],
-        later: Callable[[Callable[[], None]], None],
-        timeout_s: float,
-        at: Callable[[Callable[[], None], int], None] = lambda call, due_ms: call(),
-    ) -> None:
-        """Pull from one broker.
+    broker_name: str
+    now_ms: Callable[[], int]
+    connect: Callable[[str], Transport]
+    """Returns the connection of a client, which the broker knows by its heartbeat."""
+    later: Callable[[Callable[[], None]], None]
+    """Runs a function under the runner's lock, soon."""
+    timeout_s: float
+    """Seconds for the answer to a pull that the broker must not hold."""
+    at: Callable[[Callable[[], None], int], None] = lambda call, due_ms: call()
+    """Runs a function at a time; called under the runner's lock."""
 
-        Args:
-            broker_name: Names it in errors.
-            now_ms: The time.
-            connect: Returns the connection of a client, which the broker knows by its heartbeat.
-            later: Runs a function under the runner's lock, soon.
-            timeout_s: Seconds for the answer to a pull that the broker must not hold.
-            at: Runs a function at a time; called under the runner's lock.
-        """
-        self._broker_name = broker_name
-        self._now_ms = now_ms
-        self._connect = connect
-        self._later = later
-        self._timeout_s = timeout_s
-        self._at = at
+    def __post_init__(self) -> None:
         self._lock = Lock()
         self._members: dict[tuple[str, str], _Member] = {}  # by client id and group
         self._bounds: dict[_Queue, tuple[int, int]] = {}
@@ -136,15 +124,10 @@ class LongPulls:
         """What answers suggest for the next pull, until it is taken: broker ids by topic and queue id."""
 
     def pull(self, request: PullMessage) -> PullResponse:
-        """Return the answer to a pull if it is here; otherwise send the pull, and return HELD.
-
-        Raises:
-            BrokerError: The broker refuses the pull.
-            BrokerUnreachableError: It can't be reached, or its answer can't be read.
-        """
+        """Return the answer to a pull if it is here; otherwise send the pull, and return HELD."""
         if request.notify is None:
             return self._response(
-                request, self._connect(request.client_id).request(pull_frame(request, SUSPEND_MS), self._timeout_s)
+                request, self.connect(request.client_id).request(pull_frame(request, SUSPEND_MS), self.timeout_s)
             )
         key, queue = (request.client_id, request.group), (request.topic, request.queue_id)
         answer: Frame | RmqError | None = None
@@ -155,7 +138,8 @@ class LongPulls:
             if (reset := member.take_reset(queue, request.notify)) is not None:
                 member.pulls.pop(queue, None)
                 return self._response(request, reset)
-            if pull is None or pull.asked != _asked(request) or not self._is_fresh(pull):
+            is_fresh = pull is not None and 0 <= self.now_ms() - pull.sent_ms < ANSWER_WITHIN_MS
+            if pull is None or pull.asked != _asked(request) or not is_fresh:
                 pull = None
             else:
                 pull.notify = request.notify
@@ -165,16 +149,13 @@ class LongPulls:
         if pull is None:
             return self._send_pull(member, request)
         if answer is not None and self._is_empty(request, answer):
-            is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
+            is_quick = 0 <= self.now_ms() - pull.sent_ms < _QUICK_MS
             return self._send_pull(member, request, pull.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, pull.committed):
             update = UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset or 0)
-            self._connect(request.client_id).send_one_way(FORMS[UpdateOffset].write(update))
+            self.connect(request.client_id).send_one_way(FORMS[UpdateOffset].write(update))
             pull.committed = request.commit_offset
         return self._held(request) if answer is None else self._response(request, answer)
-
-    def _is_fresh(self, pull: _Pull) -> bool:
-        return 0 <= self._now_ms() - pull.sent_ms < ANSWER_WITHIN_MS
 
     def _is_empty(self, request: PullMessage, answer: Frame | RmqError) -> bool:
         """Return whether a hold has ended without anything, so that the next one begins at the same offset."""
@@ -183,7 +164,7 @@ class LongPulls:
         return False
 
     def _send_pull(self, member: _Member, request: PullMessage, quick: int = 0) -> PullResponse:
-        pull, queue = _Pull(request, self._now_ms(), quick), (request.topic, request.queue_id)
+        pull, queue = _Pull(request, self.now_ms(), quick), (request.topic, request.queue_id)
 
         def ended(outcome: Frame | RmqError) -> None:
             with self._lock:
@@ -201,9 +182,9 @@ class LongPulls:
                     return
                 if isinstance(outcome, RmqError):
                     del member.pulls[queue]  # the connection has ended: the next pull is sent over a new one
-            self._later(lambda: self._notify(current))
+            self.later(lambda: self._notify(current))
 
-        transport = self._connect(request.client_id)
+        transport = self.connect(request.client_id)
         try:
             with self._lock:
                 member.pulls[queue] = pull
@@ -219,7 +200,7 @@ class LongPulls:
                 self._drop(member, queue, pull)
             raise
         if is_empty:
-            self._later(lambda: self._notify(pull))
+            self.later(lambda: self._notify(pull))
         return self._held(request) if answer is None or is_empty else self._response(request, answer)
 
     def _notify(self, pull: _Pull) -> None:
@@ -230,7 +211,7 @@ class LongPulls:
         if pull.quick < _MOST_QUICK or not isinstance(answer, Frame) or pull_status(answer) not in _NOTHING:
             notify()
         else:
-            self._at(notify, min(pull.sent_ms, self._now_ms()) + _PAUSE_MS)  # the clock can be set back meanwhile
+            self.at(notify, min(pull.sent_ms, self.now_ms()) + _PAUSE_MS)  # the clock can be set back meanwhile
 
     @staticmethod
     def _drop(member: _Member, queue: _Queue, pull: _Pull) -> None:
@@ -257,7 +238,7 @@ class LongPulls:
                 _check_found(request, response.messages, response.next_offset)
         except RmqError as error:
             raise BrokerUnreachableError(
-                f"{self._broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
+                f"{self.broker_name}: the answer to a pull of {request.topic} can't be read: {error}"
             ) from error
         place = request.topic, request.queue_id
         self._bounds[place] = response.min_offset, response.max_offset
@@ -299,11 +280,7 @@ def _is_reset(answer: Frame | RmqError) -> TypeGuard[Frame]:
 
 
 def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_offset: int) -> None:
-    """Refuse what would be delivered as messages of another queue, again and again, or in another order.
-
-    Raises:
-        MalformedError: The answer to a pull has them.
-    """
+    """Refuse what would be delivered as messages of another queue, again and again, or in another order."""
     if not messages or next_offset <= request.queue_offset:
         raise MalformedError(
             f"expected messages from offset {request.queue_offset} on, "
@@ -345,12 +322,7 @@ class HeldReceives:
         self._held: dict[int, tuple[str, Callable[[], None]]] = {}
 
     def receive(self, request: Receive) -> ReceiveResponse:
-        """Return messages, or hold the request until the broker calls its ``notify``.
-
-        Raises:
-            BrokerError: The broker refuses the receive.
-            BrokerUnreachableError: It can't be reached, or its answer can't be read.
-        """
+        """Return messages, or hold the request until the broker calls its ``notify``."""
         transport, notify, hold = self._connect(request.client_id), request.notify, 0
         if notify is not None:
             with self._lock:

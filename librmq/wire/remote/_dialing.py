@@ -115,11 +115,7 @@ class HostNames:
         return not is_fresh and not _is_number(host)
 
     def resolve(self, host: str) -> tuple[str, ...]:
-        """Return the addresses of a host: a number itself, or what the last look-up of a name has found.
-
-        Raises:
-            BrokerUnreachableError: The name is unknown, or its look-up takes too long.
-        """
+        """Return the addresses of a host: a number itself, or what the last look-up of a name has found."""
         if _is_number(host):
             return (host,)
         lookup = self._lookups.get(host)
@@ -273,40 +269,28 @@ class _Line:
         self.pause: _Pause | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Connections:
     """The open connections. Thread-safe."""
 
-    def __init__(
-        self,
-        dial: Dial,
-        monotonic: Callable[[], float],
-        requested: Callable[[str, str, Transport, Frame], None],
-        lost: Callable[[str, str, Transport], None],
-        back_off_s: tuple[float, float] = _BACK_OFF_S,
-        is_hurried: Callable[[], bool] = lambda: False,
-        patience_s: float = _PATIENCE_S,
-        opened_late: Callable[[str, str], None] = lambda *_: None,
-    ) -> None:
-        """Open connections by ``dial``.
+    dial: Dial
+    """Opens one."""
+    monotonic: Callable[[], float]
+    """The time in seconds."""
+    requested: Callable[[str, str, Transport, Frame], None]
+    """Gets address, client id, connection and frame of a request of the server."""
+    lost: Callable[[str, str, Transport], None]
+    """Gets address, client id and connection at its end."""
+    back_off_s: tuple[float, float] = _BACK_OFF_S
+    """Seconds to wait after the first failure, and at most. No connection is tried meanwhile."""
+    is_hurried: Callable[[], bool] = lambda: False
+    """Whether others wait for the caller of `get`, because it holds the runner's lock."""
+    patience_s: float = _PATIENCE_S
+    """How long such a caller waits for a connection, which is opened in a thread of its own."""
+    opened_late: Callable[[str, str], object] = lambda *_: None
+    """Gets address and client id of a connection that opens after its caller has stopped waiting."""
 
-        Args:
-            dial: Opens one.
-            monotonic: The time in seconds.
-            requested: Gets address, client id, connection and frame of a request of the server.
-            lost: Gets address, client id and connection at its end.
-            back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
-            is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
-            patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
-            opened_late: Gets address and client id of a connection that opens after its caller has stopped waiting.
-        """
-        self._dial = dial
-        self._monotonic = monotonic
-        self._requested = requested
-        self._lost = lost
-        self._back_off_s = back_off_s
-        self._is_hurried = is_hurried
-        self._patience_s = patience_s
-        self._late = opened_late
+    def __post_init__(self) -> None:
         self._is_closed = False
         self._remove_all()
         _inherited.add(self)
@@ -340,7 +324,7 @@ class Connections:
             if self._is_closed:
                 raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")
             line = self._lines.setdefault(key, _Line())
-        return self._open_in_thread(key, line) if self._is_hurried() else self._open(key, line)
+        return self._open_in_thread(key, line) if self.is_hurried() else self._open(key, line)
 
     def _open(self, key: _Key, line: _Line) -> Transport:
         with line.lock:
@@ -357,7 +341,7 @@ class Connections:
         address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
         if opening is None or opening.done():
             self._check_pauses(line, address)
-            patience_s = 0.0 if address in self._pauses else self._patience_s
+            patience_s = 0.0 if address in self._pauses else self.patience_s
             opening = Future()
             thread = threading.Thread(
                 target=self._run_opening, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
@@ -372,7 +356,7 @@ class Connections:
             return opening.result(patience_s)
         except TimeoutError:
             if is_first:
-                opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
+                opening.add_done_callback(lambda done: done.exception() is not None or self.opened_late(*key))
             raise BrokerUnreachableError("the connection is not open yet: try again") from None
 
     def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
@@ -384,29 +368,29 @@ class Connections:
 
     def _check_pauses(self, line: _Line, address: str) -> None:
         for pause in (line.pause, self._pauses.get(address)):
-            if pause is not None and self._monotonic() < pause.until:
+            if pause is not None and self.monotonic() < pause.until:
                 raise RequestNotSentError(str(pause.why))
 
     def _dial_for(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key
-        first_s, most_s = self._back_off_s
+        first_s, most_s = self.back_off_s
 
         def requested(transport: Transport, frame: Frame) -> None:
-            self._requested(address, client_id, transport, frame)
+            self.requested(address, client_id, transport, frame)
 
         def lost(transport: Transport) -> None:
             # A server that accepts and hangs up must not be called in a loop, so an early end is followed by a pause
             # like a failed opening.
-            if not transport.was_interrupted and self._monotonic() - line.opened_at < _SHORT_S:
+            if not transport.was_interrupted and self.monotonic() - line.opened_at < _SHORT_S:
                 why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
-                line.pause = _Pause(self._monotonic() + first_s, first_s, why)
-            self._lost(address, client_id, transport)
+                line.pause = _Pause(self.monotonic() + first_s, first_s, why)
+            self.lost(address, client_id, transport)
 
-        line.opened_at, line.pause = self._monotonic(), None
+        line.opened_at, line.pause = self.monotonic(), None
         try:
-            transport = self._dial(address, requested, lost)
+            transport = self.dial(address, requested, lost)
         except BrokerUnreachableError as error:
-            before, now = self._pauses.get(address), self._monotonic()
+            before, now = self._pauses.get(address), self.monotonic()
             # If another client's try has failed meanwhile, its pause stands: doubling it for each client would grow
             # with their number.
             if before is None or now >= before.until:

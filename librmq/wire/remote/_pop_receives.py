@@ -84,41 +84,28 @@ class _Batch:
     """The receipts of the messages that were not acknowledged."""
 
 
+@dataclass(eq=False, repr=False)
 class PopReceives:
     """The receives at one broker. Thread-safe."""
 
-    def __init__(
-        self,
-        broker_name: str,
-        clock: Clock,
-        ask: Callable[[Frame], Frame],
-        send: Callable[[Frame, Callable[[Frame | RmqError], None]], None],
-        later: Callable[[Callable[[], None]], None],
-        run_at: Callable[[Callable[[], None], int], None],
-        is_ordered: Callable[[str], bool],
-        retries_of: Callable[[str], int | None],
-    ) -> None:
-        """Receive from one broker.
+    broker_name: str
+    clock: Clock
+    """The time, which can jump; only its steady part tells how long ago a message was received."""
+    ask: Callable[[Frame], Frame]
+    """Returns the answer to a frame."""
+    send: Callable[[Frame, Callable[[Frame | RmqError], None]], None]
+    """Sends a frame whose answer may come late; the function gets it."""
+    later: Callable[[Callable[[], None]], None]
+    """Runs a function under the runner's lock, soon."""
+    run_at: Callable[[Callable[[], None], int], None]
+    """Runs a function at a time; called under the runner's lock."""
+    is_ordered: Callable[[str], bool]
+    """Returns whether a group receives in order."""
+    retries_of: Callable[[str], int | None]
+    """Returns how often a message comes again to a group; None if that is unknown."""
 
-        Args:
-            broker_name: Names it in errors.
-            clock: The time, which can jump; only its steady part tells how long ago a message was received.
-            ask: Returns the answer to a frame.
-            send: Sends a frame whose answer may come late; the function gets it.
-            later: Runs a function under the runner's lock, soon.
-            run_at: Runs a function at a time; called under the runner's lock.
-            is_ordered: Returns whether a group receives in order.
-            retries_of: Returns how often a message comes again to a group; None if that is unknown.
-        """
-        self._broker_name = broker_name
-        self._clock = clock
-        self._now_ms = clock.now_ms
-        self._request = ask
-        self._send = send
-        self._later = later
-        self._run_at = run_at
-        self._is_ordered = is_ordered
-        self._retries_of = retries_of
+    def __post_init__(self) -> None:
+        self._now_ms = self.clock.now_ms
         self._ahead_ms: float | None = None  # how far the broker's clock was ahead of this one's steady time
         self._batches: dict[str, _Batch] = {}  # by receipt of each message in them
         self._lock = Lock()
@@ -127,9 +114,9 @@ class PopReceives:
 
     def _ask(self, kind: str, frame: Frame) -> Frame:
         """Return an answer; raise the error that names the version of a broker without POP."""
-        answer = self._request(frame)
+        answer = self.ask(frame)
         if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
-            raise unsupported(kind, self._broker_name, version_name(answer.version))
+            raise unsupported(kind, self.broker_name, version_name(answer.version))
         return answer
 
     def receive(self, request: Receive) -> ReceiveResponse:
@@ -142,10 +129,10 @@ class PopReceives:
         """
         if request.acknowledged:
             self.acknowledge(Acknowledge(request.group, request.topic, request.acknowledged))
-        is_ordered = self._is_ordered(request.group)
+        is_ordered = self.is_ordered(request.group)
         frame = pop_frame(request, self._now_ms(), is_ordered=is_ordered)
         answer = self._ask("POP (receives with an invisible time)", frame)
-        response = read_popped(request, self._broker_name, answer)
+        response = read_popped(request, self.broker_name, answer)
         if response.messages:
             self._note_time(Receipt.parse(response.messages[-1].receipt))
             self._note_batches(response)
@@ -168,11 +155,11 @@ class PopReceives:
         if held is not former:
             question = notification_frame(request, now_ms, SUSPEND_MS, is_ordered=is_ordered)
             try:
-                self._send(question, partial(self._answered, key, held))
+                self.send(question, partial(self._answered, key, held))
             except BaseException:
                 for other in self._end(key, held):
                     if other is not notify:  # it joined meanwhile: let it ask again, and meet the error itself
-                        self._later(other)
+                        self.later(other)
                 raise
         return ReceiveResponse(is_held=True)
 
@@ -186,7 +173,7 @@ class PopReceives:
         paused = not is_known or (is_quick and held.quick >= _MOST_QUICK_ANSWERS)
         wake = partial(self._wake, key, held)
         # The thread that reads the connection must not wait for the lock of a step that waits for an answer.
-        self._later(partial(self._run_at, wake, now_ms + _AGAIN_MS) if paused else wake)
+        self.later(partial(self.run_at, wake, now_ms + _AGAIN_MS) if paused else wake)
 
     def _wake(self, key: _Wait, held: _Notification) -> None:
         for notify in self._end(key, held):
@@ -224,7 +211,7 @@ class PopReceives:
             _log.warning(
                 "%(broker)s: group %(group)s gets message %(message)s once more, because it can't be taken out of its "
                 "queue: %(error)s",
-                broker=self._broker_name,
+                broker=self.broker_name,
                 group=request.group,
                 message=part.message.message_id,
                 error=error,
@@ -234,24 +221,20 @@ class PopReceives:
     def _max_attempts(self, request: Receive) -> int | None:
         if request.max_attempts is not None:
             return request.max_attempts
-        retries = self._retries_of(request.group)
+        retries = self.retries_of(request.group)
         return None if retries is None else retries + 1
 
     def _note_time(self, receipt: Receipt) -> None:
-        self._ahead_ms = receipt.received_ms - 1000 * self._clock.monotonic()
+        self._ahead_ms = receipt.received_ms - 1000 * self.clock.monotonic()
 
     def _is_over(self, receipt: Receipt) -> bool:
         """Return whether the message can have been delivered again, by the broker's clock."""
         ahead_ms = self._ahead_ms
-        broker_ms = self._now_ms() if ahead_ms is None else 1000 * self._clock.monotonic() + ahead_ms
+        broker_ms = self._now_ms() if ahead_ms is None else 1000 * self.clock.monotonic() + ahead_ms
         return receipt.received_ms + receipt.invisible_ms <= broker_ms
 
     def _in_flight(self, group: str, topic: str, text: str) -> Receipt:
-        """Return the receipt for the broker.
-
-        Raises:
-            ReceiptError: Its time is over.
-        """
+        """Return the receipt for the broker."""
         receipt = self._receipt(text)
         if self._is_over(receipt):
             raise ReceiptError(
@@ -306,9 +289,6 @@ class PopReceives:
         """Change when a message is visible again, and return its new receipt; the old one is no longer valid.
 
         Messages of a batch become visible together.
-
-        Raises:
-            ReceiptError: The time of the receipt is over.
         """
         receipt = self._in_flight(request.group, request.topic, request.receipt)
         answer = self._ask("CHANGE_MESSAGE_INVISIBLETIME", change_frame(request, receipt))
@@ -328,11 +308,7 @@ class PopReceives:
         return text
 
     def forward(self, request: ForwardToDeadLetters) -> None:
-        """Make a message a dead letter: it is sent back, then acknowledged. The messages of a batch go together.
-
-        Raises:
-            ReceiptError: The time of the receipt is over.
-        """
+        """Make a message a dead letter: it is sent back, then acknowledged. The messages of a batch go together."""
         receipt = self._in_flight(request.group, request.topic, request.receipt)
         with self._lock:
             batch = self._batches.get(request.receipt)

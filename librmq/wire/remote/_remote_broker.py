@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -168,42 +168,29 @@ _RETRIES_MS: Final = 20_000
 """Age up to which a group's ``retryMaxTimes`` counts, as in a gRPC proxy."""
 
 
+@dataclass(eq=False, repr=False)
 class RemoteBroker(Endpoint):
     """One broker. Thread-safe."""
 
-    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
-        self,
-        name: str,
-        address: str,
-        connections: Connections,
-        runner: Runner,
-        later: Callable[[Callable[[], None]], None],
-        stored: Callable[[str], None],
-        timeout_s: float,
-        answers: Mapping[type, Callable[[RemoteBroker, Any], Any]],
-        name_servers: tuple[str, ...] = (),
-    ) -> None:
-        """Ask the broker at an address.
+    name: str
+    address: str
+    """Its ``host:port``, which may change."""
+    lines: Connections
+    """The connections of the route."""
+    runner: Runner
+    later: Callable[[Callable[[], None]], None]
+    """Runs a function under the runner's lock, soon."""
+    stored: Callable[[str], None]
+    """Called with the topic of each message that was stored."""
+    timeout_s: float
+    """Time for an answer."""
+    answers: Mapping[type, Callable[[RemoteBroker, Any], Any]]
+    """What answers a request by other requests, by its class."""
+    name_servers: tuple[str, ...] = ()
+    """Addresses, which clients report to a broker that asks."""
 
-        Args:
-            name: Its name.
-            address: Its ``host:port``, which may change.
-            connections: The connections of the route.
-            runner: Has the time.
-            later: Runs a function under the runner's lock, soon.
-            stored: Called with the topic of each message that was stored.
-            timeout_s: Time for an answer.
-            answers: What answers a request by other requests, by its class.
-            name_servers: Addresses, which clients report to a broker that asks.
-        """
-        self.name = name
-        self.address: str = address
-        self._connections = connections
-        self._runner = runner
-        self._later = later
-        self._stored = stored
-        self._timeout_s = timeout_s
-        self._answers = answers
+    def __post_init__(self) -> None:
+        name, runner, later, timeout_s = self.name, self.runner, self.later, self.timeout_s
         self._lock = Lock()
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
@@ -219,26 +206,23 @@ class RemoteBroker(Endpoint):
             broker_name=name,
             clock=runner.clock,
             ask=self.request,
-            send=self._send_any,
+            send=lambda frame, ended: self.lines.get(self.address).send(frame, ended),
             later=later,
             run_at=self._run_at,
             is_ordered=self._is_ordered,
             retries_of=self._retries_of,
         )
         self.requests: ClientRequests = ClientRequests(
-            name, self._beats.get, self._receives.notify, later, name_servers
+            name, self._beats.get, self._receives.notify, later, self.name_servers
         )
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
-        self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
-
-    def _send_any(self, frame: Frame, ended: Callable[[Frame | RmqError], None]) -> None:
-        self._connections.get(self.address).send(frame, ended)
+        self.runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
 
     @property
     def clock(self) -> Clock:
-        return self._runner.clock
+        return self.runner.clock
 
     @override
     def __repr__(self) -> str:
@@ -263,7 +247,7 @@ class RemoteBroker(Endpoint):
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
-        if (answer_by := self._answers.get(kind)) is not None:
+        if (answer_by := self.answers.get(kind)) is not None:
             return cast("R", answer_by(self, request))
         form = FORMS.get(kind)
         if kind is CancelMessage and not self.has_receives and cast("CancelMessage", request).recall_handle is not None:
@@ -274,10 +258,10 @@ class RemoteBroker(Endpoint):
             return cast("R", self._store_progress(self._pulls.after_reset(cast("UpdateOffset", request))))
         frame = form.write(request)
         if kind is EndTransaction and not self.has_receives:  # a client of 4.x awaits no answer
-            self._connections.get(self.address).send_one_way(frame)
+            self.lines.get(self.address).send_one_way(frame)
             return cast("R", None)
         if isinstance(request, Acknowledge) and request.is_one_way:
-            self._connections.get(self.address).send_one_way(frame)
+            self.lines.get(self.address).send_one_way(frame)
             return cast("R", (True,) * len(request.receipts))
         if kind is Unregister:
             self._unregister(cast("Unregister", request), frame)
@@ -309,29 +293,29 @@ class RemoteBroker(Endpoint):
 
     def _ask(self, frame: Frame, transport: Transport) -> Frame:
         """Ask for something that consumers wait for under their lock: not again for a while, if it takes too long."""
-        now_ms = self._runner.now_ms()
+        now_ms = self.runner.now_ms()
         if now_ms < self._silent_until_ms <= now_ms + _REST_MS:
             raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago: try again later")
-        begin_s = self._runner.clock.monotonic()
+        begin_s = self.runner.clock.monotonic()
         try:
-            return transport.request(frame, self._timeout_s)
+            return transport.request(frame, self.timeout_s)
         except BrokerUnreachableError:
-            if transport.is_open or self._runner.clock.monotonic() - begin_s >= self._timeout_s:
-                self._silent_until_ms = self._runner.now_ms() + _REST_MS
+            if transport.is_open or self.runner.clock.monotonic() - begin_s >= self.timeout_s:
+                self._silent_until_ms = self.runner.now_ms() + _REST_MS
             raise
 
     # ---- sends
 
     def _send_messages(self, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
         send: SendMessage | SendBatch = request.send if type(request) is SendReply else request
-        transport = self._connections.get(self.address)
-        timeout_s = self._timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
+        transport = self.lines.get(self.address)
+        timeout_s = self.timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
         if isinstance(send, SendMessage) and send.message._delays is not None:
-            begin_s, now_ms = self._runner.clock.monotonic(), self._runner.now_ms()
+            begin_s, now_ms = self.runner.clock.monotonic(), self.runner.now_ms()
             waiting = self._delays_of(transport, timeout_s).waiting_form(send.message, self.name, now_ms)
             send = replace(send, message=waiting)
             request = SendReply(send) if type(request) is SendReply else send
-            timeout_s = max(0.0, timeout_s - (self._runner.clock.monotonic() - begin_s))
+            timeout_s = max(0.0, timeout_s - (self.runner.clock.monotonic() - begin_s))
         frame = send_frame(request)
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
@@ -340,12 +324,12 @@ class RemoteBroker(Endpoint):
 
     def _sent(self, send: SendMessage | SendBatch, answer: Frame) -> SendResponse:
         response = cast("SendResponse", self._read_result(lambda _, answer: read_sent(answer), send, answer))
-        self._stored(send.messages[0].topic if isinstance(send, SendBatch) else send.message.topic)
+        self.stored(send.messages[0].topic if isinstance(send, SendBatch) else send.message.topic)
         return response
 
     def _send_later(self, request: SendLater) -> bool:
         """Send messages together, if that need not wait; return whether they were sent."""
-        transport = self._connections.get_open(self.address)
+        transport = self.lines.get_open(self.address)
         if transport is None or any(pending.send.message._delays is not None for pending in request.sends):
             return False
         frames = [send_frame(pending.send) for pending in request.sends]
@@ -359,7 +343,7 @@ class RemoteBroker(Endpoint):
 
         def give_up_send(pending: PendingSend) -> BrokerUnreachableError | None:
             timeout_ms = pending.send.timeout_ms
-            return give_up(pending.number, self._timeout_s if timeout_ms is None else timeout_ms / 1000)
+            return give_up(pending.number, self.timeout_s if timeout_ms is None else timeout_ms / 1000)
 
         request.give_up = give_up_send
         return True
@@ -375,11 +359,7 @@ class RemoteBroker(Endpoint):
         ended([pending for pending, _ in outcomes])
 
     def _delays_of(self, transport: Transport, timeout_s: float) -> BrokerDelays:
-        """Return what the broker can delay; it is asked once a connection, because it can return with other settings.
-
-        Raises:
-            MessageIllegalError: It does not say.
-        """
+        """Return what the broker can delay, asked once a connection: it can return with other settings."""
         learnt = self._delays
         if learnt is None or learnt[0] is not transport:
             try:
@@ -410,7 +390,7 @@ class RemoteBroker(Endpoint):
 
         They are asked for once a connection, and those of a group that has none again after a while: it may get some.
         """
-        transport, now_ms = self._connections.get(self.address), self._runner.now_ms()
+        transport, now_ms = self.lines.get(self.address), self.runner.now_ms()
         learnt = self._groups.get(group)
         if learnt is not None and learnt[0] is transport:
             age_ms = now_ms - learnt[1]
@@ -452,7 +432,7 @@ class RemoteBroker(Endpoint):
 
     def _of_client(self, client_id: str) -> Transport:
         """Return the connection of a client, on which the broker knows it."""
-        transport = self._connections.get(self.address, client_id)
+        transport = self.lines.get(self.address, client_id)
         if self._knows.get(client_id) is not transport and (beat := self._beats.get(client_id)) is not None:
             check(self._ask(heartbeat_frame(beat), transport))
             with self._lock:
@@ -465,10 +445,11 @@ class RemoteBroker(Endpoint):
             return self._of_client(request.client_id)
         if isinstance(request, UpdateOffset):
             with self._lock:
-                its = [beat.client_id for beat in self._beats.values() if _has_group(beat, request.group)]
+                beats = self._beats.values()
+                its = [beat.client_id for beat in beats for data in beat.consumers if data.group == request.group]
             if len(its) == 1:
                 return self._of_client(its[0])
-        return self._connections.get(self.address)
+        return self.lines.get(self.address)
 
     def _note_heartbeat(self, request: Heartbeat) -> None:
         with self._lock:
@@ -494,7 +475,7 @@ class RemoteBroker(Endpoint):
             except ClientError as error:
                 all_arrived = False
                 if isinstance(error, BrokerError) and client_id in known:  # it has lost its rights: it will say so
-                    self._later(partial(beat.client.call, ClientRemoved(self.name)))
+                    self.later(partial(beat.client.call, ClientRemoved(self.name)))
                 _log.debug(
                     "%(client)s: no heartbeat reaches %(broker)s: %(error)s",
                     client=client_id,
@@ -524,13 +505,6 @@ class RemoteBroker(Endpoint):
         with self._lock:
             self._beats |= {key: beat for key, beat in list(other._beats.items()) if key not in self._beats}
 
-    def take_suggested(self, topic: str, queue_id: int) -> int | None:
-        """Return the id of the broker that should get the next pull of a queue, 0 for the master.
-
-        None if no answer to a pull has said it since the last call.
-        """
-        return self._pulls.suggested.pop((topic, queue_id), None)
-
     def has_client(self, client_id: str) -> bool:
         """Return whether a client has sent a heartbeat and not left."""
         return client_id in self._beats
@@ -547,7 +521,7 @@ class RemoteBroker(Endpoint):
             transport = self._knows.get(client_id) if remaining is not None else self._knows.pop(client_id, None)
         if request.consumer_group is not None:
             self._pulls.drop_client(client_id, request.consumer_group)
-            now_ms = self._runner.now_ms()
+            now_ms = self.runner.now_ms()
             self._left = {group: until for group, until in self._left.items() if until > now_ms}
             self._left[request.consumer_group] = now_ms + _HELD_MS
         try:
@@ -555,7 +529,7 @@ class RemoteBroker(Endpoint):
                 check(self._ask(frame, transport))
         finally:
             if remaining is None:
-                self._connections.drop(client_id, self.address)
+                self.lines.drop(client_id, self.address)
 
     def _call_otherwise(self, request: object) -> object:
         if isinstance(request, ChannelClosed):
@@ -563,7 +537,7 @@ class RemoteBroker(Endpoint):
                 self._beats.pop(request.client_id, None)
                 self._knows.pop(request.client_id, None)
             self._pulls.drop_client(request.client_id)
-            self._connections.drop(request.client_id, self.address)
+            self.lines.drop(request.client_id, self.address)
             return None
         if self.has_receives and isinstance(request, Receive):
             return self._receives.receive(request)
@@ -617,7 +591,7 @@ class RemoteBroker(Endpoint):
 
         It answers a pull of a closed connection too when its hold ends, and makes the group of the pull again.
         """
-        left_ms = self._left.get(group, 0) - self._runner.now_ms()
+        left_ms = self._left.get(group, 0) - self.runner.now_ms()
         if left_ms > 0 and not self.has_receives and not self.is_librmq():
             self.clock.wait(threading.Event(), min(left_ms, _HELD_MS) / 1000)
 
@@ -645,11 +619,11 @@ class RemoteBroker(Endpoint):
         Raises:
             BrokerUnreachableError: It can't be reached, or does not answer in time.
         """
-        return self._ask(frame, self._connections.get(self.address))
+        return self._ask(frame, self.lines.get(self.address))
 
     def request_within(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request that the broker passes on to a client, whose silence says nothing about the broker."""
-        return self._connections.get(self.address).request(frame, timeout_s)
+        return self.lines.get(self.address).request(frame, timeout_s)
 
     def read(self, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         """Send a request like `request`, and read the body of its answer.
@@ -671,7 +645,7 @@ class RemoteBroker(Endpoint):
         """Note another address, and end the connections of clients to the old one."""
         before, self.address = self.address, address
         for client_id in list(self._beats):
-            self._connections.drop(client_id, before)
+            self.lines.drop(client_id, before)
 
     def close(self) -> None:
         """Remove all clients, and end their connections, by which the broker removes them too."""
@@ -681,11 +655,7 @@ class RemoteBroker(Endpoint):
             self._knows.clear()
         for beat in beats:
             self._pulls.drop_client(beat.client_id)
-            self._connections.drop(beat.client_id, self.address)
-
-
-def _has_group(beat: Heartbeat, group: str) -> bool:
-    return any(data.group == group for data in beat.consumers)
+            self.lines.drop(beat.client_id, self.address)
 
 
 # ---- a broker with its slaves
@@ -819,7 +789,7 @@ class BrokerGroup:
                     raise
                 failure = failure or error  # a slave may not have copied a topic or a group yet
                 continue
-            suggested = broker.take_suggested(*place)
+            suggested = broker._pulls.suggested.pop(place, None)
             if suggested is not None:
                 self._suggested[place] = suggested
             if number == MASTER or not _is_useless(request, response):

@@ -56,11 +56,7 @@ class LearntRoute(NamedTuple):
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
-    """Return the addresses in ``host:port;host:port``.
-
-    Raises:
-        ConfigError: One is something else.
-    """
+    """Return the addresses in ``host:port;host:port``."""
     addresses = (
         tuple(address.strip() for address in text.replace(",", ";").split(";") if address.strip()) if text else ()
     )
@@ -110,7 +106,9 @@ class NameServers:
             BrokerError: The server at the address is not a name server.
         """
         answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
-        return self._read_route(answer, "the brokers", _brokers_of)
+        return self._read_route(
+            answer, "the brokers", lambda body: LearntRoute(broker_addresses(body.get("brokerAddrTable")))
+        )
 
     def _read_route(self, answer: Frame, what: str, parse: Any) -> LearntRoute:  # noqa: ANN401 a function of a parsed body
         if answer.code:
@@ -147,10 +145,6 @@ class NameServers:
             self._at = number % count
             return answer
         raise BrokerUnreachableError(f"no name server answers: {'; '.join(why)}")
-
-
-def _brokers_of(body: Mapping[str, Any]) -> LearntRoute:
-    return LearntRoute(broker_addresses(body.get("brokerAddrTable")))
 
 
 def _usable_route(body: Mapping[str, Any]) -> LearntRoute:
@@ -285,8 +279,8 @@ class RemoteRoute(AdministeredRoute):
         self._states = StateLog(_log, self._label)
         self._level = logging.DEBUG if is_shared else logging.WARNING  # a share says itself what its owner does
         self._polling = Step(f"{self._label} poll", self._poll_due)
-        self._beating = Step(f"{self._label} heartbeats", self._beat_due)
-        self._reviving = Step(f"{self._label} reconnect", self._revive_due)
+        self._beating = Step(f"{self._label} heartbeats", lambda now_ms: self._beat(self._beating, BEAT_MS))
+        self._reviving = Step(f"{self._label} reconnect", lambda now_ms: self._beat(self._reviving, REVIVE_MS))
         try:
             self._learn(self.name_servers.all_brokers())
         except BaseException:
@@ -492,7 +486,7 @@ class RemoteRoute(AdministeredRoute):
         broker = RemoteBroker(
             name=name,
             address=address,
-            connections=self._connections,
+            lines=self._connections,
             runner=self.runner,
             later=self._later,
             stored=self._stored,
@@ -556,18 +550,12 @@ class RemoteRoute(AdministeredRoute):
 
     # ---- heartbeats, and connections that were lost
 
-    def _beat_due(self, now_ms: int) -> int | None:
-        return self._beat(self._beating, BEAT_MS)
-
-    def _revive_due(self, now_ms: int) -> int | None:
-        return self._beat(self._reviving, REVIVE_MS) if self._lost_ones else None
-
     def _beat(self, step: Step, again_ms: int) -> int | None:
         """Repeat the heartbeats, which reopens connections; notify the clients of brokers that are back."""
-        if self._is_closed:
-            return None
         lost = set(self._lost_ones)
         names = lost if step is self._reviving else set(self._links)
+        if self._is_closed or (step is self._reviving and not lost):
+            return None
         groups = [link.group for name, link in sorted(self._links.items()) if name in names]
 
         def beat() -> set[str]:
