@@ -381,10 +381,13 @@ class Drill:
         self._call_operator()
 
     def _return_brokers(self, site: str) -> None:
+        self._reopen_brokers(site)
+        self._call_operator()
+
+    def _reopen_brokers(self, site: str) -> None:
         for cluster, name in self._brokers_at(site):
             if cluster.broker(name).dead:
                 self._reopen(cluster, name)
-        self._call_operator()
 
     def _call_operator(self) -> None:
         """Let an operator look at the brokers some minutes later, where the deployment has one."""
@@ -393,11 +396,14 @@ class Drill:
             at = (self.runner.now_ms() - self._begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
             self._at(at, act)
 
-    def _brokers_at(self, site: str) -> Iterator[tuple[Cluster, str]]:
+    def _brokers(self) -> Iterator[tuple[Cluster, Broker]]:
         for cluster in self._clusters.values():
-            for broker in cluster.brokers():
-                if self._site_of(broker.name, serves=False) == site:
-                    yield cluster, broker.name
+            yield from ((cluster, broker) for broker in cluster.brokers())
+
+    def _brokers_at(self, site: str) -> Iterator[tuple[Cluster, str]]:
+        for cluster, broker in self._brokers():
+            if self._site_of(broker.name, serves=False) == site:
+                yield cluster, broker.name
 
     def _site_of(self, broker_name: str, *, serves: bool = True) -> str:
         """Return the site of a broker, or of its replica while that ``serves`` for it or has taken its place."""
@@ -408,9 +414,7 @@ class Drill:
         return site_of(broker_name) or ""
 
     def _master(self, broker_name: str) -> Broker:
-        return next(
-            broker for cluster in self._clusters.values() for broker in cluster.brokers() if broker.name == broker_name
-        )
+        return next(broker for _, broker in self._brokers() if broker.name == broker_name)
 
     # ---- replicas
 
@@ -430,11 +434,10 @@ class Drill:
 
     def _promote(self) -> None:
         """Let the replicas of dead brokers take their places."""
-        for cluster in self._clusters.values():
-            for broker in cluster.brokers():
-                replica = self._replicas.get(broker.name)
-                if replica is not None and not replica.dead and broker.dead:
-                    self._promote_replica(cluster, broker.name, replica)
+        for cluster, broker in self._brokers():
+            replica = self._replicas.get(broker.name)
+            if replica is not None and not replica.dead and broker.dead:
+                self._promote_replica(cluster, broker.name, replica)
 
     def _promote_replica(self, cluster: Cluster, name: str, replica: Replica) -> None:
         self._note(f"{self._replicated_at[name]}: the replica of {name} is promoted")
@@ -460,12 +463,11 @@ class Drill:
 
     def _link(self, site: str, *, is_cut: bool) -> None:
         """Cut or restore all links between a site and others."""
-        for cluster in self._clusters.values():
-            for broker in cluster.brokers():
-                at = self._site_of(broker.name, serves=False)
-                for other in self.deployment.homes:
-                    if at != other and site in (other, at):
-                        (cluster.cut if is_cut else cluster.restore)(broker.name, site=other)
+        for cluster, broker in self._brokers():
+            at = self._site_of(broker.name, serves=False)
+            for other in self.deployment.homes:
+                if at != other and site in (other, at):
+                    (cluster.cut if is_cut else cluster.restore)(broker.name, site=other)
 
     def _lose_consumers(self, site: str) -> None:
         for routed in self._consumers[site]:
@@ -473,13 +475,10 @@ class Drill:
             client = routed.current.client
             client.dead = True
             self._recorder.crashed({client.client_id.partition("@")[2]})
-            for cluster in self._clusters.values():
-                for broker in cluster.brokers():
-                    if not broker.dead:
-                        broker.remove_client(client.client_id)
-            for replica in self._replicas.values():
-                if not replica.dead:
-                    replica.broker.remove_client(client.client_id)
+            brokers = [broker for _, broker in self._brokers() if not broker.dead]
+            brokers += [replica.broker for replica in self._replicas.values() if not replica.dead]
+            for broker in brokers:
+                broker.remove_client(client.client_id)
         self._consumers[site].clear()
 
     def _return_consumers(self, site: str) -> None:
@@ -494,9 +493,7 @@ class Drill:
             )
         self._do_due()
         for site in self.deployment.homes:
-            for cluster, name in self._brokers_at(site):
-                if cluster.broker(name).dead:
-                    self._reopen(cluster, name)
+            self._reopen_brokers(site)
             self._link(site, is_cut=False)
             self._return_consumers(site)
         self._router.redirect()

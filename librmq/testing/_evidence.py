@@ -62,34 +62,27 @@ class UnknownGroupError(LookupError):
     """The test asks about a group that none of its consumers has."""
 
 
+@dataclass(eq=False, repr=False)
 class Evidence:
     """Takes the reports of a kit's processes, and answers the test from the broker and the history. Not thread-safe.
 
     It records which topics were subscribed to, sent to and asked about.
     """
 
-    def __init__(
-        self,
-        kit: KitParts,
-        runner: KitRunner,
-        table: ProcessTable,
-        faults: Faults,
-        start: StoreStart | None,
-        start_consumers: Callable[[], None],
-    ) -> None:
-        """``start`` is what the kit's store began with.
+    kit: KitParts
+    runner: KitRunner
+    table: ProcessTable
+    faults: Faults
+    start: StoreStart | None
+    """What the kit's store began with."""
+    start_consumers: Callable[[], None]
+    """Starts the consumers that the test has declared, before the test sends."""
 
-        ``start_consumers()`` starts the consumers that the test has declared, before the test sends.
-        """
-        self._kit = kit
-        self._runner = runner
-        self._faults = faults
-        self._network = kit.network
-        self._table = table
-        self._history = kit.history()
+    def __post_init__(self) -> None:
+        self._network = self.kit.network
+        self._history = self.kit.history()
         self._history.about = self.about
-        self._start_consumers = start_consumers
-        self.facts: Facts = Facts(kit, runner, table, start)
+        self.facts: Facts = Facts(self.kit, self.runner, self.table, self.start)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self.sent_to: set[str] = set()
@@ -116,9 +109,9 @@ class Evidence:
             self.pulled_by[place] = process.label
             if before is not None:
                 queue = MessageQueue(request.topic, broker_name, request.queue_id)
-                self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
+                self.kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
                 where = self._history.place(request.topic, broker_name, request.queue_id)
-                self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
+                self.kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 
     def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
         """Note what a simple consumer received."""
@@ -127,7 +120,7 @@ class Evidence:
             message = received.message
             where = self._history.place(message.topic, broker_name, message.queue_id, message.queue_offset)
             retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
-            self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
+            self.kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
         """Note the subscriptions of a process's consumers."""
@@ -142,25 +135,25 @@ class Evidence:
         """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
         if current_work.get() is None:
             try:
-                self._start_consumers()
+                self.start_consumers()
             except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
             self.sent_to.add(topic)
-        return self._faults._before_send(process, topic, broker_name)
+        return self.faults._before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work.get() is not None or self._runner.kept_causes:
+        if current_work.get() is not None or self.runner.kept_causes:
             for offset_id in response.offset_ids:
-                self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self._faults._lose(process, topic, broker_name, response)
-        self._kit.clock.advance(seconds=self._faults.take_delay_s(process, topic, broker_name))
+                self.runner.sent(broker_name, topic, int(offset_id[-16:], 16))
+        self.faults._lose(process, topic, broker_name, response)
+        self.kit.clock.advance(seconds=self.faults.take_delay_s(process, topic, broker_name))
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Fail the test with the error of a function that `Process.background` ran."""
-        if error is not None and self._runner.failure is None:
-            self._runner.failure = error
+        if error is not None and self.runner.failure is None:
+            self.runner.failure = error
 
     def note_received(self, group: str, topic: str) -> None:
         """Note that a client of the group got a message of the topic by its own request."""
@@ -234,7 +227,9 @@ class Evidence:
         if any(broker.dead for broker in brokers):
             return []
         for subscriber in self._subscribed.values():
-            subscriber.was_read |= self._history._has_delivered(subscriber.group, subscriber.subscription.topic)
+            name = subscriber.group, subscriber.subscription.topic
+            events = (event for call in self._history.calls for event in call.events)
+            subscriber.was_read |= any((event["group"], event["topic"]) == name for event in events)
 
         topics = [
             topic
@@ -351,13 +346,13 @@ class Evidence:
                 )
 
     def _consumers(self) -> Iterator[Consumer[Any]]:
-        for process in self._table.processes:
+        for process in self.table.processes:
             yield from process.made
 
     def _groups(self) -> Collection[str]:
         subscribed_groups = {name for name, _ in self._subscribed}
         return subscribed_groups | {
-            consumer.group for process in self._table.processes for consumer in process.consumers
+            consumer.group for process in self.table.processes for consumer in process.consumers
         }
 
     def _check_group(self, group: str) -> None:

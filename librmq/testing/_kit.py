@@ -435,7 +435,8 @@ class Kit:
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)
         other = self._table.make(self._table.free_name(process.name), process._factory, site=process.site)
-        self._table.tolerate_like(process, other)
+        if process.name in self._table.tolerated:
+            self._table.tolerated.add(other.name)
         self.note("fault", f"{other.label} joins, made like {process.label}")
         self._set_up(other)
         return other
@@ -729,11 +730,7 @@ def starting_store(
     groups: GroupNames | None,
     store_config: StoreConfig | None,
 ) -> StoreStart | None:
-    """Return what a kit begins with; None without a store.
-
-    Raises:
-        ConfigError: Topics or groups are named without a store.
-    """
+    """Return what a kit begins with; None without a store."""
     if store is not None:
         from librmq.testing._from_store import StoreStart  # most tests begin with an empty store
 
@@ -744,11 +741,7 @@ def starting_store(
 
 
 def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
-    """Return the time at which a kit begins.
-
-    Raises:
-        ConfigError: It is before the last message of the store.
-    """
+    """Return the time at which a kit begins."""
     earliest_ms = machine_ms() if start is None else start.now_ms
     if start is not None and now_ms is not None and now_ms < earliest_ms:
         raise ConfigError(

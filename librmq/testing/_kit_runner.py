@@ -383,11 +383,7 @@ class Driver:
         return call
 
     def check_awaited(self) -> None:
-        """Look for calls that were not awaited.
-
-        Raises:
-            NotAwaitedError: A call was not awaited; the message names its line.
-        """
+        """Look for calls that were not awaited."""
         self._check_awaited()
         calls, self._async_calls = self._async_calls, []
         forgotten = [what for call, what in calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
@@ -497,11 +493,6 @@ class ProcessTable:
         """Return whether the process's own code runs now."""
         work = current_work.get()
         return work is not None and self.process_of(work) is process
-
-    def tolerate_like(self, process: Process, other: Process) -> None:
-        """Treat failures of ``other`` like failures of ``process``."""
-        if process.name in self.tolerated:
-            self.tolerated.add(other.name)
 
     def fails_fast(self, work: Work) -> bool:
         """Return whether an error of this code fails the test."""

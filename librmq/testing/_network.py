@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
@@ -112,47 +112,35 @@ class Copy(Protocol):
         """Connect it with its master."""
 
 
+@dataclass(eq=False, repr=False)
 class Network:
-    """The brokers of one test behind one route table, and the links to them."""
+    """The brokers of one test behind one route table, and the links to them. Made, it opens the first broker."""
 
-    def __init__(
-        self,
-        path: str,
-        files: Files,
-        runner: Runner,
-        config: BrokerConfig | None,
-        store_config: StoreConfig,
-        joined: Callable[[str, bool], object],
-        frames: Frames | None = None,
-    ) -> None:
-        """Open the broker.
+    path: str
+    """Folder of the first broker's store."""
+    files: Files
+    runner: Runner
+    config: BrokerConfig | None
+    """Settings of brokers."""
+    store_config: StoreConfig
+    joined: Callable[[str, bool], object]
+    """Called as ``joined(name, is_new)`` for each broker that joins or returns."""
+    frames: Frames | None = None
+    """What requests cross as frames of 4.x: a TCP connection, or the socket of a shared store."""
 
-        Args:
-            path: Folder of its store.
-            files: Opens it.
-            runner: Runs everything.
-            config: Settings of brokers.
-            store_config: Settings of stores.
-            joined: Called as ``joined(name, is_new)`` for each broker that joins or returns.
-            frames: What requests cross as frames of 4.x: a TCP connection, or the socket of a shared store.
-        """
+    def __post_init__(self) -> None:
         self._frames: FrameLinks | None = None
-        if frames is not None:
+        if self.frames is not None:
             from librmq.wire.frame_links import FrameLinks
 
-            self._frames = FrameLinks(runner, is_shared=frames == "share")
+            self._frames = FrameLinks(self.runner, is_shared=self.frames == "share")
         self.has_pages = False
         """Whether a process keeps what it has consumed by itself, as one with its own store or in a share does."""
-        self._path = path
-        self._files = files
-        self._runner = runner
-        self._config = config
-        self._store_config = store_config
         self._cluster: Cluster | None = None
-        self._cuts: dict[frozenset[str], set[int]] = {}
+        self.cuts: dict[frozenset[str], set[int]] = {}
+        """The numbers of the cuts of each link."""
         self._cut_ids = count()
         self._read_only: dict[str, MessageStore] = {}
-        self._joined = joined
         self._retired: dict[str, list[MessageStore]] = {}
         self._latencies: dict[frozenset[str], float] = {}
         self.copies: list[Copy] = []
@@ -168,9 +156,7 @@ class Network:
         self._end_watch = self.table.watch(self._refresh_brokers)
 
     def _open(self) -> Broker:
-        return Broker.open(
-            self._path, self._config, store_config=self._store_config, runner=self._runner, files=self._files
-        )
+        return Broker.open(self.path, self.config, store_config=self.store_config, runner=self.runner, files=self.files)
 
     @property
     def first(self) -> Broker:
@@ -183,25 +169,20 @@ class Network:
         return self._cluster is not None
 
     @property
-    def has_cuts(self) -> bool:
-        """Whether any link is cut."""
-        return bool(self._cuts)
-
-    @property
     def is_whole_cluster(self) -> bool:
         """Whether there are several brokers and replicas, all running and reachable."""
         dead = [*(broker.dead for broker in self.by_name.values()), *(copy.dead for copy in self.copies)]
-        return len(dead) > 1 and not self._cuts and not any(dead)
+        return len(dead) > 1 and not self.cuts and not any(dead)
 
     def make_cluster(self, names: Sequence[str]) -> Cluster:
         """Replace the single broker, which is still unused, with a cluster."""
         cluster = Cluster.open(
-            os.path.join(self._path, "cluster"),
+            os.path.join(self.path, "cluster"),
             names,
-            config=self._config,
-            store_config=self._store_config,
-            runner=self._runner,
-            files=self._files,
+            config=self.config,
+            store_config=self.store_config,
+            runner=self.runner,
+            files=self.files,
         )
         self._end_watch()
         self.first.close()
@@ -220,7 +201,7 @@ class Network:
                 if read_only is not None:
                     read_only.close()
                 self.by_name[name] = broker
-                self._joined(name, before is None)
+                self.joined(name, before is None)
                 self._reconnect(name)
 
     def _reconnect(self, name: str) -> None:
@@ -305,7 +286,7 @@ class Network:
             return broker.store
         store = self._read_only.get(name)
         if store is None:
-            store = MessageStore.open(broker.store.path, self._store_config, read_only=True, files=self._files)
+            store = MessageStore.open(broker.store.path, self.store_config, read_only=True, files=self.files)
             self._read_only[name] = store
         return store
 
@@ -348,7 +329,7 @@ class Network:
         ends = {name for process in processes for name in (process.name, process.site)}
         self._check_ends(end, other, ends)
         number = next(self._cut_ids)
-        self._cuts.setdefault(frozenset((end, other)), set()).add(number)
+        self.cuts.setdefault(frozenset((end, other)), set()).add(number)
         return number, [
             (process, broker)
             for process in processes
@@ -390,7 +371,7 @@ class Network:
 
     def is_cut(self, end: str, other: str, site: str | None = None) -> bool:
         """Return whether the link to the broker ``other`` or to its site is cut."""
-        return bool(self._cuts) and any(pair in self._cuts for pair in _links(end, other, site))
+        return bool(self.cuts) and any(pair in self.cuts for pair in _links(end, other, site))
 
     def others(self, end: str, processes: Iterable[LinkEnd]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
@@ -403,12 +384,12 @@ class Network:
     def heal(self, end: str, other: str, number: int | None = None) -> bool:
         """End all cuts of the link between two ends, or one of them; return whether this restored the link."""
         pair = frozenset((end, other))
-        cuts = self._cuts.get(pair, set())
+        cuts = self.cuts.get(pair, set())
         ended = cuts & {number} if number is not None else set(cuts)
         cuts -= ended
         if not ended or cuts:
             return False
-        del self._cuts[pair]
+        del self.cuts[pair]
         self.table.changed()
         for name in self.by_name:
             self._reconnect(name)
@@ -430,7 +411,7 @@ class Network:
         broker = self.by_name[broker_name]
         if broker.dead:
             raise BrokerUnreachableError(f"{broker_name} is down")
-        if self._cuts and self._is_cut(process, broker_name):
+        if self.cuts and self._is_cut(process, broker_name):
             raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
         if self._frames is not None:
             return self._frames.endpoint(process.label, broker)
@@ -468,7 +449,7 @@ class Network:
         paths |= {copy.name: copy.path for copy in self.copies}
         for name, path in paths.items():
             prefix = f"{name}: " if len(paths) > 1 else ""
-            damage = verify(path, self._store_config, self._files).damage
+            damage = verify(path, self.store_config, self.files).damage
             lines += [f"{prefix}{finding.file} at {finding.offset}: {finding.what}" for finding in damage]
         return lines
 

@@ -60,15 +60,11 @@ class KitReplica:
         config: ReplicaConfig | None,
     ) -> None:
         """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
-        self.name = name
-        self.master_name = master_name
+        self.master_name, self.name = master_name, name
         self.path: str = os.path.join(kit.path, "replicas", name)
         """The folder of the copy."""
         self._link = _MasterLink(kit, master_name, name)
-        self._kit = kit
-        self._runner = runner
-        self._evidence = evidence
-        self._config = config
+        self._kit, self._runner, self._evidence, self._config = kit, runner, evidence, config
         self.open()
 
     def open(self) -> None:

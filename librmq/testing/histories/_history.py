@@ -219,10 +219,6 @@ class History:
                     attempt=event["attempt"],
                 )
 
-    def _has_delivered(self, group: str, topic: str) -> bool:
-        """Return whether the group got a message of the topic."""
-        return any(event["group"] == group and event["topic"] == topic for call in self.calls for event in call.events)
-
     def _keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
         """Read the messages of all calls, before another broker replaces the one that has them."""
         for call in self.calls:

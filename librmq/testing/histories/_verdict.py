@@ -147,7 +147,7 @@ class Facts:
         """Return whether nothing waits for a group: all is consumed, and nothing comes later."""
         network = self._network
         consumers = [consumer for consumer in self._consumers(name) if consumer.is_running and not consumer.client.dead]
-        if group.kind != "push" or not consumers or self._runner.running or network.has_cuts:
+        if group.kind != "push" or not consumers or self._runner.running or network.cuts:
             return False
         if any(broker.dead for broker in network.by_name.values()) or any(
             not isinstance(consumer, PushConsumer) or consumer.is_paused for consumer in consumers
@@ -244,11 +244,7 @@ class HistoryAnomalyError(AssertionError):
 
 
 def check_kinds(kinds: Collection[str]) -> None:
-    """Refuse names that are not kinds of anomalies.
-
-    Raises:
-        ConfigError: There is no such kind.
-    """
+    """Refuse names that are not kinds of anomalies."""
     if unknown := sorted(set(kinds) - set(KINDS)):
         near = nearest(unknown[0], KINDS)
         hint = f"; did you mean {near!r}?" if near else f": expected one of {', '.join(KINDS)}"
