@@ -22,7 +22,7 @@ from librmq.console._requested import (
     waiting_by_requests,
 )
 from librmq.console._tables import KINDS, Cell, Fact, Page, Query, Table, count, link, message_link, topic_link
-from librmq.diagnosis import GivenUpMessage, PendingMessage, StoreView, StoryEvent, View, pending_messages, story
+from librmq.diagnosis import PendingMessage, StoreView, StoryEvent, View, pending_messages, story
 from librmq.diagnosis.view import count_dead_letters
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, moment, number, short, size
@@ -341,7 +341,9 @@ def letters_page(look: Look, query: Query) -> Page:
         else ""
     )
     note += "" if is_noted else "Brokers do not note which were sent again."
-    records = [_letter_record(message, letter, bodies=look.bodies, is_noted=is_noted) for message, letter in found]
+    records = [letter._asdict() | record_of(message, bodies=look.bodies) for message, letter in found]
+    for record in () if is_noted else records:
+        del record["resent_at_ms"]
     nothing = "No letter has this cause or key." if read else "None."
     return Page(
         f"Dead letters of {group}",
@@ -349,11 +351,6 @@ def letters_page(look: Look, query: Query) -> Page:
         template="letters.html.j2",
         more={"group": group, "has_letters": bool(found), "query": {"cause": cause, "key": key}},
     )
-
-
-def _letter_record(message: StoredMessage, letter: GivenUpMessage, *, bodies: bool, is_noted: bool) -> dict[str, Any]:
-    row = letter._asdict() | record_of(message, bodies=bodies)
-    return row if is_noted else {name: value for name, value in row.items() if name != "resent_at_ms"}
 
 
 # ---- what waits

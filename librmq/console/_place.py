@@ -43,11 +43,7 @@ class Place:
     """A route, a folder, or both. Thread-safe."""
 
     def __init__(self, place: AdministeredRoute | str | os.PathLike[str], folder: str | None = None) -> None:
-        """``folder`` is that of the store behind a route, where it is on this machine.
-
-        Raises:
-            TypeError: ``place`` is neither a route nor a path.
-        """
+        """``folder`` is that of the store behind a route, where it is on this machine."""
         self.route: AdministeredRoute | None = None
         self.folder = folder
         if isinstance(place, str | os.PathLike):
@@ -92,11 +88,7 @@ class Place:
         return self.folder is not None or self.broker is not None
 
     def acting(self) -> AdministeredRoute:
-        """Return the route to the brokers.
-
-        Raises:
-            ConfigError: No process has the folder's store open.
-        """
+        """Return the route to the brokers."""
         if self.route is None:
             raise ConfigError(f"{self.folder}: no broker has this store open, so nothing can be changed here")
         return self.route
@@ -247,7 +239,8 @@ class Place:
             reasons = (view.unknown_progress, view.unknown_delays, view.unknown_groups)
             self.unknown = [reason for reason in reasons if reason is not None]
         store, log = view.store, view.store.log
-        marks = log.end, *map(_changed_at, (os.path.join(store.path, name) for name in _PARTS))
+        parts = (os.path.join(store.path, name) for name in _PARTS)
+        marks = log.end, *(os.stat(path).st_mtime_ns if os.path.exists(path) else 0 for path in parts)
         if not self._missing_at and not log.gaps and len(store.queues) > _MANY_QUEUES and store.cut_short is None:
             self._missing_at = "the second look"  # the first one does not wait for a look at each queue's files
         elif marks != self._missing_at:
@@ -266,10 +259,6 @@ class Look(NamedTuple):
     """Whether bodies of messages are shown."""
     allow_changes: bool
     """Whether pages offer changes."""
-
-
-def _changed_at(path: str) -> int:
-    return os.stat(path).st_mtime_ns if os.path.exists(path) else 0
 
 
 def _state_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:

@@ -343,11 +343,7 @@ def _found(place: Place, view: View[Any], topic: str, query: Query) -> _Found:
 
 
 def _positions(text: str) -> dict[str, int]:
-    """Return where a search goes on, by the names of queues.
-
-    Raises:
-        ConfigError: The text is none that a page made.
-    """
+    """Return where a search goes on, by the names of queues."""
     positions = {}
     for word in text.split():
         name, _, offset = word.rpartition(":")
@@ -382,8 +378,14 @@ def find_page(look: Look, query: Query) -> Page:
     exact += [message_link(message) for message in found]
     looked = f"Keys were looked for in the first {_ROWS} of {number(every)} topics." if len(asked) < every else ""
     names = [
-        Table(title, (title.lower(),), [[to(name)] for name in some[:_ROWS]], _more(some), f"No {what} has this name.")
-        for title, what, some, to in (("Groups", "group", groups, group_link), ("Topics", "topic", topics, topic_link))
+        Table(
+            title,
+            (title.lower(),),
+            [[to(name)] for name in some[:_ROWS]],
+            f"The first {_ROWS} of {number(len(some))}." if len(some) > _ROWS else "",
+            f"No {title[:-1].lower()} has this name.",
+        )
+        for title, some, to in (("Groups", groups, group_link), ("Topics", topics, topic_link))
     ]
     nothing = f"No message has this id or key. {looked}".strip()
     messages = messages_table(found, looked, bodies=look.bodies)._replace(nothing=nothing)
@@ -393,10 +395,6 @@ def find_page(look: Look, query: Query) -> Page:
         is_live=False,
         location=exact[0] if len(exact) == 1 else "",
     )
-
-
-def _more(names: Sequence[str]) -> str:
-    return f"The first {_ROWS} of {number(len(names))}." if len(names) > _ROWS else ""
 
 
 def _with_id_or_key(place: Place, view: View[Any], words: str, topics: Iterable[str]) -> list[StoredMessage]:

@@ -71,11 +71,7 @@ def _field(name: str, kind: DataType) -> StructField:
 
 
 def plain_schema(schema: StructType) -> StructType:
-    """Return the columns to read for columns that may have Kafka's names, each once.
-
-    Raises:
-        ConfigError: A column has not the type that Kafka's source gives it.
-    """
+    """Return the columns to read for columns that may have Kafka's names, each once."""
     fields: dict[str, StructField] = {}
     for field in schema:
         kind = field.dataType
@@ -99,12 +95,11 @@ class Renaming:
     def batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield batches with the names and types of ``schema``."""
         for batch in batches:
-            columns = [_renamed(batch.column(plain_name(field.name)), field) for field in self.schema]
+            columns = []
+            for field in self.schema:
+                column = batch.column(plain_name(field.name))
+                columns.append((_headers_of(column) if field.name == _HEADERS else column).cast(field.type))
             yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-
-def _renamed(column: pa.Array, field: pa.Field) -> pa.Array:
-    return (_headers_of(column) if field.name == _HEADERS else column).cast(field.type)
 
 
 def _headers_of(properties: pa.Array) -> pa.Array:
@@ -122,11 +117,7 @@ def _headers_of(properties: pa.Array) -> pa.Array:
 
 
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the names and types of columns to write as librmq names them.
-
-    Raises:
-        ConfigError: A column is Kafka's ``offset``.
-    """
+    """Return the names and types of columns to write as librmq names them."""
     if any(name == "offset" for name, _ in columns):
         raise ConfigError("column 'offset': the store gives a message its offset; drop the column before the write")
     return [

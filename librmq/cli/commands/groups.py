@@ -460,14 +460,11 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
             output.rows_of(cause._asdict() | ({} if is_noted else {"resent": None}) for cause in causes)
         else:
             rows = (named(view.broker_name(queue), letter._asdict()) for queue, _, letter in selected)
-            output.rows_of(row if is_noted else _without(row, "resent_at_ms") for row in rows)
+            left_out = () if is_noted else ("resent_at_ms",)
+            output.rows_of({name: value for name, value in row.items() if name not in left_out} for row in rows)
         if arguments.group is not None:
             note_group(arguments.group, view.groups, output)
     return 0
-
-
-def _without(row: dict[str, Any], left_out: str) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != left_out}
 
 
 def _selection(arguments: argparse.Namespace) -> Callable[[GivenUpMessage], bool]:

@@ -316,7 +316,8 @@ def _lines(steps: list[_Step]) -> Iterator[str]:
     free: dict[str, list[int]] = {}
     numbers: dict[int, int] = {}
     count = 0
-    order = {step.number: index for index, step in enumerate(sorted(steps, key=_invoked_first))}
+    by_begin = sorted(steps, key=lambda step: (step.at_ms, not step.is_invoked, step.number))
+    order = {step.number: index for index, step in enumerate(by_begin)}
     for index, step in enumerate(sorted(steps, key=lambda step: (step.at_ms, order[step.number], not step.is_invoked))):
         if step.is_invoked:
             idle = free.setdefault(step.process, [])
@@ -331,7 +332,3 @@ def _lines(steps: list[_Step]) -> Iterator[str]:
         )
         if not step.is_invoked and step.kind != ":info":  # after :info a process of Jepsen does nothing more
             heappush(free[step.process], process)
-
-
-def _invoked_first(step: _Step) -> tuple[Any, ...]:
-    return step.at_ms, not step.is_invoked, step.number

@@ -21,7 +21,7 @@ from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.errors import BrokerError, CorruptionError, InputError, MessageIllegalError, refused_copy
 from librmq.files import DiskFiles
 from librmq.files.interface import read_replaced
-from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic, record
+from librmq.message import Message, StoredMessage, dead_letter_topic, record
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, encode_properties
 from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
@@ -237,7 +237,9 @@ class _Batches:
         for message in messages:  # the first message of an unknown topic makes it
             try:
                 if message.priority is None:
-                    sent = self._producer.send(message, selector=_same_queue, arg=queue_id)
+                    sent = self._producer.send(
+                        message, selector=lambda queues, _, queue_id: queues[queue_id % len(queues)], arg=queue_id
+                    )
                 else:
                     sent = self._producer.send(message)  # to the queue that its priority names
             except (MessageIllegalError, BrokerError) as error:
@@ -255,11 +257,6 @@ def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) 
     size = max(sum(message.size for message in stored), sum(len(message.body) for message in messages))
     have_priorities = any(message.priority is not None for message in messages)
     return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic) and not have_priorities
-
-
-def _same_queue(queues: Sequence[MessageQueue], message: Message, queue_id: object) -> MessageQueue:
-    assert isinstance(queue_id, int)
-    return queues[queue_id % len(queues)]
 
 
 class _Record(NamedTuple):
@@ -305,11 +302,7 @@ class _Progress:
             self._check_log(store)
 
     def _check_log(self, store: MessageStore) -> None:
-        """Check that the log still has the last record that was sent.
-
-        Raises:
-            InputError: It was cut before that record, and can have grown since.
-        """
+        """Check that the log still has the last record that was sent."""
         end = store.log.end
         is_cut = self.physical_offset > end
         if self._record is not None and store.log.begin <= self._record.physical_offset:  # else retention deleted it
@@ -369,11 +362,7 @@ class _Progress:
         self.passed(end)
 
     def write(self) -> None:
-        """Write the file.
-
-        Raises:
-            StoreIOError: It can't be written.
-        """
+        """Write the file."""
         now: dict[str, object] = {"physical_offset": self.physical_offset}
         if self._record is not None:
             now["record"] = list(self._record)
