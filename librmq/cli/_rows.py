@@ -39,7 +39,6 @@ _LONGEST_LINE: Final = 64 << 20
 
 
 def parse_object(text: str | bytes) -> Row:
-    """Return a JSON object."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
@@ -87,7 +86,6 @@ def named(broker_name: str, row: Row) -> Row:
 
 
 def schedule_row(schedule: Schedule) -> Row:
-    """Return the row of a schedule."""
     times = {"next_ms": schedule.next_ms, "last_ms": schedule.last_ms, "paused": schedule.paused}
     return {"name": schedule.name, "topic": schedule.topic, **times, "rule": schedule.rule, "missed": schedule.missed}
 

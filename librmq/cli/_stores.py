@@ -578,7 +578,6 @@ def open_administered(arguments: argparse.Namespace) -> Iterator[tuple[Administe
 
 
 def view_of(broker: StoreRoute) -> StoreView:
-    """View the store of a broker, with its tables."""
     from librmq.diagnosis import StoreView
 
     return StoreView.over(broker.store, broker.tables)

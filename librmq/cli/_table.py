@@ -361,7 +361,6 @@ class Table:
         self._console.print()
 
     def _draw_lists(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
-        """Draw each row as a list, a line for each column."""
         for line in cells:
             table = rich.table.Table(box=None, pad_edge=False, show_header=False)
             table.add_column(no_wrap=True, style="bold")

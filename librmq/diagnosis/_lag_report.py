@@ -392,7 +392,6 @@ class _Rows(Sequence[TopicProgress]):
         return map(partial(tuple.__new__, QueueLag), zip(*names, *self._lists, strict=True))
 
     def by_topic(self) -> list[TopicLag]:
-        """Return the sums of each group and topic."""
         _, lags, deleted, is_beyond = self._terms
         by_pair = partial(self._combined, bounds=self.bounds)
         sums = [by_pair(sum, lags), by_pair(max, lags), by_pair(min, self._oldest_ms)]
@@ -402,7 +401,6 @@ class _Rows(Sequence[TopicProgress]):
         return [TopicLag(*row) for row in zip(*columns, strict=True)]
 
     def by_group(self) -> list[GroupLag]:
-        """Return the sums of each group."""
         lags, places = self._terms[1], self._places
         is_again = [topic.startswith(TopicPrefix.RETRY) for topic in self._names[1]]
         lags_again = self._combined(sum, lags, self.bounds)

@@ -99,7 +99,6 @@ class KombuBroker:
         return ClusterReceiver(self.route, self.producer, wake)
 
     def topic(self, queue: str) -> str:
-        """Return the topic of a queue."""
         return next(iter(self.topics([queue])))
 
     def topics(self, queues: list[str]) -> dict[str, str]:
@@ -258,7 +257,6 @@ def _refuse_rest(url: str, address: str, allowed: str) -> None:
 
 
 def _folder(url: str, address: str) -> str:
-    """Return the folder in a URL."""
     allowed = "librmq:///absolute/path/of/folder, or librmq+connect://host:port of a name server"
     _refuse_rest(url, address, allowed)
     if address.lstrip("/").startswith("~"):
@@ -275,7 +273,6 @@ def _folder(url: str, address: str) -> str:
 
 
 def _name_server(url: str, address: str) -> str:
-    """Return the address of the name server in a URL."""
     allowed = "librmq+connect://host:port of a name server"
     _refuse_rest(url, address, allowed)
     host = address.rstrip("/")

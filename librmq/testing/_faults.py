@@ -145,7 +145,6 @@ class Faults:
         return is_repeated
 
     def _lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
-        """Lose the answer, if that is due."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose_answer", topic, broker) is not None
         if (

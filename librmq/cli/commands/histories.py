@@ -90,7 +90,6 @@ def _file_name(path: str) -> str:
 
 @contextmanager
 def _history_file(path: str) -> Iterator[BinaryIO]:
-    """Open a file of a history, or standard input."""
     if path == "-":
         if sys.stdin is None:
             raise InputError("-: standard input is closed")

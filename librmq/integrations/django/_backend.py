@@ -146,7 +146,6 @@ class LibrmqBackend(BaseTaskBackend):
         return f"django-worker_{self.alias}"
 
     def _topic_of(self, queue_name: str) -> str:
-        """Return the topic of a queue."""
         return f"django-tasks_{self.alias}_{queue_name}"
 
     def check(self, **_: Any) -> Iterator[Any]:

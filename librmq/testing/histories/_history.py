@@ -69,7 +69,6 @@ class Call:
 
     @property
     def actor(self) -> str:
-        """Group and process."""
         first = self.events[0]
         return f"{first['group']}@{first['process']}"
 

@@ -415,7 +415,6 @@ class Sessions:
             return bool(self._asked)
 
     def note_half(self, transaction_id: str, place: tuple[str, int, int]) -> None:
-        """Note what `half` returns."""
         with self._lock:
             self._halves[transaction_id] = place
             while len(self._halves) > _MAX_HALVES:

@@ -102,7 +102,6 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
 
 
 def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
-    """Return the records in a body."""
     messages, at, end = [], 0, len(body)
     while at < end:
         try:
@@ -130,7 +129,6 @@ def unwrapped(stored: StoredMessage) -> list[StoredMessage]:
 
 
 def text_in(row: object, name: str) -> str:
-    """Return a text in an object."""
     text = row.get(name) if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise MalformedError(f"{name}: expected text, found {text!r:.80} in {row!r:.160}")
@@ -138,7 +136,6 @@ def text_in(row: object, name: str) -> str:
 
 
 def number_in(row: object, name: str) -> int:
-    """Return a whole number in an object."""
     number = row.get(name) if isinstance(row, dict) else None
     if type(number) is not int:
         raise MalformedError(f"{name}: expected a whole number, found {number!r:.80} in {row!r:.160}")
@@ -191,7 +188,6 @@ def queue_key(queue: MessageQueue) -> java_json.ObjectKey:
 
 
 def queues_of(rows: object) -> frozenset[MessageQueue]:
-    """Return the queues in a list."""
     if not isinstance(rows, list):
         raise MalformedError(f"expected a list of queues, found {rows!r:.80}")
     return frozenset(_queue_of(row) for row in rows)
@@ -374,7 +370,6 @@ def group_clients_of(group: str, body: Mapping[str, Any]) -> GroupConnections:
 
 
 def subscription_of(row: object) -> Subscription:
-    """Return the subscription in an object."""
     if not isinstance(row, dict) or not isinstance(row.get("topic"), str):
         raise MalformedError(f"expected a subscription with a topic, found {row!r:.80}")
     try:

@@ -232,7 +232,6 @@ class RemotingCall(NamedTuple):
         return answer if self.channel.is_local else broker.await_device(request, answer)
 
     def answer(self, header: object = None, *, body: bytes = b"", code: int = 0, remark: str | None = None) -> bytes:
-        """Return the bytes of an answer."""
         fields = {} if header is None else to_fields(header)
         return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
 

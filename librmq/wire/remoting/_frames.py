@@ -198,7 +198,6 @@ def _json_header(frame: Frame) -> bytes:
 
 
 def _from_json(header: bytes, body: bytes) -> Frame:
-    """Return the frame of a JSON header and a body."""
     try:
         text = header.decode()
         try:

@@ -634,7 +634,6 @@ class RequestForm(NamedTuple):
         return from_fields(self.header, fields, self.names)
 
     def write(self, header: object) -> dict[str, str]:
-        """Return the fields of a header."""
         return to_fields(header, self.names)
 
 

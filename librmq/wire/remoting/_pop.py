@@ -380,7 +380,6 @@ def _with_receipt(message: StoredMessage, topic: str, receipt: Receipt) -> Store
 
 
 def _named(header: PopAckHeader) -> tuple[str, str]:
-    """Return the topic of a receive, and the receipt."""
     receipt = Receipt.parse(header.extra_info)
     receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
     topic = header.topic

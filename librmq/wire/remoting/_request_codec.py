@@ -748,7 +748,6 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
 
 
 def read_sent(answer: Frame) -> SendResponse:
-    """Return the response in the answer to a send."""
     status = _STATUSES.get(answer.code)
     if status is None:
         raise refusal(answer)
@@ -910,7 +909,6 @@ def received_reply(response: ReceiveResponse) -> Reply:
 
 
 def read_received(answer: Frame) -> ReceiveResponse:
-    """Return the response in the answer to a receive."""
     header = from_fields(ReceivedHeader, check(answer).fields)
     try:
         rows = [line.rsplit(" ", 2) for line in header.deliveries.split("\n") if line]
