@@ -73,16 +73,6 @@ def test_message_is_hidden_and_becomes_visible_again(rmq: Kit, broker: Broker) -
     assert again[0].message.born_timestamp_ms == first[0].message.born_timestamp_ms
 
 
-def test_acknowledged_message_is_not_delivered_again(rmq: Kit, broker: Broker) -> None:
-    send(broker, "a", "b", "c")
-    found = receive(broker)
-    assert broker.call(Acknowledge("g", "t", (found[0].receipt, found[2].receipt))) == (True, True)
-    assert broker.consumer_offset("g", "t", 0) == 1  # b is in flight
-    rmq.advance(seconds=10)
-    assert bodies(receive(broker)) == ["b"]
-    assert broker.consumer_offset("g", "t", 0) == 3
-
-
 def test_receipt_is_good_until_its_time_is_over(rmq: Kit, broker: Broker) -> None:
     send(broker, "a", "b")
     a, b = receive(broker)
@@ -396,28 +386,6 @@ def test_messages_in_flight_come_again_without_the_file(tmp_path: Path, content:
         assert bodies(receive(broker)) == ["a", "b"]
 
 
-def test_crash_repeats_and_loses_nothing(tmp_path: Path) -> None:
-    runner = ManualRunner(ManualClock(1_700_000_000_000))
-    broker = Broker.open(tmp_path / "b", runner=runner, store_config=StoreConfig.tiny())
-    broker.create_topic("t", 1)
-    send(broker, "a", "b", "c")
-    found = receive(broker, 2)
-    broker.call(Acknowledge("g", "t", (found[0].receipt,)))
-    receive(broker)
-    broker.abandon()
-    with Broker.open(tmp_path / "b", runner=runner) as broker:
-        assert not receive(broker)
-        runner.advance(10_000)
-        assert sorted(bodies(receive(broker))) == ["b", "c"]
-
-
-def test_reset_of_the_group_begins_there(rmq: Kit, broker: Broker) -> None:
-    send(broker, "a", "b", "c")
-    receive(broker)
-    broker.reset_group("g", "t", 1)
-    assert bodies(receive(broker)) == ["b", "c"]
-
-
 @pytest.mark.parametrize("is_acknowledged", [True, False])
 def test_reset_of_the_group_outlasts_messages_in_flight(rmq: Kit, broker: Broker, is_acknowledged: bool) -> None:
     send(broker, "a", "b", "c")
@@ -692,22 +660,6 @@ def test_shutdown_ends_a_receive_that_waits() -> None:
         threading.Thread(target=consumer.shutdown).start()
         with suppress(ClientStateError):  # the shutdown may come first, so that the receive is refused
             assert consumer.receive(wait=30) == []
-
-
-async def receives_async() -> None:
-    async with Broker.temporary() as broker:
-        broker.create_topic("t", 1)
-        async with SimpleConsumer(broker, "g") as consumer:
-            consumer.subscribe("t")
-            threading.Thread(target=send, args=(broker, "a")).start()
-            (message,) = await consumer.receive_async(wait=30)
-            consumer.ack(message)
-
-
-def test_consumer_receives_in_an_event_loop() -> None:
-    import asyncio
-
-    asyncio.run(receives_async())
 
 
 def test_consumer_receives_from_several_topics(rmq: Kit, broker: Broker) -> None:

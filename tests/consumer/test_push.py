@@ -57,16 +57,6 @@ def stored(rmq: Kit) -> int | None:
 # ------------------------------------------------------------------------------------------------------------ delivery
 
 
-def test_messages_come_to_the_listener_of_their_topic(rmq: Kit) -> None:
-    others: list[DeliveredMessage] = []
-    subscribed(rmq).subscribe("other")(others.append)
-    send(rmq, "a", "b", tags="x", keys=["k1", "k2"], properties={"color": "red"})
-    send(rmq, "c", topic="other")
-    rmq.run_until_idle()
-    assert sorted(bodies(rmq)) == ["a", "b", "c"]
-    assert [message.body for message in others] == [b"c"]
-
-
 def test_fields_that_a_listener_sees(one_queue: Kit) -> None:
     delivered: list[DeliveredMessage] = []
     subscribed(one_queue, delivered.append)
@@ -133,15 +123,6 @@ def test_a_batch_listener_returns_the_last_consumed_index(one_queue: Kit, index:
     one_queue.advance(seconds=30)
     assert bodies(one_queue) == [*"abcd", *again]
     assert consumer.progress()[T0] == 4
-
-
-def test_returning_nothing_can_count_as_a_failure(one_queue: Kit) -> None:
-    answers = iter([None, False, True])
-    consumer = one_queue.consumer("g", fail_fast=False)
-    consumer.subscribe("t", must_return=True)(lambda message: next(answers))
-    send(one_queue, "a")
-    one_queue.advance(hours=1)
-    assert (consumer.calls.counts.delivered, consumer.calls.counts.consumed) == (3, 1)
 
 
 def test_as_many_listeners_at_once_as_threads(one_queue: Kit) -> None:
@@ -337,15 +318,6 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
     assert consumer.progress()[T0] == 10
 
 
-def test_progress_passes_filtered_messages(one_queue: Kit) -> None:
-    consumer = subscribed(one_queue, filters={"tags": "a"})
-    send(one_queue, "a", tags="a")
-    send(one_queue, "b", tags="b")  # returned by the same pull, and begun after the listener's message
-    one_queue.advance(seconds=30)
-    assert consumer.progress("t") == {T0: 2}
-    assert stored(one_queue) == 2
-
-
 def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None:
     """From 10 s on, changed progress is saved every 5 s."""
     seam = seam_of(one_queue)
@@ -398,7 +370,6 @@ def test_shutdown_saves_and_leaves(one_queue: Kit) -> None:
 
 @pytest.mark.parametrize("begin", list(protocol.ConsumeFrom))
 def test_a_new_group_reads_a_queue_that_is_in_memory(one_queue: Kit, begin: protocol.ConsumeFrom) -> None:
-    """A new group reads a queue whose first message is in memory."""
     send(one_queue, "a", "b")
     one_queue.advance(minutes=1)
     subscribed(one_queue, consume_from=begin, consume_from_timestamp_ms=one_queue.clock.now_ms())
@@ -669,16 +640,6 @@ def test_pause_and_resume(one_queue: Kit) -> None:
     consumer.resume()
     one_queue.run_until_idle()
     assert bodies(one_queue) == ["a"]
-
-
-def test_a_stuck_message_is_sent_back(one_queue: Kit) -> None:
-    consumer = subscribed(one_queue, consume_timeout=60)
-    one_queue.faults.slow_listener("g", 140)
-    send(one_queue, "stuck", "other")
-    one_queue.advance(seconds=150)
-    assert bodies(one_queue) == ["stuck", "other", "stuck"]
-    assert one_queue.delivered("g")[2].attempt == 1
-    assert consumer.progress()[T0] == 2
 
 
 @pytest.mark.parametrize(("sent_s", "again_s"), [(1, 1809), (899, 911)])
