@@ -155,8 +155,6 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
 
 
 def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
-    """Before a flush, written pages are unmapped if there are many, but not if there are few."""
-
     calls: list[tuple[str, int, int]] = []
 
     class Released(File):

@@ -135,7 +135,6 @@ USUAL = st.dictionaries(NAMES.filter(str.isascii).filter(bool), st.text("ab1", m
 
 @given(USUAL.map(encode_properties), STORED)
 def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: bytes) -> None:
-    """Properties that fit a layout decode to the same values and are stored unchanged."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
     layout = Layout(tuple(known))
@@ -198,7 +197,6 @@ def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
 def test_a_disk_full_between_two_files_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the disk fills up between two files, no message is delivered twice."""
     waiting = Waiting()
     for number in range(40):
         waiting.put(str(number).encode() * 100)

@@ -73,7 +73,6 @@ def test_only_changes_of_topics_wait_for_the_disk(broker: Broker, disk: Gated) -
 
 
 def test_a_topic_is_durable_before_its_first_message(broker: Broker, disk: Gated) -> None:
-    """A topic that a send creates is durable before its first message is stored."""
     disk.begun.clear()
     disk.may.clear()
     producer = Producer(broker, "writers").start()
@@ -97,7 +96,6 @@ def test_a_refused_write_is_logged_and_repeated_later(broker: Broker, disk: Gate
 
 
 def test_close_writes_unsaved_tables(tmp_path: Path, disk: Gated) -> None:
-    """Closing a broker writes what is still unwritten."""
     broker = Broker.open(tmp_path / "broker", files=disk)
     disk.failure = OSError(errno.EIO, "broken")
     with pytest.raises(BrokerError, match="broken"):
@@ -120,7 +118,6 @@ def test_nothing_is_written_after_a_broker_was_abandoned(tmp_path: Path, disk: G
 
 
 def test_a_second_send_waits_for_the_topic_of_the_first(broker: Broker, disk: Gated) -> None:
-    """A second send waits until the topic that the first one created is durable."""
     producers = [Producer(broker, f"writers-{number}").start() for number in range(2)]
     disk.begun.clear()
     disk.may.clear()

@@ -248,7 +248,6 @@ def test_redeliveries_spread_over_the_queues_of_a_retry_topic(rmq: Kit, broker: 
 
 
 def test_a_read_only_retry_topic_refuses_a_send_back(broker: Broker) -> None:
-    """A retry topic without write permission refuses a send back."""
     broker.create_topic("%RETRY%g", 1, permission=protocol.PERM_READ)
     sent = send(broker, "T")
     with pytest.raises(BrokerError) as caught:

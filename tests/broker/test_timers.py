@@ -49,7 +49,6 @@ def test_a_message_comes_at_its_time(rmq: Kit, broker: Broker) -> None:
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))
 def test_due_messages_are_sent_immediately_or_refused(broker: Broker) -> None:
-    """A due message is delivered immediately and an impossible time is refused."""
     timed(broker, TIMER_DELAY_SEC=0)
     assert bodies(broker) == [b"x"]
     with pytest.raises(TimerRefusedError):

@@ -130,7 +130,6 @@ def test_a_half_message_is_given_up_after_its_checks(rmq: Kit, broker: Broker) -
 def test_a_check_that_reaches_no_producer_does_not_count(
     rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A check that reaches no producer is logged and does not count."""
     prepare(broker)
     before = broker.store.log.end
     rmq.advance(ms=3_600_000)

@@ -52,7 +52,6 @@ def test_five_queues_and_two_clients(strategy: AllocationStrategy, shares: list[
 
 
 def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
-    """The queues left over in a machine room are dealt out from the end."""
     strategy = allocate_by_machine_room({"r1"})
     given = [*queues(5, "r1@b"), *queues(5, "r2@b"), *queues(5, "r1")]
     assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]

@@ -307,7 +307,6 @@ def test_a_slow_look_up_of_queues_takes_no_time_from_the_first_send(two: tuple[B
 
 
 def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broker]) -> None:
-    """An answer that comes too late is a timeout, although the message is stored."""
     runner = two[0].runner
     assert isinstance(runner, ManualRunner)
     clock = runner.manual_clock

@@ -141,7 +141,6 @@ def test_every_column_is_that_of_the_plain_decoder(raws: list[bytes], gap: bytes
 @settings(max_examples=examples(150))
 @given(st.lists(records(), min_size=1, max_size=4), st.data())
 def test_invalid_records_are_reported_as_by_the_plain_decoder(raws: list[bytes], data: st.DataObject) -> None:
-    """The columnar decoder refuses the same bytes as the plain decoder."""
     whole = bytearray(b"".join(raws))
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

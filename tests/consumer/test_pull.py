@@ -82,7 +82,6 @@ def test_a_subscribed_consumer_shares_queues(filled: Kit) -> None:
 
 
 def test_a_poll_gives_messages_of_one_queue(filled: Kit) -> None:
-    """A poll returns messages of one queue, even when others have messages too."""
     consumer = reader(filled, pull_batch_size=4)
     consumer.subscribe("t", tags="b")
     consumer.start()

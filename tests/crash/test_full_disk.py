@@ -91,7 +91,6 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def file_system(disk: Path) -> str:
-    """Return the kind of file system mounted at ``disk``."""
     mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text("utf-8").splitlines()]
     return next(kind for _, place, kind, *_ in mounts if place == str(disk))
 
@@ -105,7 +104,6 @@ def body(number: int) -> bytes:
 
 
 def fill_disk(disk: Path, name: str = "ballast", leave: int = 0) -> Path:
-    """Fill the disk except for some bytes."""
     ballast = disk / name
     with open(ballast, "wb", buffering=0) as file:
         for size in (64 << 10, 4096, 512):

@@ -58,8 +58,6 @@ WAYS: Final = (*LISTENERS, "simple", "poll")
 
 
 class Round(NamedTuple):
-    """What a round does."""
-
     seed: str
     way: str
     members: int
@@ -75,7 +73,6 @@ class Round(NamedTuple):
 
     @classmethod
     def draw(cls, seed: str) -> Round:
-        """Draw what a seed stands for."""
         rng = random.Random(seed)
         members, poisons = rng.choice((1, 1, 1, 2, 3)), rng.choice((0, 0, 0, 0, 1, 2))
         way = rng.choice(WAYS)

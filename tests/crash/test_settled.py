@@ -221,7 +221,6 @@ def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
 
 
 def test_an_index_file_filled_during_a_flush_is_not_vouched_for() -> None:
-    """A flush does not make the checkpoint cover an index file that fills up during the flush."""
     files = BusyFiles()
     store = MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS))
 

@@ -349,7 +349,6 @@ class RoundTrips:
             target.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close all connections."""
         for open_socket in (self._listener, *self._sockets):
             open_socket.close()
 

@@ -194,7 +194,6 @@ ALIAS: Final = "librmq_matrix"
 
 
 def django_settings(place: Database, **more: Any) -> dict[str, Any]:
-    """Return the settings of a database for Django."""
     url = place.engine.url
     if place.name == "sqlite":
         return {"ENGINE": "django.db.backends.sqlite3", "NAME": url.database, **more}

@@ -122,7 +122,6 @@ def test_a_failure_releases(failure: Exception) -> None:
 
 
 def test_the_claim_of_a_crash_is_taken_over_when_it_expires(caplog: pytest.LogCaptureFixture) -> None:
-    """A crash leaves its claim, which another process takes over when it expires."""
     guarded = Guarded(consuming_timeout=timedelta(minutes=5))
 
     def crash() -> None:
@@ -323,7 +322,6 @@ def test_an_async_listener_is_guarded_until_it_has_ended(tmp_path: Any) -> None:
 
 
 def test_a_coroutine_is_awaited_before_the_mark() -> None:
-    """If a plain function returns a coroutine, it is awaited before the mark."""
     store, clock = MemoryDedupStore(), ManualClock()
     seen = []
 

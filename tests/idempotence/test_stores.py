@@ -125,7 +125,6 @@ def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, ke
 def test_a_listener_paused_beyond_its_claim_fails_its_mark(
     store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a listener pauses until its claim has expired, its mark is refused."""
     clock, seen = ManualClock(), []
     settings: dict[str, Any] = {"group": name, "clock": clock, "consuming_timeout": 60}
     successor = DedupListener(lambda message: seen.append("successor"), store, **settings)

@@ -108,7 +108,6 @@ def spread(name: str) -> int:
 
 @given(st.lists(ANY_TEXT, unique=True, max_size=8))
 def test_a_small_map_is_sorted_by_bucket_then_insertion(names: list[str]) -> None:
-    """A small map is sorted by bucket, and keeps the order of insertion within a bucket."""
     by_bucket = sorted(range(len(names)), key=lambda at: spread(names[at]) & 15)
     assert hash_map_order(names) == tuple(by_bucket)
 

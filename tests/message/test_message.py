@@ -14,7 +14,6 @@ from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_cli
 
 
 def test_all_but_topic_body_and_flag_are_ordered_properties() -> None:
-    """Everything but topic, body and flag is a property, and their order is fixed."""
     message = Message(
         "T",
         b"body",

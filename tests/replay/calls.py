@@ -173,7 +173,6 @@ class Calls:
         return sorted(message.message_id for message in found)
 
     def _topic(self, group: str) -> str:
-        """Return the topic that a group subscribes to."""
         started = next(event for event in self.recording.of_kind("consumer_start") if event["group"] == group)
         return next(str(topic) for topic in started["subscription"] if not topic.startswith("%RETRY%"))
 

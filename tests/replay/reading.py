@@ -46,7 +46,6 @@ class Recording:
 
     @property
     def events(self) -> tuple[Row, ...]:
-        """All events in order."""
         return jsonl(self.folder / "events.jsonl")
 
     @property
@@ -60,7 +59,6 @@ class Recording:
 
     @cached_property
     def broker_settings(self) -> dict[str, str]:
-        """The settings with which the brokers started."""
         return dict(_SETTING.findall(self._scenario))
 
     def client_settings(self, group: str) -> dict[str, int]:
@@ -490,7 +488,6 @@ class Recording:
         return java_json.loads(path.read_text("utf-8")) if path.exists() else None
 
     def client_files(self) -> dict[str, Any]:
-        """The files of broadcasting clients, by path."""
         folder = self.folder / "client"
         return {
             str(path.relative_to(folder)): java_json.loads(path.read_text("utf-8"))

@@ -141,7 +141,6 @@ class Stage:
         self._note_progress()
 
     def _note_progress(self) -> None:
-        """Note the brokers' progress."""
         now_ms = self.runner.now_ms()
         for name, broker in self.brokers.items():
             if not broker.dead:

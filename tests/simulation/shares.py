@@ -225,7 +225,6 @@ class SharedWorld:
         self._events.append({"event": "crash", "broker": "broker-a", "at_ms": at_ms})
 
     def _ended(self, member: Member, *expected: int) -> None:
-        """Wait for a member's end."""
         member.leave()
         self._wait_for(member.has_ended, f"{member.name} ends")
         status = member.wait()

@@ -247,7 +247,6 @@ class World:
         self._producer().send_oneway("orders", self._body())
 
     def send_ordered(self) -> None:
-        """Send messages of one key in order."""
         key = str(self.rng.randrange(8))
         for _ in range(self.rng.randint(1, 4)):
             self._producer().send("parcels", self._body(), selector=select_by_hash, arg=key)
@@ -528,7 +527,6 @@ class World:
         return any(first <= at_ms <= second for at_ms in self._ended_ms)
 
     def log_files(self) -> Iterator[bytes]:
-        """Yield the files of the log in order."""
         folder = os.path.join(STORE, "commitlog")
         for name in self.disk.names(folder):
             yield self.disk.read(os.path.join(folder, name), 0, 1 << 30)

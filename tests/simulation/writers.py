@@ -85,7 +85,6 @@ class WritersWorld:
         self._sent[queue_id].append(message.body)
 
     def own_append(self) -> None:
-        """Append as the owner."""
         self._own_append(*self._draw())
 
     def own_batch(self) -> None:

@@ -158,7 +158,6 @@ class Process:
             file.flush()
 
     def wait_until_ready(self) -> None:
-        """Wait until its clients have started."""
         assert self._is_ready.wait(_START_S), f"the process {self.name} did not start within {_START_S:g} s"
         self.check_running()
 

@@ -107,7 +107,6 @@ def test_a_deletion_after_a_close_of_librmq_stays(tmp_path: Path, last: str) -> 
 
 
 def test_a_snapshot_leaves_deleted_topics_deleted(tmp_path: Path) -> None:
-    """Deleted topics stay deleted in a snapshot of a closed store."""
     as_a_broker_left_it(tmp_path / "store")
     snapshot(str(tmp_path / "store"), str(tmp_path / "copy"), CONFIG)
     assert messages(tmp_path / "copy") == SINCE

@@ -234,7 +234,6 @@ def test_an_interrupted_wait_for_the_writer_frees_the_lock(store: MessageStore) 
 
 @pytest.mark.parametrize("records", [2, 20])
 def test_keys_in_two_files_survive_a_disk_that_is_often_full(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record whose keys fall into two files keeps all of them, however often the disk is full."""
     config = StoreConfig.tiny(max_index_num=2 * records)  # room for one key less
     with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as store:
         send(store, 0, 1)

@@ -184,7 +184,6 @@ def test_read_only_and_closed_handles_refuse() -> None:
 
 
 def entry(file: IndexFile, number: int, **changes: int) -> None:
-    """Change fields of an entry in its file."""
     at = 40 + 4 * file.max_slots + 20 * number
     stored = dict(
         zip(

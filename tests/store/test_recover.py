@@ -801,7 +801,6 @@ def test_foreign_names_are_not_removed(name: str) -> None:
 
 
 def test_recovering_an_open_store_mends_it() -> None:
-    """Recovering an open store repairs damage done after it was opened."""
     files = in_memory(filled(SMALL, 60))
     with opened(files) as store:
         assert store.recover() == []

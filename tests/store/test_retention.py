@@ -69,7 +69,6 @@ class Kept:
 
     @property
     def log_files(self) -> list[int]:
-        """The numbers of the remaining log files."""
         starts = [int(entry.name) for entry in self.files.list(os.path.join(self.store.path, "commitlog"))]
         assert starts == self.store.log.sequence.starts
         return [start // FILE for start in starts]
@@ -265,7 +264,6 @@ def test_above_75_percent_expired_files_are_deleted_anytime(used: float, goes: b
 
 @pytest.mark.parametrize(("used", "goes"), [(0.85, False), (0.851, True)])
 def test_above_85_percent_the_oldest_are_deleted_early(used: float, goes: bool) -> None:
-    """Above 85 percent the oldest files are deleted before they expire."""
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT, MIDNIGHT))
     ratio(kept, used)
     due = kept.run(MIDNIGHT)
@@ -731,7 +729,6 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
 
 
 def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
-    """The first run deletes what a dead process left of queues and index."""
     kept = Kept(by_files(*[MIDNIGHT] * 30))
     kept.store.log.delete_before(20 * FILE)
     files = died(kept.files)  # type: ignore[arg-type]

@@ -146,7 +146,6 @@ def test_a_stretch_of_zeros_is_a_gap() -> None:
 
 
 def test_missing_or_cut_files_lose_only_their_content() -> None:
-    """Missing or shortened files lose only the records that they held."""
     found = store_of(120)
     whole = saved(in_memory(found))
     first, second, third = sorted(path for path, data in found.items() if data and path.startswith("commitlog/"))[1:4]
@@ -476,7 +475,6 @@ def test_opening_refuses_to_cut_sound_records(what: str) -> None:
 
 
 def test_records_behind_an_unwritten_gap_are_cut_and_kept() -> None:
-    """Records after unwritten bytes are cut but kept aside."""
     found, place = unwritten(vouched_for=False)
     files = in_memory(found)
     whole = saved(files)

@@ -80,7 +80,6 @@ class Child:
         return os.read(self._reading, 1) == b"."
 
     def let_on(self) -> None:
-        """Let it go on."""
         os.write(self._writing, b".")
 
     def end(self, number: int = 0) -> int:

@@ -438,7 +438,6 @@ def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_leftovers_of_a_dead_process_are_removed() -> None:
-    """Leftovers of a dead process are removed; a snapshot under way is not."""
     files = in_memory(filled(SMALL, 40))
     files.make_folder(f"{TARGET}.part/commitlog")
     files.write(f"{TARGET}.part/commitlog/{0:020d}", b"half")

@@ -667,8 +667,6 @@ def test_producers_in_many_threads(files: MemoryFiles) -> None:
 
 def test_a_subclass_defines_what_append_does() -> None:
     class Noting(MessageStore):
-        """Notes what is appended."""
-
         def append(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:
             noted.append(message.body)
             return super().append(message, queue_id, **fields)

@@ -124,8 +124,6 @@ def test_a_broker_deletes_queues_of_unknown_topics() -> None:
 
 
 def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
-    """Deleted queues are forgotten even if the disk refuses to delete some of their files."""
-
     class Refuses(MemoryFiles):
         refused = ""
 

@@ -48,7 +48,6 @@ def client_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def python(client_cache: Path) -> OfficialClient:
-    """Return the current client for Python."""
     return python_client(PYTHON_VERSIONS[0], client_cache)
 
 

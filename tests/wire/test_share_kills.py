@@ -47,7 +47,6 @@ class Round(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int) -> Round:
-        """Draw the settings."""
         rng = random.Random(f"kills {seed}")
         size = rng.choice((32 << 10, 128 << 10, 1 << 20, 16 << 20))
         settings: dict[str, Any] = {"max_message_size": 8 << 10, "commitlog_file_size": size}
