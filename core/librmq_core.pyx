@@ -259,6 +259,7 @@ cdef enum:
     PAGE_WRITING = 4
     PAGE_HOLDER = 7
     PAGE_TAKES = 8
+    PAGE_ASLEEP = 11
     PAGE_OPEN = 2
     PAGE_OWNERS = -1
     LATER = 4  # number of the message after this one of a batch whose body is fetched
@@ -786,9 +787,10 @@ cdef class TurnState:
     """What appends need of `SharedAppends`, which inherits from it."""
 
     cdef public bint is_open, _has_turn, _drops
-    cdef public int64_t _sure
+    cdef public int64_t _sure, taken
     cdef public object _page
     cdef public dict _numbers
+    cdef public list _untold
 
 
 cdef struct Fields:
@@ -1135,7 +1137,7 @@ cdef object _append(AppendState self, object message, object queue_id, Fields *f
             return None
         if self.shared is not None and self.shared.is_open:
             return _append_in_turn(self, message, queue_id, fields, now, end, advanced)
-        return _write(self, message, queue_id, fields, now, end, advanced)
+        return _write(self, message, queue_id, fields, now, end, advanced, NULL)
     finally:
         if collects:
             PyGC_Enable()
@@ -1144,11 +1146,12 @@ cdef object _append(AppendState self, object message, object queue_id, Fields *f
 cdef object _append_in_turn(
     AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
-    """The same to a store to which other processes append, unless one is writing, or has written since."""
+    """The same to a store to which other processes append, behind what they have written, unless one is writing."""
     cdef TurnState turn = self.shared
     cdef Py_buffer view, offsets
     cdef int64_t *numbers
     cdef int descriptor
+    cdef int64_t end_before = self.log.end, tail
     page, result = turn._page, None
     if turn._has_turn or turn._drops or not self.accepts:
         return None
@@ -1159,9 +1162,10 @@ cdef object _append_in_turn(
     try:
         if flock(descriptor, LOCK_EX | LOCK_NB):
             return None
+        tail = numbers[PAGE_TAIL]
         if (
-            numbers[PAGE_WRITING] or numbers[PAGE_TAIL] != self.log.end or numbers[PAGE_ROOM] < 0
-            or numbers[PAGE_STATE] != PAGE_OPEN
+            numbers[PAGE_WRITING] or numbers[PAGE_ROOM] < 0 or numbers[PAGE_STATE] != PAGE_OPEN
+            or not end_before <= tail <= turn._sure or (tail > end_before and numbers[PAGE_ASLEEP])
         ):
             flock(descriptor, LOCK_UN)
             return None
@@ -1170,13 +1174,16 @@ cdef object _append_in_turn(
         numbers[PAGE_WRITING] = PAGE_OWNERS
         # If the write fails, this is a turn whose end a signal has interrupted.
         page.holds, turn._has_turn, self.log.sure = True, True, turn._sure
-        result = _write(self, message, queue_id, fields, now, end, advanced)
+        if tail > end_before:
+            turn._untold.append((end_before, tail))
+            self.log.end = turn.taken = tail
+        result = _write(self, message, queue_id, fields, now, end, advanced, <int64_t *>offsets.buf)
         if result is not None:
-            number = turn._numbers.get(self.last_lane)
-            if number is not None:
-                (<int64_t *>offsets.buf)[<Py_ssize_t>number] = self.last_lane.next_queue_offset
             in_order()
             numbers[PAGE_TAIL] = self.log.end
+        elif tail > end_before:  # left to the Python code
+            self.log.end = end_before
+            turn._untold.pop()
         self.log.sure, turn._has_turn, page.holds = -1, False, False
         in_order()
         numbers[PAGE_WRITING] = 0
@@ -1358,11 +1365,16 @@ cdef LaneState delay_lane(AppendState self, Values *found):
 
 
 cdef object _write(
-    AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced
+    AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced,
+    int64_t *shared_offsets
 ):
-    """Write the record, and count it, while the lock is free."""
+    """Write the record, and count it, while the lock is free.
+
+    ``shared_offsets`` has the next offsets of queues to which other processes append, which are read and written there.
+    """
     cdef DispatchState dispatcher = self.dispatcher
     cdef LaneState lane
+    cdef int64_t *shared_offset = NULL
     cdef int64_t size, physical_offset = self.log.end, queue_offset
     cdef Values found
     global appended
@@ -1382,6 +1394,11 @@ cdef object _write(
     if lane is None:
         return None
     # First everything that can fail.
+    if shared_offsets != NULL:
+        number = self.shared._numbers.get(lane)
+        if number is not None:
+            shared_offset = shared_offsets + <Py_ssize_t>number
+            lane.next_queue_offset = shared_offset[0]
     py_now, queue_offset = time_now(&now), lane.next_queue_offset
     memcpy(scratch + HEADER, PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body))
     size = pack_message(
@@ -1398,6 +1415,8 @@ cdef object _write(
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
     copy_in(self.log, py_offset, scratch, size, False)
     lane.next_queue_offset += 1
+    if shared_offset != NULL:
+        shared_offset[0] = lane.next_queue_offset
     dispatcher.due += 1
     dispatcher.writing_at = -1
     appended += 1

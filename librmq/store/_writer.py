@@ -39,8 +39,8 @@ from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retent
 if TYPE_CHECKING:
     from librmq.files import TemporaryFolder
     from librmq.store.engine._comparison import Comparison
-    from librmq.store.engine._shared_appends import SharedAppends
-    from librmq.store.engine.copies import AdoptedRecords, CopiedRecords
+    from librmq.store.engine._shared_appends import PeersRecords, SharedAppends
+    from librmq.store.engine.copies import CopiedRecords
     from librmq.store.engine.store_times import StoreTimes
     from librmq.store.recovery._verify import Verdict
 
@@ -206,7 +206,7 @@ class Writer(StoreHandle):
         self,
         path: str,
         settings: Mapping[str, Any],
-        arrived: Callable[[AdoptedRecords], object],
+        arrived: Callable[[PeersRecords], object],
         wait_s: float,
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> SharedAppends:

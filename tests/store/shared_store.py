@@ -11,7 +11,7 @@ from unittest import mock
 from librmq import Message, MessageStore, StoreConfig
 from librmq.files import DiskFiles
 from librmq.store.engine._append_page import AppendPage
-from librmq.store.engine.copies import AdoptedRecords
+from librmq.store.engine._shared_appends import PeersRecords
 from librmq.store.peer_appends import PeerAppender
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=128 << 10, max_message_size=32 << 10)
@@ -37,7 +37,7 @@ class Shared:
     def __init__(self, folder: Path, config: StoreConfig = CONFIG) -> None:
         self.path, self.page = str(folder / "store"), str(folder / "appends")
         self.told = threading.Semaphore(0)
-        self.arrived: Callable[[AdoptedRecords], object] = self._count
+        self.arrived: Callable[[PeersRecords], object] = self._count
         self.store = MessageStore.open(self.path, config, files=DiskFiles(has_peers=True))
         self.store.append(Message("orders", b"first"))
         settings = {"cluster_name": "c", "bell": str(folder / "bell"), "held": ["DELAY"]}
@@ -45,7 +45,7 @@ class Shared:
         self.appends.offer("orders", 2, lambda: True)
         self.peers = [self.peer(), self.peer()]
 
-    def _count(self, records: AdoptedRecords) -> None:
+    def _count(self, records: PeersRecords) -> None:
         for count, _ in records.values():
             for _ in range(count):
                 self.told.release()

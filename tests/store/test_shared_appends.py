@@ -62,12 +62,14 @@ def test_a_reader_sees_what_a_peer_has_appended_before(shared: Shared) -> None:
         assert shared.bodies()[-1] == b"%d" % number
 
 
-def test_the_logs_end_moves_behind_the_entries_of_peers(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second reader that finds the end where peers have left it looks into the queues at once."""
+def test_a_second_reader_waits_for_the_entries_of_peers(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log ends behind the records of peers already while the first reader writes their entries."""
     ends, add_block, log = list[int](), Dispatcher.add_block, shared.store.log
 
     def add(dispatcher: Dispatcher, *arguments: Any) -> bool:
         ends.append(log.end)
+        with pytest.raises(StoreError, match="would wait for itself"):  # another thread would wait for this one
+            shared.store.queue_range("orders", 0)
         return add_block(dispatcher, *arguments)
 
     monkeypatch.setattr(Dispatcher, "add_block", add)
@@ -75,11 +77,10 @@ def test_the_logs_end_moves_behind_the_entries_of_peers(shared: Shared, monkeypa
     while not are_written:  # the owner has to make room, or let peers append, now and then
         shared.direct(b"x")
         with shared.store.writer.appender.lock.mutex:  # so that the owner finds them together
-            begin = log.end
             ends.clear()
             are_written = all(peer.append(Message("orders", b"y", keys="k"), 0) for _ in range(count))
     assert shared.bodies().count(b"y") >= count
-    assert set(ends) == {begin}  # the owner's own records can be a block of their own
+    assert ends
 
 
 def test_an_owner_alone_notes_no_queues_for_peers(shared: Shared) -> None:
@@ -359,5 +360,25 @@ def test_the_compiled_core_appends_beside_peers(shared: Shared) -> None:
     for number in range(50):
         shared.send(Message("orders", b"%d" % number, keys="k"))
     assert CORE.module.counts()["append"] - before > 10  # but for those that meet the thread that follows
-    assert shared.peers[0].append(Message("orders", b"last", keys="k"), 0)
+    shared.direct(b"last")
     assert shared.bodies()[-51:] == [*(b"%d" % number for number in range(50)), b"last"]
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(CORE.module is None, reason=CORE.state)
+def test_the_compiled_core_goes_on_behind_what_peers_have_just_written(shared: Shared) -> None:
+    shared.direct(b"x")
+    before, expected, of_peers = CORE.module.counts()["append"], [b"first", b"x"], 2
+    for number in range(100):
+        if shared.peers[number % 2].append(Message("orders", b"of a peer", keys="k"), 0):
+            of_peers += 1
+            expected.append(b"of a peer")
+        if not number % 3:
+            assert shared.store.queue_range("orders", 0)[1] == len(expected)
+        shared.send(Message("orders", b"%d" % number, keys="k"))
+        expected.append(b"%d" % number)
+    assert CORE.module.counts()["append"] - before > 20  # but for those that meet the thread that follows
+    assert shared.bodies() == expected
+    for _ in range(of_peers):
+        assert shared.told.acquire(timeout=20)
+    assert not shared.told.acquire(blocking=False)

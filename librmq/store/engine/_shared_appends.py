@@ -12,22 +12,26 @@ from __future__ import annotations
 import os
 import select
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Thread, get_ident
 from typing import Any, Final
 
-from librmq.errors import BrokerUnreachableError, RmqError, StoreError
+from librmq.errors import BrokerUnreachableError, CorruptionError, RmqError, StoreError, StoreIOError
+from librmq.message import StoredMessage
 from librmq.runtime import StateLog, critical
 from librmq.runtime.compiled_core import TurnState
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append import Appender
 from librmq.store.engine._append_page import IS_ORDERED, AppendPage
-from librmq.store.engine.copies import AdoptedRecords, adopt
 from librmq.store.engine.dispatch import Lane
 
 _log = EventLog("librmq.store")
+
+PeersRecords = Mapping[tuple[str, int], tuple[int, int]]
+"""What peers have appended: the number of messages of each queue, and the bytes of their records."""
 
 _NAP_S: Final = 0.0002
 """Pause between two looks at what peers append."""
@@ -57,7 +61,7 @@ class SharedAppends(TurnState):
         path: str,
         settings: Mapping[str, Any],
         check_room: Callable[[], object],
-        arrived: Callable[[AdoptedRecords], object],
+        arrived: Callable[[PeersRecords], object],
         wait_s: float,
         is_hurried: Callable[[], bool],
     ) -> None:
@@ -86,8 +90,11 @@ class SharedAppends(TurnState):
         self._numbers: dict[Lane, int] = {}
         self.moved: list[Lane] = []
         """Queues to which this process has appended in its turn."""
-        self._adopted: AdoptedRecords = {}
-        self._sure = self._adopted_end = -1
+        self._untold: list[tuple[int, int]] = []
+        """Stretches of the log, from peers, of which nobody was told."""
+        self.taken = -1
+        """Where the log ended when this process last took what peers had written."""
+        self._sure = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
         self.is_open: bool = False
         """Whether peers may append."""
@@ -127,7 +134,7 @@ class SharedAppends(TurnState):
             self._drop()
         if (
             numbers[page_format.WRITING]
-            or numbers[page_format.TAIL] != log.end
+            or not self._is_level()
             or numbers[page_format.STATE] == page_format.BROKEN
             or self._appender.dispatcher.writing_at >= 0
         ):
@@ -182,9 +189,22 @@ class SharedAppends(TurnState):
         self._offer_all()
 
     def _adopt(self) -> None:
-        """Derive what peers have written, in a critical block."""
-        adopt(self._appender.open_parts(), self._page.numbers[page_format.TAIL], self._adopted)
-        self._adopted_end = self._appender.log.end
+        """Take what peers have written into the log, and derive it, in a critical block.
+
+        Raises:
+            CorruptionError: The bytes are not records that continue their queues.
+        """
+        parts, tail = self._appender.open_parts(), self._page.numbers[page_format.TAIL]
+        log = parts.log
+        self.taken = max(tail, log.end)  # before the end: who finds the end there knows by it what to wait for
+        if tail > log.end:
+            self._untold.append((log.end, tail))
+            log.last_write, log.end = log.end, tail
+        try:
+            parts.follow()
+        except StoreIOError:
+            if parts.dispatcher.followed < log.end:  # or keys wait, and the next append raises the error
+                raise
         if self._page.numbers[page_format.ASLEEP]:  # a peer that was killed has not rung
             self._wake()
 
@@ -234,8 +254,12 @@ class SharedAppends(TurnState):
             self._adopt_under_lock()
 
     def _is_level(self) -> bool:
-        """Return whether this process has taken note of all that peers have written."""
-        return not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end
+        """Return whether all that peers have written is in the log of this process, and derived."""
+        if not self.is_open:
+            return True
+        appender = self._appender
+        is_taken = self._page.numbers[page_format.TAIL] == appender.log.end
+        return is_taken and appender.dispatcher.followed >= self.taken
 
     def _wake(self) -> None:
         with suppress(OSError):  # it has been woken so often that it wakes in any case, or has ended
@@ -245,8 +269,6 @@ class SharedAppends(TurnState):
         """Do as `follow`, in the thread of this page; return whether there was something to tell."""
         if not self._is_level():
             self._adopt_under_lock()
-        elif not self._adopted:  # a reader, or an append of this process, may have followed
-            return False
         return self._tell()
 
     def _adopt_under_lock(self) -> None:
@@ -277,22 +299,33 @@ class SharedAppends(TurnState):
 
     def _tell(self) -> bool:
         """Tell of the messages of peers, in the thread of this page, without a lock; return whether there were some."""
+        if not self._untold:
+            return False
         with self._lock.mutex:
-            adopted, self._adopted = self._adopted, {}
-        if adopted:
-            self._appender.finish_append(self._appender.log.end, wait=False)
-            self._arrived(adopted)
-        return bool(adopted)
+            untold, self._untold = self._untold, []
+        log = self._appender.log
+        self._appender.finish_append(log.end, wait=False)
+        records: defaultdict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for begin, end in untold:
+            with suppress(CorruptionError):  # found where it is read
+                for place, size, raw in log.scan(begin, check_body=False):
+                    if raw is None or place >= end:
+                        break
+                    message = StoredMessage(raw)
+                    count, total = records[message.topic, message.queue_id]
+                    records[message.topic, message.queue_id] = count + 1, total + size
+        self._arrived(records)
+        return True
 
     def _is_unflushed(self) -> bool:
         """Return whether senders of peers wait for a flush."""
         flushed = self._page.numbers[page_format.FLUSHED]
-        return self._appender.is_sync and 0 <= flushed < self._adopted_end
+        return self._appender.is_sync and 0 <= flushed < self.taken
 
     def _flush(self) -> None:
         """Flush with the next group what peers have written, and let their senders know."""
         numbers = self._page.numbers
-        end = self._adopted_end = min(self._adopted_end, self._appender.log.end)  # a recovery can have cut the log
+        end = self.taken = min(self.taken, self._appender.log.end)  # a recovery can have cut the log
         try:
             self._appender.finish_append(end)
             numbers[page_format.FLUSHED] = min(end, self._appender.flushed)
@@ -310,7 +343,7 @@ class SharedAppends(TurnState):
             # The system call orders the store above before the load below, as that of a peer's release does.
             rings = self._has_rung(0)
             is_quiet = False
-            if not ends and not rings and self._is_level() and not self._adopted and not self._is_unflushed():
+            if not ends and not rings and self._is_level() and not self._untold and not self._is_unflushed():
                 rings = self._wait_for_ring()
                 is_quiet = not rings
             numbers[page_format.ASLEEP] = 0

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from librmq.config import wrong_kind
-from librmq.consumequeue_entries import ENTRY
-from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
+from librmq.errors import MessageIllegalError, RmqError, StoreIOError
 from librmq.message import Message, StoredMessage, frames
 from librmq.message import record as record_format
 from librmq.store.engine._append import Appender
@@ -206,10 +204,6 @@ def whole_size(data: bytes, room: int) -> tuple[int, int]:
     return at, 0 if at == size else record_format.BLANK_SIZE
 
 
-AdoptedRecords = dict[tuple[str, int], tuple[int, int]]
-"""What other processes have appended: the number of messages of each queue and the bytes of their records."""
-
-
 def append_log(parts: Parts, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
     """Append whole records and blanks of one file of another log, and dispatch them; under the append lock.
 
@@ -234,32 +228,8 @@ def append_log(parts: Parts, data: bytes, *, is_checked: bool = False) -> Copied
         except RmqError:
             dispatcher.writing_at = -1  # nothing was appended
             raise
-    queues = {lane.name for _, queued in parts.dispatched(log.end) for lane, _, _ in queued}
+    queues = {lane.name for lane in parts.dispatch_rest()}
     dispatcher.writing_at = -1
     if parts.is_regular:
         parts.follow()
     return CopiedRecords(log.end, queues, parts.is_regular)
-
-
-def adopt(parts: Parts, end: int, adopted: AdoptedRecords) -> None:
-    """Dispatch what other processes have written to this log up to ``end``, and add it to ``adopted``.
-
-    The caller has the append lock, and is in a critical block.
-
-    Raises:
-        CorruptionError: The bytes are not records that continue their queues.
-    """
-    log = parts.log
-    parts.follow()
-    for last, queued in parts.dispatched(end):
-        if not parts.is_regular:
-            what = "expected the next one of its queue"
-            raise CorruptionError(log.sequence.folder, parts.irregular_at, "queue offset", what)
-        for lane, _, entries in queued:
-            before, total = adopted.get(lane.name, (0, 0))
-            sizes = [size for _, size, _ in ENTRY.iter_unpack(entries)]
-            adopted[lane.name] = before + len(sizes), total + sum(sizes)
-        # Not before: readers of queues look at the end first.
-        log.last_write, log.end = last, parts.dispatcher.followed
-    with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
-        parts.follow()

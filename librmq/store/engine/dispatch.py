@@ -146,30 +146,28 @@ class Dispatcher(DispatchState):
         """Number of records whose keys are collected; each counts, with or without keys."""
         return self._in_blocks + len(self.records)
 
-    def add_record(self, lane: Lane, record: DerivedRecord) -> Queued | None:
+    def add_record(self, lane: Lane, record: DerivedRecord) -> bool:
         """Write the entry of the next record, and collect its keys; after an error or a signal, do what is left of it.
 
-        Return the entry, which is empty for a record without one; None, without effect, if the record is not the next
-        one of its queue.
+        Return False, without effect, if the record is not the next one of its queue.
         """
         place, size, _, _, _, queue_offset, code, stored_ms, properties, unique, keys = record
-        queue, entry = lane.queue, b""
-        if code is not None:
+        queue = lane.queue
+        if code is not None:  # else it gets no entry
             is_next = queue_offset == queue.max_offset
             if not queue.max_offset and not lane.next_queue_offset:
                 is_next = True  # the log of a copy can begin with a later message
             if is_next and queue.ext is not None:
                 with critical:
                     code = self._add_unit(lane, code, stored_ms, properties)
-            entry = _pack_entry(place, size, code)
             if is_next:
-                self._put_entries(lane, queue_offset, entry)
+                self._put_entries(lane, queue_offset, _pack_entry(place, size, code))
             elif (found := queue.entry(queue_offset)) is None or found.physical_offset != place:
-                return None
+                return False
         if not self.records or self.records[-1][0] < place:
             self.records.append((place, stored_ms, lane.prefix_hash, unique, keys))
         self.followed = place + size
-        return lane, queue_offset, entry
+        return True
 
     def _add_unit(self, lane: Lane, tags_code: int, store_timestamp_ms: int, properties: bytes) -> int:
         """Add the extension unit of a record, and return the unit's address, which is its entry's tags code."""

@@ -32,7 +32,7 @@ from librmq.store.engine.derivation import (
     KeyBlock,
     derived_block,
 )
-from librmq.store.engine.dispatch import Dispatcher, Lane, Queued
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
@@ -357,9 +357,6 @@ _BLOCK: Final = 1024
 _READ: Final = 1 << 14
 """Bytes of single records that are read together."""
 
-Dispatched = tuple[int, Sequence[Queued]]
-"""The place of the last one of some adjacent records that are dispatched, and the entries of each queue."""
-
 
 @dataclass(slots=True)
 class Recovered:
@@ -439,8 +436,7 @@ class Parts:
             log.sequence.flush_part(log.file_start, walk.physical_offset, log.file_start + log.file_size)
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
-        while self.dispatcher.followed < log.end:
-            self._dispatch(log.end)
+        self.dispatch_rest()
         for lane in self.lanes.values():
             lane.next_queue_offset = lane.queue.max_offset
         self.dispatcher.writing_at = -1
@@ -457,8 +453,7 @@ class Parts:
         if CORE.follow is None or not CORE.follow(
             dispatcher, log, self._lanes_of_records, UNUSUAL_IN_BLOCKS, self.levels.delays_ms
         ):
-            while dispatcher.followed < log.end:
-                self._dispatch(log.end)
+            self.dispatch_rest()
             if self.irregular_at >= 0:
                 what = "expected a record that continues its queue: close the store, and open it again"
                 raise CorruptionError(log.sequence.path_at(self.irregular_at), self.irregular_at, "queue offset", what)
@@ -489,19 +484,19 @@ class Parts:
         derived = self._derivation.blocks(self.log, self.dispatcher.followed, self.log.end)
         return [*self.dispatcher.unindexed(), *(block.keys for block in derived)]
 
-    def dispatched(self, end: int) -> Iterator[Dispatched]:
-        """Dispatch the records of the log up to a place; yield after each part of them.
+    def dispatch_rest(self) -> set[Lane]:
+        """Dispatch the records of the log that are not dispatched, and return the lanes of their queues.
 
         Raises:
             CorruptionError: A record is unreadable.
         """
-        while self.dispatcher.followed < end:
-            part = self._dispatch(end)
-            if part is not None:
-                yield part
+        lanes: set[Lane] = set()
+        while self.dispatcher.followed < self.log.end:
+            lanes.update(self._dispatch(self.log.end))
+        return lanes
 
-    def _dispatch(self, end: int) -> Dispatched | None:
-        """Dispatch some of the records up to a place; return None at the end of a file."""
+    def _dispatch(self, end: int) -> Sequence[Lane]:
+        """Dispatch some of the records up to a place, and return the lanes of their queues."""
         log, dispatcher = self.log, self.dispatcher
         at = dispatcher.followed
         raw = log.data_at(at, min(end - at, _READ))
@@ -510,24 +505,24 @@ class Parts:
         size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw)
         if magic == record_format.BLANK_MAGIC:
             dispatcher.followed = at + log.file_size - at % log.file_size
-            return None
+            return ()
         if not 0 < size <= end - at:
             raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
         if at >= self._block_from and (most := (end - at) // size) >= FEW:
-            part = self._dispatch_block(at, end, min(most, _BLOCK))
-            if part is not None:
+            lanes = self._dispatch_block(at, end, min(most, _BLOCK))
+            if lanes:
                 self._apart = FEW
-                return part
+                return lanes
             # Where blocks are of no use, looking for others takes longer than it saves.
             self._apart = min(2 * self._apart, _BLOCK)
             self._block_from = at + self._apart * size
         return self._dispatch_few(at, raw if size <= len(raw) else log.data_at(at, size))
 
-    def _dispatch_block(self, begin: int, end: int, most: int) -> Dispatched | None:
-        """Dispatch usual records together; return None if they are far fewer than ``most``."""
+    def _dispatch_block(self, begin: int, end: int, most: int) -> Sequence[Lane]:
+        """Dispatch usual records together; return no lane, without effect, if they are far fewer than ``most``."""
         block = derived_block(self.log, begin, end, most, levels=self.levels)
         if block is None:
-            return None
+            return ()
         of_records = self._lanes_of_records
         queued = [
             (of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id), first, entries)
@@ -535,16 +530,16 @@ class Parts:
         ]
         with critical:
             if not self.dispatcher.add_block(queued, block):
-                return None
-        return block.last, queued
+                return ()
+        return [lane for lane, _, _ in queued]
 
-    def _dispatch_few(self, at: int, raw: bytes) -> Dispatched:
+    def _dispatch_few(self, at: int, raw: bytes) -> Sequence[Lane]:
         """Dispatch records of any kind one by one; ``raw`` has a whole one, and what follows it.
 
         One that is not the next one in its queue is left out, which `irregular_at` says.
         """
         dispatcher, begin = self.dispatcher, at
-        queued: list[Queued] = []
+        lanes: list[Lane] = []
         while (left := len(raw) + begin - at) >= record_format.BLANK_SIZE:
             size, magic = frames.SIZE_AND_MAGIC.unpack_from(raw, at - begin)
             if magic == record_format.BLANK_MAGIC or not 0 < size <= left:
@@ -553,16 +548,16 @@ class Parts:
                 record = self._derivation.derive(at, size, raw[at - begin : at - begin + size])
                 _, _, _, topic, queue_id, _, _, _, _, _, _ = record
                 lane = self._lanes_of_records.get((topic, queue_id)) or self.lane_of(topic, queue_id)
-                added = dispatcher.add_record(lane, record)
+                is_next = dispatcher.add_record(lane, record)
             except (RecordError, struct.error, IndexError, ValueError) as error:
                 raise CorruptionError(self.log.sequence.path_at(at), at, "record", str(error)) from error
-            if added is not None:
-                queued.append(added)
+            if is_next:
+                lanes.append(lane)
             else:
                 self.irregular_at = at if self.is_regular else self.irregular_at
                 dispatcher.followed = at + size
-            last, at = at, at + size
-        return last, queued
+            at += size
+        return lanes
 
     def lane_of(self, topic: bytes, queue_id: int) -> Lane:
         """Return the lane of a record's queue, by its topic in a record's form."""
