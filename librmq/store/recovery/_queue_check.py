@@ -156,8 +156,7 @@ class QueueCheck:
                 return None
             if not places[-1]:
                 return None  # a write of zeros that was torn can have left the size alone
-            deleted = np.count_nonzero(places < log_begin) if log_begin else 0
-            min_offset += int(deleted) if expected or deleted < len(places) else 0
+            min_offset += int(np.count_nonzero(places < log_begin)) if log_begin else 0
         place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
         self.first, self._due, self._named_first = first, end, -1
         return QueueState(min_offset, end, place + size)
