@@ -165,11 +165,6 @@ _UNSAFE: Final = f"[{UNSAFE}]".replace("\ud800-\udfff", "")
 _CAREFUL: Final = r"^'*[=+\-@]|\\u[0-9a-f]{4}"
 
 
-def _matches(texts: pa.StringArray, pattern: str) -> npt.NDArray[np.bool_]:
-    matches: npt.NDArray[np.bool_] = integers(pc.match_substring_regex(texts, pattern).fill_null(False)) != 0
-    return matches
-
-
 def _begins_carefully(texts: pa.StringArray) -> bool:
     """Return whether a text may begin as a formula, or as one that is guarded."""
     offsets, data = offsets_and_bytes(texts)
@@ -201,7 +196,8 @@ class _CsvLines:
             if not pa.types.is_integer(values.type):
                 used = _unusual(texts, _PLAIN)
                 if used.translate(None, b'",\\' if is_map else b'",') or (not is_map and _begins_carefully(texts)):
-                    unusual |= _matches(texts, _UNSAFE if is_map else f"{_UNSAFE}|{_CAREFUL}")
+                    pattern = _UNSAFE if is_map else f"{_UNSAFE}|{_CAREFUL}"
+                    unusual |= integers(pc.match_substring_regex(texts, pattern).fill_null(False)) != 0
                 if b'"' in used or b"," in used:
                     quoted = _joined('"', pc.replace_substring(texts, '"', '""'), '"', "")
                     texts = pc.if_else(pc.match_substring_regex(texts, '[",]'), quoted, texts)

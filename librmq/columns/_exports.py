@@ -33,13 +33,12 @@ import pyarrow.parquet as pq
 from librmq.columns._export_text import Batches, write_text
 from librmq.columns.arrays import integers
 from librmq.columns.decoding import CORRUPT, TYPES
-from librmq.columns.options import ReadOptions
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.planner import log_unknown_topics
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles
 from librmq.files.interface import make_folders
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory
@@ -80,18 +79,6 @@ class Exported:
     """Whether messages are left out: damaged ones, or those after the end of a log that is read as recovered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    path: str
-    form: str
-    partition_by: Sequence[str]
-    pattern: re.Pattern[str] | None
-    options: ReadOptions
-    schema: pa.Schema
-    """The columns to write."""
-    source_files: Files | None
-
-
 def export(
     store: Store,
     out: str | os.PathLike[str],
@@ -119,37 +106,13 @@ def export(
         DataLossError: Retention deleted messages while they were exported.
         StoreIOError: ``out`` cannot be written.
     """
-    plan = _plan(store, out, format, partition_by, grep, settings)
-    drops = plan.options.mode == "DROPMALFORMED"
-    options = replace(plan.options, reports_all_damage=True)
-    if drops:
-        options = replace(options, mode="PERMISSIVE")  # the reports are counted
-    with PlannedStore.open(options.paths[0], options, plan.source_files) as planned:
-        total = sum(queue.end - queue.begin for queue in planned.queues.values())
-        is_cut_short = planned.is_cut_short
-        log_unknown_topics(options, planned.topics)
-        batches = batches_of(options, _read_columns(plan), plan.source_files, planned.store)
-    make_folders(DiskFiles(), os.path.dirname(plan.path))
-    with closing(_Steps(batches, plan.pattern, total, drops_damaged=drops)) as source, _unfinished(plan.path) as part:
-        if plan.form == "parquet":
-            files = _write_parquet(part, source.steps(), plan.schema, plan.partition_by)
-        else:
-            files = write_text(part, source.steps(), plan.schema, plan.form)
-        _check_free(plan.path, plan.form)  # another export may have been faster
-    return Exported(os.fspath(out), source.rows, files, source.damaged, is_cut_short or (drops and source.damaged > 0))
-
-
-def _plan(
-    store: object, out: object, form: str | None, partition_by: object, grep: str | None, settings: ReaderKeywords
-) -> _Plan:
     for name in ("view", "offsets", "files", "fail_on_data_loss"):
         if name in settings:
             raise ConfigError(f"{name}: an export reads all offsets of the view messages from the disk; leave it out")
     if not isinstance(store, str | os.PathLike | RemoteStore):
         raise ConfigError(f"store: expected one store, found {store!r:.80}; export each to a path of its own")
-    pattern = _pattern(grep)
-    path = _local_path(out)
-    form = _format_of(path, form)
+    pattern, path = _pattern(grep), _local_path(out)
+    form = _format_of(path, format)
     partitions = _partitions(partition_by, form)
     options, schema, source_files = selection(store, settings)
     if isinstance(source_files, RemoteFiles):
@@ -158,7 +121,30 @@ def _plan(
         _check_outside(path, options.paths[0])
     directory.check_kind(options.paths[0], source_files or DiskFiles())
     _check_free(path, form)
-    return _Plan(path, form, partitions, pattern, options, schema, source_files)
+    drops = options.mode == "DROPMALFORMED"
+    options = replace(options, reports_all_damage=True)
+    if drops:
+        options = replace(options, mode="PERMISSIVE")  # the reports are counted
+    needed = [  # to write, and to choose and place rows
+        *schema.names,
+        *("storeTimestamp" if name == _DATE else name for name in partitions),
+        *(["body"] if pattern is not None else []),
+        *(["topic", CORRUPT] if options.mode != "FAILFAST" else []),
+    ]
+    columns = pa.schema([(name, TYPES[name]) for name in dict.fromkeys(needed)])
+    with PlannedStore.open(options.paths[0], options, source_files) as planned:
+        total = sum(queue.end - queue.begin for queue in planned.queues.values())
+        is_cut_short = planned.is_cut_short
+        log_unknown_topics(options, planned.topics)
+        batches = batches_of(options, columns, source_files, planned.store)
+    make_folders(DiskFiles(), os.path.dirname(path))
+    with closing(_Steps(batches, pattern, total, drops_damaged=drops)) as source, _unfinished(path) as part:
+        if form == "parquet":
+            files = _write_parquet(part, source.steps(), schema, partitions)
+        else:
+            files = write_text(part, source.steps(), schema, form)
+        _check_free(path, form)  # another export may have been faster
+    return Exported(os.fspath(out), source.rows, files, source.damaged, is_cut_short or (drops and source.damaged > 0))
 
 
 def _local_path(out: object) -> str:
@@ -171,18 +157,6 @@ def _local_path(out: object) -> str:
             "batches of librmq.columns.reader to pyarrow.dataset.write_dataset"
         )
     return os.path.abspath(text)
-
-
-def _read_columns(plan: _Plan) -> pa.Schema:
-    """Return the columns to read: those to write, and those by which rows are chosen and placed."""
-    needed = [
-        *plan.schema.names,
-        *(name for name in plan.partition_by if name != _DATE),
-        *(["storeTimestamp"] if _DATE in plan.partition_by else []),
-        *(["body"] if plan.pattern is not None else []),
-        *(["topic", CORRUPT] if plan.options.mode != "FAILFAST" else []),
-    ]
-    return pa.schema([(name, TYPES[name]) for name in dict.fromkeys(needed)])
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

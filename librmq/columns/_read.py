@@ -22,7 +22,7 @@ import pyarrow as pa
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, record_starts, runs, strings
 from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIELDS, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
-from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
+from librmq.columns.remote import RemoteFiles, RemoteStore, remote_store
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import HOLE_SIZE, LAST_EXT_ADDRESS, entry_dtype
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
@@ -256,6 +256,7 @@ class _Task:
         self._schema = schema
         self._part = part
         self._files = files
+        self._remote = remote_store(files, part.path)
         self._file: tuple[int, File, npt.NDArray[np.uint8]] | None = None
         conditions = options.selection
         self._tags: TagFilter | None = None
@@ -332,8 +333,8 @@ class _Task:
             yield from self._messages(rows.take(slice(begin, end)), int(files[begin]) * size)
             self._release_pages()
         self._file = None
-        if isinstance(self._files, RemoteFiles):
-            self._files.release_space(self._part.path)
+        if self._remote is not None:
+            self._remote.release_space()
 
     def _sound(self, rows: Rows) -> Generator[pa.RecordBatch, None, Rows]:
         """Return the rows without those that stand for no message, after what the mode yields about bad ones."""
@@ -571,7 +572,7 @@ class _Task:
         return block.column(name)
 
     def _store(self) -> str:
-        return self._files.url(self._part.path) if isinstance(self._files, RemoteFiles) else self._part.path
+        return self._part.path if self._remote is None else self._remote.url
 
     # ----------------------------------------------------------------------------------------------------- the files
 
@@ -592,17 +593,8 @@ class _Task:
         return self._file[2]
 
     def _fetch(self, places: Ints, sizes: Ints) -> None:
-        """Fetch records of a remote store, neighbours together."""
-        if not isinstance(self._files, RemoteFiles) or not len(places):
-            return
-        file_size = self._part.log_file_size
-        starts, ends = places // file_size * file_size, places + sizes
-        apart = np.flatnonzero((places[1:] != ends[:-1]) | (starts[1:] != starts[:-1])) + 1
-        firsts, lasts = np.append(0, apart), np.append(apart - 1, len(places) - 1)
-        for start in np.unique(starts).tolist():
-            of_file = starts[firsts] == start
-            begins, until = places[firsts[of_file]] - start, ends[lasts[of_file]] - start
-            self._files.fetch(self._part.path, file_name(start), zip(begins.tolist(), until.tolist(), strict=True))
+        if self._remote is not None:
+            self._remote._fetch_records(places, sizes)
 
     def _release_pages(self) -> None:
         """Release the pages of the log that were read, which bounds the memory of a task."""
@@ -687,7 +679,8 @@ class _Task:
             raw = self._log_file(start)
             if raw is not None:
                 end = min(until - start, len(raw))
-                fetch(self._files, self._part.path, file_name(start), [(at - start, end)])
+                if self._remote is not None:
+                    self._remote.fetch(f"{directory.COMMITLOG}/{file_name(start)}", [(at - start, end)])
                 for places, wrong in record_starts(raw, at - start, end):
                     starts.append(places + start)
                     bad += [(start + place, why) for place, why in wrong]

@@ -12,12 +12,8 @@
 
 Every byte string decodes to the same values as by `record.decode_record` and `record.decode_properties`. These
 functions decode the unusual rows one by one: text that is not UTF-8, a property that occurs twice, a compressed body.
-Blocks of 4,000 to 16,000 records fit into the processor's cache.
-
-Property strings: those of a block are laid side by side, and each separator bounds a segment. A named property is found
-by the 8-byte words at the starts of segments. If all rows have the names of the first row in its order, as one producer
-writes them, only its names are read. `record.decode_properties` decodes the unusual rows: text that is not UTF-8, or a
-name that occurs twice.
+If all rows have the names of the first row in its order, as one producer writes them, only its names are read. Blocks
+of 4,000 to 16,000 records fit into the processor's cache.
 """
 
 from __future__ import annotations

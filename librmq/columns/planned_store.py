@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any, Final
 
 import numpy as np
 
-from librmq.columns.arrays import Ints
 from librmq.columns.options import (
     EARLIEST,
     LATEST,
@@ -27,13 +25,14 @@ from librmq.columns.options import (
     OffsetTimes,
     ReadOptions,
 )
-from librmq.columns.remote import RemoteFiles, fetch
+from librmq.columns.remote import RemoteStore, remote_store
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue, QueueEntry
 from librmq.consumequeue_entries import Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files import Damage, DiskFiles, Files
-from librmq.files.rolling import MappingPool, file_name
+from librmq.files.interface import numbered_files
+from librmq.files.rolling import MappingPool
 from librmq.message.topics import is_system_topic
 from librmq.override import override
 from librmq.runtime.closing import Closing
@@ -56,7 +55,7 @@ class QueueRange:
     begin: int
     end: int
     inline_from: int
-    inline: bytes
+    """The queue offset from which on the files lack entries."""
     reader: ConsumeQueue
     """Reader of the queue's entries."""
 
@@ -66,12 +65,11 @@ class QueueRange:
 
     def entries(self, begin: int, end: int) -> Entries:
         """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
-        stored = stored_entries(self.reader, begin, min(end, self.inline_from))
-        if end <= self.inline_from:
-            return stored
-        first = max(begin, self.inline_from) - self.inline_from
-        inline = np.frombuffer(self.inline, entry_dtype())[first : end - self.inline_from]
-        return np.concatenate((stored, inline), dtype=entry_dtype())
+        blocks = []
+        while begin < end and (raw := self.reader.read(begin, end - begin)):
+            blocks.append(raw)
+            begin += len(raw) // ENTRY_SIZE
+        return np.frombuffer(b"".join(blocks), entry_dtype())
 
     def has_expired(self, queue_offset: int, place: int, log_begin: int) -> bool:
         """Return whether retention has deleted the message of an entry that leads to ``place``."""
@@ -91,7 +89,7 @@ class QueueRange:
         if not bounds:
             return [offsets]
         if len(offsets) <= _AT_ONCE:
-            places = stored_entries(self.reader, offsets.start, offsets.stop)["physical_offset"]
+            places = self.entries(offsets.start, offsets.stop)["physical_offset"]
             ends = np.minimum(offsets.start + np.searchsorted(places, bounds), offsets.stop).tolist()
         else:
             ends, at = [], offsets.start
@@ -99,16 +97,6 @@ class QueueRange:
                 at = bisect_left(range(offsets.stop), bound, at, offsets.stop, key=self.place_of)
                 ends.append(at)
         return [range(begin, end) for begin, end in zip([offsets.start, *ends], [*ends, offsets.stop], strict=True)]
-
-
-def stored_entries(queue: ConsumeQueue, begin: int, end: int) -> Entries:
-    """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
-    blocks = []
-    at = begin
-    while at < end and (raw := queue.read(at, end - at)):
-        blocks.append(raw)
-        at += len(raw) // ENTRY_SIZE
-    return np.frombuffer(b"".join(blocks), entry_dtype())
 
 
 _LOOKED_AT: Final = 8
@@ -180,9 +168,7 @@ class PlannedStore(Closing):
         """
         with contextlib.ExitStack() as stores_open:
             stores = [stores_open.enter_context(cls.open(path, options, files, opened)) for path in options.paths]
-            cls.refuse_copies(
-                {files.url(store.path) if isinstance(files, RemoteFiles) else store.path: store for store in stores}
-            )
+            cls.refuse_copies({store.place: store for store in stores})
             yield stores
 
     @staticmethod
@@ -226,8 +212,8 @@ class PlannedStore(Closing):
         self._close_opened()
         self.log_begin, self.log_end = store.log.begin, store.log.end
         if not self._ends_as_recovered:
-            starts = _log_files(self.path, config, files)
-            self.log_end = max(starts) + config.commitlog_file_size if starts else 0
+            of_log, size = numbered_files(files, store.log.sequence.folder), config.commitlog_file_size
+            self.log_end = max((int(entry.name) + size for entry in of_log if entry.size == size), default=0)
         if self._cut is not None:
             self.log_end = self._cut.offset
         if self._past_end is not None:
@@ -235,7 +221,10 @@ class PlannedStore(Closing):
         for name in sorted(store.queues):
             if self.options.selection.has_queue(*name):
                 try:
-                    self.queues[name] = self._before_end(self._queue(name))
+                    queue = self._queue(name)
+                    if self._cut is not None or self._past_end is not None:
+                        queue.end = queue.first_from(self.log_end)
+                    self.queues[name] = queue
                 except CorruptionError as error:
                     if self._fails:
                         raise
@@ -266,6 +255,16 @@ class PlannedStore(Closing):
                 self.damage.append(damage)
 
     @property
+    def remote(self) -> RemoteStore | None:
+        """The store that is mirrored here; None if it is here itself."""
+        return remote_store(self._files, self.path)
+
+    @property
+    def place(self) -> str:
+        """The URL of a remote store, the path of another."""
+        return self.path if self.remote is None else self.remote.url
+
+    @property
     def topics(self) -> set[str]:
         """The topics of the store, also those that the read leaves out."""
         return {topic for topic, _ in self.store.queues}
@@ -294,15 +293,13 @@ class PlannedStore(Closing):
 
     def _queue(self, name: QueueName) -> QueueRange:
         queue = self.store.queues[name]
-        begin, end = self._first_kept(queue), queue.max_offset
+        begin, end = queue.min_offset, queue.max_offset
         kept_to = self.store.queues.kept_to(name)  # opening it can have shown that a file is damaged
         if kept_to is not None and (stored := self._beyond_log(name, end)) is not None:
-            return QueueRange(begin, stored.max_offset, stored.max_offset, b"", stored)
+            return QueueRange(begin, stored.max_offset, stored.max_offset, stored)
         if self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
-            return QueueRange(begin, end, queue.stored_begin, queue.in_memory, queue)
-        inline_from = max(begin, queue.stored_end if kept_to is None else min(kept_to, end))
-        inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
-        return QueueRange(begin, end, inline_from, inline, queue)
+            return QueueRange(begin, end, begin, queue)
+        return QueueRange(begin, end, queue.stored_end if kept_to is None else kept_to, queue)
 
     def _beyond_log(self, name: QueueName, end: int) -> ConsumeQueue | None:
         """Return the queue in its files if they have records behind ``end``, and not because of a crash.
@@ -338,7 +335,8 @@ class PlannedStore(Closing):
         """
         if physical_offset < self.log_begin:
             return None
-        self._fetch(np.array([physical_offset]), np.array([_FINGERPRINTED]))
+        if self.remote is not None:
+            self.remote.fetch_at([physical_offset], _FINGERPRINTED)
         size = int.from_bytes(self.store.log.data_at(physical_offset, 4), "big")
         beginning = self.store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
         return hashlib.blake2b(beginning, digest_size=8).hexdigest()
@@ -353,32 +351,6 @@ class PlannedStore(Closing):
         """Return the place of the first message of the wanted queues from ``begin`` of the log on; -1 without one."""
         of_queue = (queue.place_of(queue.first_from(begin)) for queue in self.queues.values())
         return min((place for place in of_queue if place >= begin), default=-1)
-
-    def _first_kept(self, queue: ConsumeQueue) -> int:
-        """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
-
-        A queue keeps its last file, so the entries of a quiet topic outlive their messages.
-        """
-        begin, end = queue.min_offset, queue.max_offset
-
-        def place(queue_offset: int) -> int:
-            entry = queue.entry(queue_offset)
-            return -1 if entry is None else entry.physical_offset
-
-        while begin < end and place(begin) < self.log_begin:
-            kept = bisect_left(range(end), self.log_begin, begin, end, key=place)
-            if kept == begin or queue.has_expired(kept - 1, place(kept - 1), self.log_begin):
-                return kept
-            end = kept - 1  # that entry is damaged, and misled the search
-        return begin
-
-    def _before_end(self, queue: QueueRange) -> QueueRange:
-        """Return the queue without the messages that a recovery would cut, and those after the past moment."""
-        if self._cut is None and self._past_end is None:
-            return queue
-        end = queue.first_from(self.log_end)
-        inline = queue.inline[: max(end - queue.inline_from, 0) * ENTRY_SIZE]
-        return replace(queue, end=end, inline_from=min(queue.inline_from, end), inline=inline)
 
     def _is_record(self, stored: ConsumeQueue, queue_offset: int) -> bool:
         with contextlib.suppress(StoreError, RecordError, AttributeError):
@@ -396,15 +368,10 @@ class PlannedStore(Closing):
         ``default`` is `EARLIEST` for a begin and `LATEST` for an end, which also serve where times can't be looked up.
         """
         queue = self.queues[name]
-        bound: Any = default
-        if offsets == "earliest":
-            bound = EARLIEST
-        elif offsets == "latest":
-            bound = LATEST
-        else:
-            bound = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]), default)
-            if isinstance(offsets, OffsetTimes) and bound >= 0:
-                return self.first_at(name, bound)
+        bound = self._explicit_bound(name, offsets)
+        bound = default if bound is None else bound
+        if isinstance(offsets, OffsetTimes) and bound >= 0:
+            return self.first_at(name, bound)
         return queue.begin if bound == EARLIEST else queue.end if bound == LATEST else int(bound)
 
     def _bounds_of_store(self, offsets: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -426,17 +393,7 @@ class PlannedStore(Closing):
     def times(self) -> StoreTimes:
         """The store times of the messages, by queue."""
         order = self.store.times.order
-        fetches = isinstance(self._files, RemoteFiles)
-        return StoreTimes(self.store.log, order, self._fetch if fetches else None)
-
-    def _fetch(self, places: Ints, sizes: Ints) -> None:
-        """Fetch records of the log, which is remote."""
-        size = self.config.commitlog_file_size
-        starts = places // size * size
-        for start in np.unique(starts[places >= 0]).tolist():
-            begins = places[starts == start] - start
-            ends = np.minimum(begins + sizes[starts == start], size)
-            fetch(self._files, self.path, file_name(start), zip(begins.tolist(), ends.tolist(), strict=True))
+        return StoreTimes(self.store.log, order, None if self.remote is None else self.remote._fetch_records)
 
     def narrowed(self) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue.
@@ -453,8 +410,6 @@ class PlannedStore(Closing):
         ranges: dict[QueueName, range] = {}
         for name, queue in self.queues.items():
             begin, end = self.offset_of(name, starting, EARLIEST), self.offset_of(name, ending, LATEST)
-            begin = queue.begin if begin == EARLIEST else begin
-            end = queue.end if end == LATEST else end
             if options.fail_on_data_loss:
                 self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
             begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
@@ -528,8 +483,3 @@ class PlannedStore(Closing):
 
 def _damage_of(error: CorruptionError) -> Damage:
     return Damage(error.file, error.offset, error.kind, error.what)
-
-
-def _log_files(path: str, config: StoreConfig, files: Files) -> list[int]:
-    entries: Iterable[Any] = files.list(os.path.join(path, directory.COMMITLOG))
-    return [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == config.commitlog_file_size]

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
-from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
-from librmq.columns.planned_store import PlannedStore, stored_entries
+from librmq.columns.options import Part, Predicate, ReadOptions, ReadSelection, Slice
+from librmq.columns.planned_store import PlannedStore
 from librmq.columns.remote import RemoteFiles
-from librmq.config import ENTRY_SIZE, nearest
+from librmq.config import nearest
 from librmq.files import Files
 from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
@@ -78,7 +78,10 @@ def plan(
     with PlannedStore.open_all(planned, files, opened) as stores:
         for store in stores:
             topics |= store.topics
-            of_store = _damage_parts(store, files)
+            of_store = list[Part]()
+            if store.damage:  # files of a remote store are named by its URL
+                damages = (replace(at, file=at.file.replace(store.path, store.place, 1)) for at in store.damage)
+                of_store.append(replace(_part(store, ()), damage=tuple(damages)))
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
@@ -88,9 +91,7 @@ def plan(
                 of_store += queue_parts(
                     store, ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part
                 )
-            if is_portable and isinstance(files, RemoteFiles):
-                of_store = [_portable(part, store, files) for part in of_store]
-            parts += of_store
+            parts += [portable(part, store) for part in of_store] if is_portable else of_store
     if opened is None:  # a caller that has opened the store says itself what it lacks
         log_unknown_topics(options, topics)
     return parts
@@ -123,12 +124,10 @@ def queue_parts(
     *,
     entries_only: bool = False,
     bytes_a_part: int = PARTITION_BYTES,
-    mirrors: RemoteFiles | None = None,
 ) -> list[Part]:
     """Cut the entries in ``ranges`` into at least ``min_parts`` tasks, unless there are too few entries.
 
-    With ``entries_only`` a task gets more entries, because it reads no messages. The parts of a store among ``mirrors``
-    are for processes without its mirror.
+    With ``entries_only`` a task gets more entries, because it reads no messages.
     """
     gaps = _bounds_of_gaps(store)
     if gaps and not entries_only:  # what leads to bytes that the log lacks is left out
@@ -141,8 +140,7 @@ def queue_parts(
     size = sum(size * weight for _, size, weight in samples)
     count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
     shares = _shares(store, ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
-    parts = [_part(store, slices) for slices in shares if slices]
-    return parts if mirrors is None else [_portable(part, store, mirrors) for part in parts]
+    return [_part(store, slices) for slices in shares if slices]
 
 
 def log_parts(
@@ -200,18 +198,13 @@ def _shares(store: PlannedStore, ranges: Ranges, bounds: Sequence[int]) -> list[
     """Cut all ranges at ``bounds`` of the log, and return the slices of each share."""
     shares: list[list[Slice]] = [[] for _ in range(len(bounds) + 1)]
     for name, offsets in ranges:
-        for share, piece in zip(shares, store.queues[name].pieces(offsets, bounds), strict=True):
+        queue = store.queues[name]
+        for share, piece in zip(shares, queue.pieces(offsets, bounds), strict=True):
             if piece:
-                share.append(_slice(store, name, piece))
+                inline_from = max(piece.start, queue.inline_from)
+                inline = queue.entries(inline_from, piece.stop).tobytes()
+                share.append(Slice(*name, piece.start, piece.stop, inline_from, inline))
     return [tuple(share) for share in shares]
-
-
-def _slice(store: PlannedStore, name: QueueName, offsets: range) -> Slice:
-    queue = store.queues[name]
-    inline_from = max(offsets.start, queue.inline_from)
-    first = (inline_from - queue.inline_from) * ENTRY_SIZE
-    inline = queue.inline[first : first + max(0, offsets.stop - inline_from) * ENTRY_SIZE]
-    return Slice(*name, offsets.start, offsets.stop, inline_from, inline)
 
 
 def _part(store: PlannedStore, slices: tuple[Slice, ...]) -> Part:
@@ -225,28 +218,15 @@ def _part(store: PlannedStore, slices: tuple[Slice, ...]) -> Part:
     )
 
 
-def _portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
-    """Return a part with its entries and the place of the log, for a process without the mirror."""
-    remote = files.store(part.path)
-    if remote is None:
+def portable(part: Part, store: PlannedStore) -> Part:
+    """Return a part of a remote store with its entries and the place of the log, for a process without the mirror."""
+    if (remote := store.remote) is None:
         return part
     slices = []
     for share in part.slices:
-        entries = store.queues[share.topic, share.queue_id].reader
-        stored = stored_entries(entries, share.begin, min(share.end, share.inline_from)).tobytes()
-        slices.append(replace(share, inline_from=share.begin, inline=stored + share.inline))
+        entries = store.queues[share.topic, share.queue_id].entries(share.begin, share.end)
+        slices.append(replace(share, inline_from=share.begin, inline=entries.tobytes()))
     return replace(part, path=remote.url, slices=tuple(slices), remote=remote.log)
-
-
-def _damage_parts(store: PlannedStore, files: Files | None) -> list[Part]:
-    """Return a part that reports the damage, or none; files of a remote store are named by its URL."""
-    if not store.damage:
-        return []
-    damages = store.damage
-    if isinstance(files, RemoteFiles):
-        url = files.url(store.path)
-        damages = [replace(damage, file=damage.file.replace(store.path, url, 1)) for damage in damages]
-    return [replace(_part(store, ()), damage=tuple(damages))]
 
 
 def _samples(store: PlannedStore, ranges: Ranges, parts: int) -> list[tuple[int, int, int]]:
@@ -290,15 +270,16 @@ def _pruned(store: PlannedStore, ranges: Ranges) -> Ranges:
     predicate = store.options.predicate
     if predicate is None or not _KNOWN & set(predicate.columns):
         return ranges
-    facts = _Facts(store, frozenset(predicate.columns), pa.schema([(name, TYPES[name]) for name in predicate.columns]))
     matching: list[_Range] = []
     groups: list[list[_Range]] = [list(ranges)]  # each group holds the pieces of one range; at first, all queues
     first = True
     while groups:
         following: list[list[_Range]] = []
-        for pieces, (possible, certain) in zip(groups, facts.verdicts(groups, predicate.expression), strict=True):
-            open_ones = [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and not must]
-            matching += [piece for piece, may, must in zip(pieces, possible, certain, strict=True) if may and must]
+        verdicts = iter(_verdicts(store, [piece for group in groups for piece in group], predicate))
+        for pieces in groups:
+            judged = list(zip(pieces, verdicts, strict=False))
+            open_ones = [piece for piece, (may, must) in judged if may and not must]
+            matching += [piece for piece, (may, must) in judged if may and must]
             if len(open_ones) == len(pieces) and not first:  # cutting decided nothing
                 matching += open_ones
                 continue
@@ -311,57 +292,44 @@ def _pruned(store: PlannedStore, ranges: Ranges) -> Ranges:
     return _joined(matching)
 
 
-class _Facts:
-    """Facts about ranges of a store's queues, as expressions."""
+def _verdicts(store: PlannedStore, ranges: Ranges, predicate: Predicate) -> list[tuple[bool, bool]]:
+    """Return for each range whether some of its rows can match, and whether all do."""
+    import pyarrow.dataset as ds  # loads pandas, which only filters need
+    from pyarrow.fs import LocalFileSystem
 
-    def __init__(self, store: PlannedStore, columns: frozenset[str], schema: pa.Schema) -> None:
-        self._store = store
-        self._columns = columns
-        self._schema = schema
+    kind, nowhere = ds.IpcFileFormat(), LocalFileSystem()
+    fragments = [
+        kind.make_fragment(f"/{number}", nowhere, partition_expression=_facts_of(store, *piece, predicate.columns))
+        for number, piece in enumerate(ranges)
+    ]
+    schema, expression = pa.schema([(name, TYPES[name]) for name in predicate.columns]), predicate.expression
+    dataset = ds.FileSystemDataset(fragments, schema, kind)
+    possible, doubtful = (
+        {int(fragment.path[1:]) for fragment in dataset.get_fragments(filter=condition)}
+        for condition in (expression, ~pc.is_valid(expression) | ~expression)
+    )
+    return [(number in possible, number not in doubtful) for number in range(len(ranges))]
 
-    def verdicts(self, groups: list[list[_Range]], expression: pc.Expression) -> list[tuple[list[bool], list[bool]]]:
-        """Return for the ranges of each group whether some of their rows can match, and whether all do."""
-        import pyarrow.dataset as ds  # loads pandas, which only filters need
-        from pyarrow.fs import LocalFileSystem
 
-        kind, nowhere = ds.IpcFileFormat(), LocalFileSystem()
-        pieces = [piece for group in groups for piece in group]
-        fragments = [
-            kind.make_fragment(f"/{number}", nowhere, partition_expression=self._facts_of(*piece))
-            for number, piece in enumerate(pieces)
-        ]
-        dataset = ds.FileSystemDataset(fragments, self._schema, kind)
-        possible, doubtful = (
-            {int(fragment.path[1:]) for fragment in dataset.get_fragments(filter=condition)}
-            for condition in (expression, ~pc.is_valid(expression) | ~expression)
-        )
-        verdicts, at = [], 0
-        for group in groups:
-            numbers = range(at, at + len(group))
-            verdicts.append(
-                ([number in possible for number in numbers], [number not in doubtful for number in numbers])
-            )
-            at += len(group)
-        return verdicts
-
-    def _facts_of(self, name: QueueName, offsets: range) -> pc.Expression:
-        queue = self._store.queues[name]
-        facts: Any = pc.scalar(True)
-        if "topic" in self._columns:
-            facts &= pc.is_valid(pc.field("topic")) & (pc.field("topic") == name[0])
-        if "queueId" in self._columns:
-            facts &= pc.is_valid(pc.field("queueId")) & (pc.field("queueId") == pa.scalar(name[1], pa.int32()))
-        if "queueOffset" in self._columns:
-            facts &= _between("queueOffset", pa.scalar(offsets[0], pa.int64()), pa.scalar(offsets[-1], pa.int64()))
-        if "physicalOffset" in self._columns:
-            first, last = (pa.scalar(queue.place_of(at), pa.int64()) for at in (offsets[0], offsets[-1]))
-            facts &= _between("physicalOffset", first, last)
-        if "storeTimestamp" in self._columns:
-            times = self._store.times.bounds_of(queue, offsets)
-            if times is not None and -LAST_MS <= times[0] <= times[1] <= LAST_MS:
-                first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times)
-                facts &= _between("storeTimestamp", first, last)
-        return facts
+def _facts_of(store: PlannedStore, name: QueueName, offsets: range, columns: Collection[str]) -> pc.Expression:
+    """Return facts about a range of a queue, as an expression."""
+    queue = store.queues[name]
+    facts: Any = pc.scalar(True)
+    if "topic" in columns:
+        facts &= pc.is_valid(pc.field("topic")) & (pc.field("topic") == name[0])
+    if "queueId" in columns:
+        facts &= pc.is_valid(pc.field("queueId")) & (pc.field("queueId") == pa.scalar(name[1], pa.int32()))
+    if "queueOffset" in columns:
+        facts &= _between("queueOffset", pa.scalar(offsets[0], pa.int64()), pa.scalar(offsets[-1], pa.int64()))
+    if "physicalOffset" in columns:
+        first, last = (pa.scalar(queue.place_of(at), pa.int64()) for at in (offsets[0], offsets[-1]))
+        facts &= _between("physicalOffset", first, last)
+    if "storeTimestamp" in columns:
+        times = store.times.bounds_of(queue, offsets)
+        if times is not None and -LAST_MS <= times[0] <= times[1] <= LAST_MS:
+            first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times)
+            facts &= _between("storeTimestamp", first, last)
+    return facts
 
 
 def _between(name: str, first: pa.Scalar, last: pa.Scalar) -> pc.Expression:

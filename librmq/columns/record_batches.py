@@ -35,7 +35,7 @@ from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files import Files
 from librmq.message.topics import SystemTopic, TopicPrefix
-from librmq.message.traces import Trace, TraceReader
+from librmq.message.traces import TraceReader
 from librmq.store import MessageStore
 
 Store = str | os.PathLike[str] | RemoteStore
@@ -411,15 +411,16 @@ TRACE_TOPICS: Final = f"{SystemTopic.TRACE}|{TopicPrefix.TRACE}.*"
 """A pattern for the topics of traces whose names users have not chosen."""
 _TRACE_SOURCE: Final = ("store", "storeTimestamp", "bornHost", "uniqueKey", "physicalOffset", "body")
 """The columns of messages that `decoded_traces` needs; it adds ``store`` if it is there."""
-_TRACE_TYPES: Final = {
-    "trace": pa.string(), "at_ms": pa.timestamp("us", "UTC"), "id": pa.string(), "topic": pa.string(),
-    "group": pa.string(), "instance": pa.string(), "succeeded": pa.bool_(), "result": pa.string(),
-    "took_s": pa.float64(), "retries": pa.int32(), "keys": pa.string(), "request": pa.string(),
-    "physical_offset": pa.int64(),
-}  # fmt: skip
-_TRACE_NAMES: Final = {"at_ms": "at", "took_s": "tookSeconds", "physical_offset": "physicalOffset"}
-_TRACE_SCHEMA: Final = pa.schema([(_TRACE_NAMES.get(name, name), _TRACE_TYPES[name]) for name in Trace._fields])
+_TRACE_SCHEMA: Final = pa.schema(
+    {
+        "trace": pa.string(), "at": pa.timestamp("us", "UTC"), "id": pa.string(), "topic": pa.string(),
+        "group": pa.string(), "instance": pa.string(), "succeeded": pa.bool_(), "result": pa.string(),
+        "tookSeconds": pa.float64(), "retries": pa.int32(), "keys": pa.string(), "request": pa.string(),
+        "physicalOffset": pa.int64(),
+    }
+)  # fmt: skip
 """The columns of a trace, those of `librmq.message.traces.Trace`: ``at`` is a time, ``tookSeconds`` a number."""
+_TRACES_OF_STORES: Final = _TRACE_SCHEMA.insert(0, pa.field("store", pa.string()))
 
 
 def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
@@ -437,7 +438,7 @@ def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     chosen: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
     if chosen.get("topic") is None and chosen.get("topics") is None:
         chosen["topic"] = re.compile(TRACE_TOPICS)
-    schema = _TRACE_SCHEMA.insert(0, pa.field("store", pa.string())) if several else _TRACE_SCHEMA
+    schema = _TRACES_OF_STORES if several else _TRACE_SCHEMA
     return pa.RecordBatchReader.from_batches(schema, decoded_traces(reader(store, **chosen)))
 
 
@@ -445,29 +446,13 @@ def decoded_traces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     """Yield the traces in batches of messages of trace topics; records that can't be read are left out."""
     decoder = TraceReader()
     for batch in batches:
-        columns: list[list[object]] = [[] for _ in Trace._fields]
-        stores: list[object] = []
-        has_store = "store" in batch.schema.names
+        schema = _TRACES_OF_STORES if "store" in batch.schema.names else _TRACE_SCHEMA
+        rows = list[dict[str, object]]()
         for row in batch.to_pylist():
             stored_ms = int(row["storeTimestamp"].timestamp() * 1000)
             address = row["bornHost"].rpartition(":")[0].strip("[]")
-            for trace in decoder.decode(
-                row["body"] or b"", address, row["uniqueKey"], stored_ms, row["physicalOffset"]
-            ):
-                for column, value in zip(columns, trace, strict=True):
-                    column.append(value)
-                if has_store:
-                    stores.append(row["store"])
-        arrays = [_trace_array(name, column) for name, column in zip(Trace._fields, columns, strict=True)]
-        if has_store:
-            yield pa.RecordBatch.from_arrays(
-                [pa.array(stores, pa.string()), *arrays], schema=_TRACE_SCHEMA.insert(0, pa.field("store", pa.string()))
-            )
-        else:
-            yield pa.RecordBatch.from_arrays(arrays, schema=_TRACE_SCHEMA)
-
-
-def _trace_array(name: str, values: list[object]) -> pa.Array:
-    if name == "at_ms":
-        return pa.array(values, pa.timestamp("ms", "UTC")).cast(_TRACE_TYPES[name])
-    return pa.array(values, _TRACE_TYPES[name])
+            body, unique_key = row["body"] or b"", row["uniqueKey"]
+            for trace in decoder.decode(body, address, unique_key, stored_ms, row["physicalOffset"]):
+                of_trace = dict(zip(_TRACE_SCHEMA.names, trace, strict=True))
+                rows.append(of_trace | {"at": trace.at_ms * 1000, "store": row.get("store")})
+        yield pa.RecordBatch.from_pylist(rows, schema)

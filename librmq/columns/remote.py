@@ -24,6 +24,7 @@ from typing import Any, Final, Self
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import numpy.typing as npt
 
 from librmq.columns.options import ReadOptions, RemoteLog
 from librmq.config import ENTRY_SIZE
@@ -55,6 +56,7 @@ _BY_PYARROW: Final = {
 """Schemes that PyArrow reads too, where fsspec's package for them is not installed."""
 
 _Range = tuple[str, int, int]
+_Ints = npt.NDArray[np.int64]
 
 
 class RemoteStore:
@@ -149,7 +151,9 @@ class RemoteStore:
     @property
     def log(self) -> RemoteLog:
         """The store's log, for a process that reads a part of it."""
-        if isinstance(self._system, _memory_system()):
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        if isinstance(self._system, MemoryFileSystem):
             raise ConfigError(f"{self.url}: memory:// is in this process only")
         sizes = {name: size for name, size in self._sizes.items() if _below(name, directory.COMMITLOG)}
         # Processes that are killed at the end of a read leave files, which go with this mirror.
@@ -161,11 +165,22 @@ class RemoteStore:
 
     def fetch_at(self, places: Iterable[int], size: int) -> None:
         """Fetch the blocks with ``size`` bytes at each of these physical offsets that were not fetched yet, at once."""
-        file_size = next((self._sizes[name] for name in self._blocks), 1)
+        at = np.fromiter(places, np.int64)
+        self._fetch_records(at, np.full(len(at), size))
+
+    def _fetch_records(self, places: _Ints, sizes: _Ints) -> None:
+        """Fetch the blocks with these records that were not fetched yet, at once; neighbours are joined before."""
+        places, sizes = places[places >= 0], sizes[places >= 0]
+        if not self._blocks or not len(places):
+            return
+        file_size = next(self._sizes[name] for name in self._blocks)
+        ends, starts = places + sizes, places // file_size * file_size
+        apart = (places[1:] != ends[:-1]) | (starts[1:] != starts[:-1])
+        firsts, lasts = np.append(True, apart), np.append(apart, True)
         by_file: dict[str, list[tuple[int, int]]] = {}
-        for place in places:
-            at = place % file_size
-            by_file.setdefault(f"{directory.COMMITLOG}/{file_name(place - at)}", []).append((at, at + size))
+        runs = zip(starts[firsts].tolist(), places[firsts].tolist(), ends[lasts].tolist(), strict=True)
+        for start, begin, end in runs:
+            by_file.setdefault(f"{directory.COMMITLOG}/{file_name(start)}", []).append((begin - start, end - start))
         self._fetch(by_file)
 
     def _fetch(self, by_file: Mapping[str, Iterable[tuple[int, int]]]) -> None:
@@ -396,25 +411,10 @@ class RemoteFiles(DiskFiles):
         """Return the store that is mirrored in ``path``."""
         return self._mirrors.get(path)
 
-    def url(self, path: str) -> str:
-        """Return the URL of the store that is mirrored in ``path``."""
-        return self._mirrors[path].url if path in self._mirrors else path
 
-    def fetch(self, path: str, name: str, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch parts of a log file of the store in ``path``."""
-        if path in self._mirrors:
-            self._mirrors[path].fetch(f"{directory.COMMITLOG}/{name}", ranges)
-
-    def release_space(self, path: str) -> None:
-        """Give back the space of what was read of the store in ``path``."""
-        if path in self._mirrors:
-            self._mirrors[path].release_space()
-
-
-def fetch(files: Files, path: str, name: str, ranges: Iterable[tuple[int, int]]) -> None:
-    """Fetch parts of the log file ``name`` if the store in ``path`` is remote."""
-    if isinstance(files, RemoteFiles):
-        files.fetch(path, name, ranges)
+def remote_store(files: Files, path: str) -> RemoteStore | None:
+    """Return the store that is mirrored in ``path``; None if it is there itself."""
+    return files.store(path) if isinstance(files, RemoteFiles) else None
 
 
 def check_storage_options(storage_options: object) -> None:
@@ -471,12 +471,6 @@ def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         schemes = ", ".join(f"{name}://" for name in (*_BY_PYARROW, "memory"))
         raise ConfigError(f"store: {url}: expected a scheme that fsspec knows, such as {schemes}: {error}") from error
     return system, str(path)
-
-
-def _memory_system() -> type[Any]:
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    return MemoryFileSystem  # type: ignore[no-any-return]
 
 
 def _by_pyarrow(scheme: str, path: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -25,7 +25,7 @@ from librmq.clock import SystemClock
 from librmq.columns import DataLossError, ReadOptions, RemoteStore
 from librmq.columns.options import LARGEST_OFFSET
 from librmq.columns.planned_store import PlannedStore
-from librmq.columns.planner import queue_parts
+from librmq.columns.planner import portable, queue_parts
 from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
@@ -239,14 +239,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
             if ranges:
                 entries_only = options.view == "queues"
-                of_store = queue_parts(
-                    store,
-                    list(ranges.items()),
-                    options.min_partitions,
-                    entries_only=entries_only,
-                    mirrors=self._mirrors[path][0] if path in self._mirrors else None,
-                )
-                parts += map(InputPartition, of_store)
+                of_store = queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
+                parts += [InputPartition(portable(part, store)) for part in of_store]
         return parts
 
     @override

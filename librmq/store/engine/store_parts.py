@@ -113,11 +113,6 @@ class ShortQueue(ConsumeQueue):
         begin = self._first * ENTRY_SIZE
         return self._entries[max(position - begin, 0) : max(end - begin, 0)]
 
-    @property
-    def in_memory(self) -> bytes:
-        """The entries from `stored_begin` on."""
-        return self._entries
-
     @override
     def unmap_all(self) -> None:
         """Release the file, if it is mapped."""
