@@ -57,13 +57,14 @@ class QueuesAtStart:
         """Return where the entries in the files of queues, and of queues of batches, end in the log; -1 without any."""
         size = self._config.consumequeue_file_size
         ends = [-1]
-        for folder in self._folders(directory.CONSUMEQUEUE):
+        for folder in self.folders(directory.CONSUMEQUEUE):
             ends.append(self._end(folder, size, ENTRY_SIZE))
-        for folder in self._folders(directory.BATCHCONSUMEQUEUE):
+        for folder in self.folders(directory.BATCHCONSUMEQUEUE):
             ends.append(self._end(folder, None, BATCH_ENTRY_SIZE))
         return max(ends)
 
-    def _folders(self, name: str) -> Iterator[str]:
+    def folders(self, name: str) -> Iterator[str]:
+        """Yield the folders of queues in a folder of the store."""
         root = os.path.join(self._path, name)
         for topic in self._files.list(root):
             if topic.is_folder:
@@ -185,7 +186,7 @@ class QueuesAtStart:
         """
         size = self._config.consumequeue_file_size
         empty = list[str]()
-        for folder in self._folders(directory.CONSUMEQUEUE):
+        for folder in self.folders(directory.CONSUMEQUEUE):
             starts = self._starts(folder)
             if len(starts) < 2:
                 continue

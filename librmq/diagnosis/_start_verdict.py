@@ -183,8 +183,8 @@ class _Judge:
         """Closes what the verdict has opened."""
         self._queue_files = QueuesAtStart(path, config, files, lambda: self._store)
         self._reasons: list[StartReason] = []
-        log = self._files.list(os.path.join(path, directory.COMMITLOG))
-        self._is_small = sum(entry.size for entry in log) <= _MOST_TRIED
+        self._log_folder = os.path.join(path, directory.COMMITLOG)
+        self._is_small = sum(entry.size for entry in files.list(self._log_folder)) <= _MOST_TRIED
         """Whether the whole store is checked, and openings are tried in memory."""
 
     @cached_property
@@ -197,12 +197,19 @@ class _Judge:
         store = MessageStore.open(self._path, self._config, files=self._files, read_only=True)
         return self.opened.enter_context(store)
 
+    @cached_property
+    def _checkpoint(self) -> Checkpoint | None:
+        with suppress(CorruptionError):
+            return Checkpoint.open(os.path.join(self._path, directory.CHECKPOINT), files=self._files)
+        return None
+
     def verdict(self, clock: Clock) -> StartVerdict:
         self._lock()
         self._tables()
-        self._sequence(directory.COMMITLOG, self._config.commitlog_file_size, "mappedFileSizeCommitLog")
+        self._sequence(self._log_folder, self._config.commitlog_file_size, "mappedFileSizeCommitLog")
         if not self._kind.derives_queues:
-            self._queues()
+            for folder in self._queue_files.folders(directory.CONSUMEQUEUE):
+                self._sequence(folder, self._config.consumequeue_file_size, "mappedFileSizeConsumeQueue")
         self._timer()
         read = self._log(clock)
         self._index(read.start)
@@ -298,13 +305,12 @@ class _Judge:
 
     # ---- lengths of files
 
-    def _sequence(self, name: str, length: int, setting: str) -> None:
+    def _sequence(self, folder: str, length: int, setting: str) -> None:
         """Judge the files of a folder whose lengths must be equal."""
-        folder = os.path.join(self._path, name)
         entries = sorted(self._files.list(folder), key=lambda entry: entry.name)
         for number, entry in enumerate(entries):
             self._entry(os.path.join(folder, entry.name), entry, length, setting, is_last=number == len(entries) - 1)
-        if name != directory.COMMITLOG:
+        if folder != self._log_folder:
             return
         starts = [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == length]
         gaps = [start for before, start in itertools.pairwise(starts) if start != before + length]
@@ -314,63 +320,53 @@ class _Judge:
                       "copy the missing file from a backup of the store")  # fmt: skip
 
     def _entry(self, place: str, entry: FolderEntry, length: int, setting: str, *, is_last: bool) -> None:
-        is_log = os.path.basename(os.path.dirname(place)) == directory.COMMITLOG
         if entry.is_folder:
             if not self._is_5:
                 self._add("refuses", place, "a folder beside files, whose lengths are checked", "move it away")
         elif not entry.size and is_last and self._is_5:
             self._add("repairs", place, "it has length zero, as a kill leaves it, and is deleted")
         elif entry.size != length:
-            is_empty = "delete it: it holds nothing, and `librmq recover` would too"
-            repair = f"`librmq salvage {self._path} --into NEW` saves every record that can be read" if is_log else (
-                f"{_COPY}; `librmq recover {self._path}` makes the queue again from the log, or move consumequeue/ and "
-                "index/ away: a broker makes both again"
-            )  # fmt: skip
-            self._add("refuses", place,
-                      f"expected {length} bytes ({setting} of broker.conf), found {entry.size}",
-                      is_empty if not entry.size and is_last else repair)  # fmt: skip
+            if not entry.size and is_last:
+                repair = "delete it: it holds nothing, and `librmq recover` would too"
+            elif os.path.dirname(place) == self._log_folder:
+                repair = f"`librmq salvage {self._path} --into NEW` saves every record that can be read"
+            else:
+                repair = (f"{_COPY}; `librmq recover {self._path}` makes the queue again from the log, or move "
+                          "consumequeue/ and index/ away: a broker makes both again")  # fmt: skip
+            what = f"expected {length} bytes ({setting} of broker.conf), found {entry.size}"
+            self._add("refuses", place, what, repair)
         elif not entry.name.isdigit():
             self._add("refuses", place, "its name is no number", "move it away")
-
-    def _queues(self) -> None:
-        root = os.path.join(self._path, directory.CONSUMEQUEUE)
-        for topic in self._files.list(root):
-            if not topic.is_folder:
-                continue
-            for queue in self._files.list(os.path.join(root, topic.name)):
-                name = os.path.join(directory.CONSUMEQUEUE, topic.name, queue.name)
-                if queue.is_folder and queue.name.isdigit():  # others are passed over
-                    self._sequence(name, self._config.consumequeue_file_size, "mappedFileSizeConsumeQueue")
 
     def _timer(self) -> None:
         if not self._is_5:
             return
         wheel = os.path.join(self._path, directory.TIMERWHEEL)
-        length = file_size(self._files, wheel) or 0
-        if length % 64:
-            self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
-                      f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
-                      "from the topic of timers, and delivers those again")  # fmt: skip
-        for position in TimerWheel.snapshots_in(self._path, self._files)[-1:]:
-            snapshot = f"{wheel}.{position}"
-            length = file_size(self._files, snapshot) or 0
+        snapshots = TimerWheel.snapshots_in(self._path, self._files)[-1:]
+        for place in (wheel, *(f"{wheel}.{position}" for position in snapshots)):
+            length = file_size(self._files, place) or 0
             if length % 64:
-                self._add("refuses", snapshot,
-                          f"expected a multiple of 64 bytes, two turns of slots, found {length}; a broker with "
-                          "timerWheelSnapshotFlush=false does not read it",
-                          "move it away: the broker reads the one before it, or timerwheel, and then the timer log",
-                          )  # fmt: skip
-        entries = self._files.list(os.path.join(self._path, directory.TIMERLOG))
+                what = f"expected a multiple of 64 bytes, two turns of slots, found {length}"
+                if place == wheel:
+                    self._add("refuses", wheel, what,
+                              f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes "
+                              "them again from the topic of timers, and delivers those again")  # fmt: skip
+                else:
+                    self._add("refuses", place, f"{what}; a broker with timerWheelSnapshotFlush=false does not read it",
+                              "move it away: the broker reads the one before it, or timerwheel, and then the timer "
+                              "log")  # fmt: skip
+        folder = os.path.join(self._path, directory.TIMERLOG)
+        entries = self._files.list(folder)
         lengths = [entry.size for entry in entries if entry.size and not entry.is_folder]
         if lengths:
             common_length = max(set(lengths), key=lambda size: (lengths.count(size), size))
-            self._sequence(directory.TIMERLOG, common_length, "mappedFileSizeTimerLog")
+            self._sequence(folder, common_length, "mappedFileSizeTimerLog")
 
     # ---- the log
 
     def _log(self, clock: Clock) -> _ReadLog:
         """Read the log as a broker would, and judge what it finds."""
-        files, folder = OverlayFiles(self._files), os.path.join(self._path, directory.COMMITLOG)
+        files, folder = OverlayFiles(self._files), self._log_folder
         seam: Files = files
         read = _ReadLog()
 
@@ -419,17 +415,12 @@ class _Judge:
         starts = log.sequence.starts
         if self._was_closed and not self._is_5:
             return log.third_last_file()
-        if self._was_closed:
-            end = self._end_of_queues()
-            if end is None:
-                return None
-            return next((start for start in reversed(starts) if start <= end), starts[0])
         if self._kind in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED):
             return None
-        checkpoint = None
-        with suppress(CorruptionError):
-            checkpoint = Checkpoint.open(os.path.join(self._path, directory.CHECKPOINT), files=self._files)
-        until_ms = 0 if checkpoint is None else checkpoint.min_timestamp_ms
+        if self._was_closed:
+            end = self._queue_files.end()
+            return next((start for start in reversed(starts) if start <= end), starts[0])
+        until_ms = 0 if self._checkpoint is None else self._checkpoint.min_timestamp_ms
         magics = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2) if self._is_5 else (record.MESSAGE_MAGIC,)
         for start in reversed(starts):
             magic = int.from_bytes(log.data_at(start, 8)[4:], "big")
@@ -437,11 +428,6 @@ class _Judge:
             if stored_ms and stored_ms <= until_ms:
                 return start
         return starts[0]
-
-    def _end_of_queues(self) -> int | None:
-        """Return where the queues end in the log; None if they are in no files."""
-        is_in_files = self._kind not in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED)
-        return self._queue_files.end() if is_in_files else None
 
     def _missing(self, read: _ReadLog) -> None:
         """Judge what is missing of log, queues and index, which a broker does not notice."""
@@ -485,15 +471,11 @@ class _Judge:
 
     def _rate(self, log: CommitLog, start: int, amount: int, clock: Clock) -> int | None:
         """Return how many bytes of the log the disk reads in a second."""
-        began, read = clock.monotonic(), 0
-        sequence = log.sequence
-        for file_start in (place for place in sequence.starts if place >= start):
-            place = sequence.path(file_start)
-            for at in range(0, log.file_size, _PIECE):
-                with suppress(StoreIOError):
-                    read += len(self._files.read(place, at, min(_PIECE, log.file_size - at)))
-                if read >= min(_SAMPLE, amount):
-                    break
+        began, read, sequence = clock.monotonic(), 0, log.sequence
+        starts = (place for place in sequence.starts if place >= start)
+        for file_start, at in itertools.product(starts, range(0, log.file_size, _PIECE)):
+            with suppress(StoreIOError):
+                read += len(self._files.read(sequence.path(file_start), at, min(_PIECE, log.file_size - at)))
             if read >= min(_SAMPLE, amount):
                 break
         took = clock.monotonic() - began
@@ -503,11 +485,7 @@ class _Judge:
 
     def _index(self, start: int | None) -> None:
         folder = os.path.join(self._path, directory.INDEX)
-        checkpoint_ms = 0
-        with suppress(CorruptionError):
-            checkpoint_ms = Checkpoint.open(
-                os.path.join(self._path, directory.CHECKPOINT), files=self._files
-            ).index_timestamp_ms
+        checkpoint_ms = 0 if self._checkpoint is None else self._checkpoint.index_timestamp_ms
         deleted: list[IndexHeader] = []
         for entry in self._files.list(folder):
             place = os.path.join(folder, entry.name)
