@@ -202,7 +202,7 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     for compared in (16, COMPARED):
         with pytest.MonkeyPatch.context() as patch:
             without_core(patch)
-            for module in ("engine.derivation", "recovery._log_comparison", "recovery._index_check"):
+            for module in ("engine.derivation", "recovery._index_check"):
                 patch.setattr(f"librmq.store.{module}.COMPARED", compared)  # fewer, so that arrays are worth it
             patch.setattr("librmq.store.engine.derivation._LEAST_APART", 1)
             assert verify("/store", config, files) == compiled

@@ -256,12 +256,7 @@ def test_a_gap_takes_no_record_of_a_topic_with_another_name(parts: Parts) -> Non
 def walking(way: str) -> Iterator[None]:
     """Let comparisons take the log with the core, with arrays, or one record after the other."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (
-            "engine.derivation",
-            "recovery._log_comparison",
-            "recovery._index_check",
-            "recovery._queue_check",
-        ):
+        for module in ("engine.derivation", "recovery._index_check", "recovery._queue_check"):
             patch.setattr(f"librmq.store.{module}.COMPARED", 4)  # so that arrays are worth it
         patch.setattr("librmq.store.engine.derivation._LEAST_APART", 1)
         patch.setattr("librmq.store.engine.derivation._WORTH_BLOCK", 1)

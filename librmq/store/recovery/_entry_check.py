@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
@@ -58,10 +58,9 @@ class EntryRun(NamedTuple):
                     stored = raw[ENTRY_SIZE * (number - same) : ENTRY_SIZE * (number - same + 1)]
                     if stored == entries[number] or self._leads_to(log, stored, number):
                         continue
-                    following = entries[number + 1] if number + 1 < len(entries) else None
-                    if following is None or not _is_made_up(entries[number], following):
-                        return number
-                    if not _is_hole(stored, following, log.file_size):
+                    following = entries[number + 1] if number + 1 < len(entries) else b""
+                    is_made_up = ENTRY.unpack(entries[number])[1] == HOLE_SIZE or entries[number][:12] == following[:12]
+                    if not following or not is_made_up or not _is_hole(stored, following, log.file_size):
                         return number
             same += count
         return same
@@ -179,11 +178,6 @@ def hole(log: CommitLog, following: ExpectedEntry) -> bytes:
     return ENTRY.pack(start - log.file_size, HOLE_SIZE, 0) if start else ENTRY.pack(place, size, 0)
 
 
-def _is_made_up(entry: bytes, following: bytes) -> bool:
-    """Return whether `hole` made an entry."""
-    return ENTRY.unpack(entry)[1] == HOLE_SIZE or entry[:12] == following[:12]
-
-
 def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
     """Return whether readers can skip an entry without a message of its own."""
     place, size, _ = ENTRY.unpack(entry)
@@ -216,49 +210,34 @@ class Strays:
         self.open_all = open_all
         self.renamed = False
         """Whether the topic of a record was corrected, with which its keys were indexed."""
-        self._strays: dict[int, dict[int, Stray]] = {}  # the keys are queue offset and physical offset
-        self._passed: set[int] = set()
-
-    def note_passed(self, physical_offset: int) -> None:
-        """Note that the count of the record's queue goes on behind it as if it were not there."""
-        self._passed.add(physical_offset)
+        self._strays = defaultdict[int, dict[int, Stray]](dict)  # the keys are queue offset and physical offset
+        self.passed: set[int] = set()
+        """Places of records behind which the count of their queue goes on as if they were not there."""
 
     def passed_first(self) -> list[Stray]:
         """Return the records that name queue offset 0, have no entry, and that no queue needs."""
-        return [stray for place, stray in sorted(self._strays.get(0, {}).items()) if place in self._passed]
+        return [stray for place, stray in sorted(self._strays[0].items()) if place in self.passed]
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that can belong to another queue, at the same queue offset."""
-        self._strays.setdefault(queue_offset, {})[stray.entry.physical_offset] = stray
-
-    def remove_stray(self, queue_offset: int, physical_offset: int) -> None:
-        """Forget a record that is in its place after all."""
-        strays = self._strays.get(queue_offset)
-        if strays is not None:
-            strays.pop(physical_offset, None)
-            if not strays:
-                del self._strays[queue_offset]
+        self._strays[queue_offset][stray.entry.physical_offset] = stray
 
     def is_stray(self, queue_offset: int, physical_offset: int) -> bool:
         """Return whether the record at this place can belong to another queue."""
-        return physical_offset in self._strays.get(queue_offset, ())
+        return physical_offset in self._strays[queue_offset]
 
-    def pop_stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
-        """Return the stray record at this place, and forget it."""
-        stray = self._strays.get(queue_offset, {}).get(physical_offset)
-        if stray is not None:
-            self.remove_stray(queue_offset, physical_offset)
-        return stray
+    def pop_stray(self, queue_offset: int, physical_offset: int) -> Stray | None:
+        """Return the stray record at this place, if it is one, and forget it."""
+        return self._strays[queue_offset].pop(physical_offset, None)
 
     def pop_stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> Stray | None:
         """Return a record between two physical offsets that a changed byte took from the queue ``name``.
 
         It has the same queue offset in a queue that does not need it.
         """
-        for physical_offset, stray in self._strays.get(queue_offset, {}).items():
+        for physical_offset, stray in self._strays[queue_offset].items():
             if after < physical_offset < before and _is_one_byte_off(name, stray.name):
-                self.remove_stray(queue_offset, physical_offset)
-                return stray
+                return self.pop_stray(queue_offset, physical_offset)
         return None
 
 
@@ -266,33 +245,6 @@ def _is_one_byte_off(first: QueueName, second: QueueName) -> bool:
     """Return whether a change of one byte turns one queue's name into the other's."""
     ours, theirs = (topic.encode() + queue_id.to_bytes(4, "big", signed=True) for topic, queue_id in (first, second))
     return len(ours) == len(theirs) and sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
-
-
-# ---- the records of a queue
-
-
-def recreated_queues(
-    log: CommitLog,
-    queues: Mapping[QueueName, ConsumeQueue],
-    ends_of: Callable[[QueueName], tuple[bytes, int] | None] = lambda _: None,
-) -> dict[QueueName, int]:
-    """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
-
-    A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
-    ``ends_of(name)`` returns entry 0 and the end of a queue that need not be opened for that.
-    """
-    begins = {}
-    for name in queues:
-        ends = ends_of(name)
-        raw = ends[0] if ends else queues[name].read(0, 1) if queues[name].stored_begin == 0 else b""
-        place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
-        if place > log.begin and size != HOLE_SIZE:
-            with suppress(CorruptionError):
-                data = log.read(place, size)
-                message = None if data is None else StoredMessage(data)
-                if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
-                    begins[name] = place
-    return begins
 
 
 def first_not_older(queue: ConsumeQueue, end: int, begin: int, log_file_size: int) -> int | None:

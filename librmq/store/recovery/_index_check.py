@@ -205,16 +205,13 @@ class IndexCheck:
             return
         if set(stored_hashes) == set(expected) and not Counter(expected) - Counter(stored_hashes):
             return  # 4.9 indexes a record again after an unclean exit
-        if stored_hashes and self._is_illegible(physical_offset):
+        raw = self._log.read(physical_offset) if stored_hashes else None
+        if raw is not None and is_illegible(StoredMessage(raw)):
             return
         if run is not None or not stored_hashes or stored_hashes != expected[: len(stored_hashes)]:
             self._damaged(last, f"keys of {physical_offset}: expected hashes {expected}, found {stored_hashes}")
         else:  # a crash came between the keys of the last indexed record
             self._add_missing(key_block([without_first_keys(record, len(stored_hashes))]))
-
-    def _is_illegible(self, physical_offset: int) -> bool:
-        raw = self._log.read(physical_offset)
-        return raw is not None and is_illegible(StoredMessage(raw))
 
     def _check_times(self, run: _Run, store_timestamp_ms: int) -> None:
         header, place = run.file.header, run.physical_offset

@@ -10,7 +10,7 @@ from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue, offset_at_place
-from librmq.consumequeue_entries import ENTRY_SIZE, PLACE
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, PLACE
 from librmq.errors import CorruptionError
 from librmq.files import Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
@@ -18,6 +18,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_s
 from librmq.store.engine.derivation import COMPARED
 from librmq.store.engine.store_parts import QueueName, QueueState, short_state
 from librmq.store.format import directory
+from librmq.store.recovery._entry_check import record_at
 
 # A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
 # that an opened queue costs, and a store can have many thousands.
@@ -60,7 +61,6 @@ class ListedQueues:
         self._files = files
         self._file_size = file_size
         self._pool = pool
-        self._path_read = ""
         # The folder, and start and content of the only file, if it is one and was read, and no entry hides others.
         self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
         self._ends: dict[QueueName, int] = {}  # where the messages of listed queues end
@@ -125,6 +125,21 @@ class ListedQueues:
             return None
         return b"" if start else content[:ENTRY_SIZE].ljust(ENTRY_SIZE, b"\0"), state.max_physic_offset
 
+    def recreated(self, queues: Mapping[QueueName, ConsumeQueue], log: CommitLog) -> dict[QueueName, int]:
+        """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
+
+        A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
+        """
+        begins = {}
+        for name in queues:
+            ends = self.ends_of(name, log.end)
+            raw = ends[0] if ends else queues[name].read(0, 1) if queues[name].stored_begin == 0 else b""
+            place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+            message = record_at(log, place, size) if place > log.begin and size != HOLE_SIZE else None
+            if message is not None and (message.topic, message.queue_id, message.queue_offset) == (*name, 0):
+                begins[name] = place
+        return begins
+
     def dispatched(self, queues: Mapping[QueueName, ConsumeQueue], log: CommitLog) -> int:
         """Return the place up to which the log was dispatched, whatever happened to some queues since."""
         ends = ((name, self.ends_of(name, log.end)) for name in queues)
@@ -142,9 +157,8 @@ class ListedQueues:
         folder, start, stored = self._listed.get(name, ("", None, None))
         if start is None:
             return None
-        self._path_read = f"{folder}{os.sep}{file_name(start)}"
         if stored is None:
-            stored = self._files.read_used(self._path_read, _LARGEST)
+            stored = self._files.read_used(f"{folder}{os.sep}{file_name(start)}", _LARGEST)
         return None if stored is None else (stored, start // ENTRY_SIZE)
 
     def keep_unopened(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
@@ -155,7 +169,7 @@ class ListedQueues:
         folder, start, _ = self._listed.pop(name)
         assert start is not None
         if entries and self.uncovered_from is not None and state.max_physic_offset > self.uncovered_from:
-            path = self._path_read
+            path = f"{folder}{os.sep}{file_name(start)}"
             self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
             self._overwritten.append(path)
             self._written.add(folder)

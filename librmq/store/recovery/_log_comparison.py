@@ -15,7 +15,7 @@ from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
+from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, entry_dtype
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files import Damage
 from librmq.java.lang import java_decode
@@ -23,10 +23,11 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_queue
-from librmq.store.engine.derivation import COMPARED, BitmapOf, Derivation, DerivedBlock, DerivedRecord, walk
+from librmq.runtime import lazy_numpy as np
+from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed, wrong_field
+from librmq.store.recovery._entry_check import Stray, Strays, misaddressed, wrong_field
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._queue_check import GapError, QueueCheck
@@ -65,19 +66,11 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         code = record.tags_code
         if code is None:
             return
-        check = self.check_of(record)
         entry = _pack_entry(record.physical_offset, record.size, code)
-        if record.queue_offset == check.expected:  # nearly always so
-            check.expected += 1
-            check.entries.append(entry)
-            if len(check.entries) >= COMPARED:
-                check.take_over()
-        else:
-            check.offer_entry(record.queue_offset, ExpectedEntry(entry, record.store_timestamp_ms, record.properties))
+        self.check_of(record).take(record.queue_offset, entry, record)
         if self.has_light:
             for name, light_id, light_offset in record.light_queues():
-                light = self._make(name.encode(), light_id, record.physical_offset)
-                light.offer_light(light_offset, ExpectedEntry(entry, record.store_timestamp_ms, record.properties))
+                self._make(name.encode(), light_id, record.physical_offset).take(light_offset, entry, record)
 
     def take_block(self, block: DerivedBlock, keys: IndexCheck | None) -> bool:
         """Take all records of a block, if they continue their queues and the index; otherwise take none of them."""
@@ -85,14 +78,17 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         for topic, queue_id, queue_offset, entries in block.queues:
             first = ENTRY.unpack_from(entries)[0]
             check = self.get((topic, queue_id)) or self._make(topic, queue_id, first)
-            # Records from before the scope of their queue are in most blocks where one queue alone lacks its files.
-            excluded = check.count_excluded(first, entries)
+            excluded = 0
+            if first < check.begin:  # as in most blocks where one queue alone lacks its files
+                places = np.frombuffer(entries, entry_dtype())["physical_offset"]
+                excluded = int(np.searchsorted(places, check.begin))
             if excluded:
                 if not check.left_out:
                     return False
                 entries = entries[excluded * ENTRY_SIZE :]
                 first = ENTRY.unpack_from(entries)[0] if entries else -1
-            if entries and not check.continues(queue_offset + excluded, first):
+            at = queue_offset + excluded
+            if entries and at != check.expected and not check.claim(at, first):
                 return False
             continued.append((check, excluded, entries))
         if keys is not None and not keys.take_block(block.keys):

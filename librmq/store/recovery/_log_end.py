@@ -498,10 +498,7 @@ class Recovery:
         return begin, scope
 
     def _scope(self, begin: int, absent_before: int) -> Scope:
-        from librmq.store.recovery._entry_check import recreated_queues
-
-        log, queues = self._parts.log, self._parts.queues
-        since = recreated_queues(log, queues, lambda name: self._listed.ends_of(name, log.end))
+        since = self._listed.recreated(self._parts.queues, self._parts.log)
         return Scope(begin, since=since, absent_before=absent_before)
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
@@ -519,9 +516,8 @@ class Recovery:
             was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.recovered.cuts)
             return is_asked or was_cut or end < case.noted.get(name, 0)
 
-        end_of_whole = partial(self._listed.end_of_whole, log_end=parts.log.end)
         names = lacking_queues(
-            case.path, case.files, parts.log, parts.queues, parts.levels, scope.begin, end_of_whole, may_lack_end
+            case.path, case.files, parts.log, parts.queues, self._listed, parts.levels, scope.begin, may_lack_end
         )
         return names - scope.all_of
 

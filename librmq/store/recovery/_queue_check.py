@@ -18,7 +18,7 @@ from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import COMPARED, BitmapOf, topic_hash
+from librmq.store.engine.derivation import COMPARED, BitmapOf, DerivedRecord, topic_hash
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format.directory import LOST
 from librmq.store.recovery._entry_check import (
@@ -72,9 +72,9 @@ class QueueCheck:
     - *counting*: ``_due`` is the queue offset of the next record, and the last in ``entries`` is directly below it.
     - *undecided*: ``undecided`` is a record that names another offset than the due one; the next record decides.
 
-    Entries collect in ``entries`` and are compared together. Most records take a short cut that the caller has inline,
-    unopened or counting: they have the queue offset ``expected``, and ``_due`` follows at `take_over`. In other states,
-    and where a queue has an extension, ``expected`` is an impossible offset.
+    Entries collect in ``entries`` and are compared together. Most records take a short cut, unopened or counting:
+    they have the queue offset ``expected``, and ``_due`` follows at `take_over`. In other states, and where a queue has
+    an extension, ``expected`` is an impossible offset.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class QueueCheck:
         self.expected = _NONE
         self._log = log
         self._opened: ConsumeQueue | None = None
-        self._begin = begin
+        self.begin = begin
         self._is_complete = is_complete
         self._delayed = topic == SystemTopic.SCHEDULE
         # Records of a light queue are those of other queues, and stay as they are.
@@ -152,7 +152,7 @@ class QueueCheck:
         if older:
             block = np.frombuffer(stored, entry_dtype(), older // ENTRY_SIZE)
             places, sizes = block["physical_offset"], block["size"]
-            if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
+            if not ((places >= 0) & (places < self.begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
                 return None
             if not places[-1]:
                 return None  # a write of zeros that was torn can have left the size alone
@@ -163,11 +163,8 @@ class QueueCheck:
 
     def is_plain(self) -> bool:
         """Open the queue, and return whether all records are in its count and it ends with them."""
-        if self.first < 0:
-            self._find_first()
-            if self._named_first >= 0:
-                return False
-        if self.undecided is not None:
+        self._find_first()
+        if self._named_first >= 0 or self.undecided is not None:
             return False
         if self.expected != _NONE:
             self._due = self.expected
@@ -175,8 +172,7 @@ class QueueCheck:
 
     def open_queue(self) -> None:
         """Open the queue; earlier records that do not continue its count are taken again."""
-        if self.first < 0:
-            self._find_first()
+        self._find_first()
         if self._named_first >= 0:
             claimed, self._named_first = self._named_first, -1
             entries, self.entries, self.expected = self.entries, [], _NONE
@@ -184,11 +180,13 @@ class QueueCheck:
                 self.offer_entry(queue_offset, ExpectedEntry(packed, 0, b""))
 
     def _find_first(self) -> None:
-        """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
+        """Open the queue, find the beginning of its records, and take the collected entries if they follow there."""
+        if self.first >= 0:
+            return
         queue, entries, claimed = self.queue, self.entries, self._named_first
         at = queue.min_offset
         is_there = bool(entries) and self._is_first(claimed, entries[0])
-        self.first = claimed if is_there else offset_at_place(queue, self._begin)
+        self.first = claimed if is_there else offset_at_place(queue, self.begin)
         while self.first > queue.stored_begin and self._is_torn(self.first - 1):
             self.first -= 1
         self._due = self.first if self.first > at else None
@@ -212,7 +210,7 @@ class QueueCheck:
         if at == queue_offset:
             return True
         place, size, _ = ENTRY.unpack_from(raw)
-        return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != HOLE_SIZE
+        return len(raw) > ENTRY_SIZE and 0 <= place < self.begin and size != HOLE_SIZE
 
     def _is_torn(self, queue_offset: int) -> bool:
         """Return whether an entry is half of a torn write of zeros: its place is 0 already, its size still the old one.
@@ -230,15 +228,14 @@ class QueueCheck:
 
     def _expect(self) -> None:
         """Open the short cut for the next record unless it needs a full check."""
-        short = self._due is not None and self.undecided is None and self.queue.ext is None
-        self.expected = self._due if short and self._due is not None else _NONE
+        is_usual = self.undecided is None and self.queue.ext is None
+        self.expected = self._due if is_usual and self._due is not None else _NONE
 
     def take_over(self) -> None:
         """Take over the records of the short cut."""
-        if self.first < 0:
-            self._find_first()
-            if self._named_first >= 0:
-                self._strays.open_all()
+        self._find_first()
+        if self._named_first >= 0:
+            self._strays.open_all()
         if self.expected != _NONE:
             self._due = self.expected
         if len(self.entries) >= COMPARED:
@@ -247,20 +244,10 @@ class QueueCheck:
 
     def claim(self, queue_offset: int, physical_offset: int) -> bool:
         """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
-        if self.first >= 0 or self.entries or not _is_possible(queue_offset) or physical_offset < self._begin:
+        if self.first >= 0 or self.entries or not _is_possible(queue_offset) or physical_offset < self.begin:
             return False
         self._named_first = self.expected = queue_offset
         return True
-
-    def continues(self, queue_offset: int, physical_offset: int) -> bool:
-        """Return whether a record is the next one in the count, or begins it: `claim`."""
-        return queue_offset == self.expected or self.claim(queue_offset, physical_offset)
-
-    def count_excluded(self, first_place: int, entries: bytes) -> int:
-        """Return how many of a block's entries, the first of which is given, the scope excludes from this queue."""
-        if first_place >= self._begin:  # nearly always so
-            return 0
-        return int(np.searchsorted(np.frombuffer(entries, entry_dtype())["physical_offset"], self._begin))
 
     def take_entries(self, entries: bytes) -> None:
         """Take the next records of the queue, which continue its count, together."""
@@ -280,9 +267,19 @@ class QueueCheck:
         for number in range(queue_offset, end):  # the queue was opened just now, and does not hold the first ones
             self.offer_entry(number, ExpectedEntry(packed[number - end], 0, b""))
 
+    def take(self, queue_offset: int, packed: bytes, record: DerivedRecord) -> None:
+        """Take the entry of the next record, at ``queue_offset``, by the short cut if it can."""
+        if queue_offset == self.expected:  # nearly always so
+            self.expected += 1
+            self.entries.append(packed)
+            if len(self.entries) >= COMPARED:
+                self.take_over()
+        else:
+            self.offer_entry(queue_offset, ExpectedEntry(packed, record.store_timestamp_ms, record.properties))
+
     def offer_entry(self, queue_offset: int, entry: ExpectedEntry) -> None:
         """Take the next record of the queue, which names ``queue_offset``."""
-        if entry.physical_offset < self._begin:
+        if entry.physical_offset < self.begin:
             if not self.left_out:  # this one can be another queue's
                 self._add_stray(queue_offset, entry)
             self.left_out += 1
@@ -301,16 +298,6 @@ class QueueCheck:
             self.undecided = queue_offset, entry
             self._add_stray(queue_offset, entry)
         self._expect()
-
-    def offer_light(self, queue_offset: int, entry: ExpectedEntry) -> None:
-        """Take the next record that names this light queue, by the short cut if it can."""
-        if queue_offset != self.expected:
-            self.offer_entry(queue_offset, entry)
-            return
-        self.expected = queue_offset + 1
-        self.entries.append(entry.packed)
-        if len(self.entries) >= COMPARED:
-            self.take_over()
 
     def _add_stray(self, queue_offset: int, entry: ExpectedEntry) -> None:
         if not self._is_light:
@@ -347,11 +334,11 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self.entries and self._replaces_last(claimed, entry):
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._strays.remove_stray(claimed, entry.physical_offset)
+                self._strays.pop_stray(claimed, entry.physical_offset)
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
                 self._units[claimed] = entry
             elif claimed == 0 and not self.points_at(0, entry.packed):
-                self._strays.note_passed(entry.physical_offset)
+                self._strays.passed.add(entry.physical_offset)
             return
         elif possible:
             points = self.points_at(claimed, entry.packed)
@@ -359,7 +346,7 @@ class QueueCheck:
             if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
             due = claimed if jumps else due
-        self._strays.remove_stray(claimed, entry.physical_offset)
+        self._strays.pop_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _replaces_last(self, claimed: int, entry: ExpectedEntry) -> bool:
@@ -423,7 +410,7 @@ class QueueCheck:
         """Take the records directly below the first one that have an entry here, and name another queue by damage."""
         while raw := self.queue.read(self.first - 1, 1):
             place = ENTRY.unpack(raw)[0]
-            if not (self._begin <= place < before and self._strays.is_stray(self.first - 1, place)):
+            if not (self.begin <= place < before and self._strays.is_stray(self.first - 1, place)):
                 return
             entry = self._find_missing(self.first - 1, place - 1, before)
             if entry is None:
@@ -469,7 +456,7 @@ class QueueCheck:
         """Note an entry without a record in its queue, if it leads to a whole one: that can be its record, damaged."""
         raw = self.queue.read(queue_offset, 1)
         place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
-        if not self._begin <= place < before or size == HOLE_SIZE:
+        if not self.begin <= place < before or size == HOLE_SIZE:
             return
         message = record_at(self._log, place, size)
         if message is None:
@@ -499,7 +486,7 @@ class QueueCheck:
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None
         if message is not None and message.queue_offset == queue_offset:
-            stray = self._strays.pop_stray_at(queue_offset, place)
+            stray = self._strays.pop_stray(queue_offset, place)
         else:
             stray = None if self._delayed else self._strays.pop_stray_between(queue_offset, after, before, self.name)
             place, size, _ = ENTRY.unpack(stray.entry.packed) if stray is not None else (-1, 0, 0)
@@ -583,7 +570,7 @@ class QueueCheck:
         queue = self.queue
         if self.first <= queue.stored_begin:
             return
-        wrong = first_not_older(queue, self.first, self._begin, self._log.file_size)
+        wrong = first_not_older(queue, self.first, self.begin, self._log.file_size)
         if wrong is None:
             return
         for queue_offset in range(wrong, self.first):
@@ -602,4 +589,4 @@ class QueueCheck:
                 if unit is not None:
                     entries["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
         queue.append_many(self.first, entries.tobytes())
-        queue.advance(self._begin)
+        queue.advance(self.begin)

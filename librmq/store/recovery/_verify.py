@@ -13,7 +13,7 @@ import os
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from librmq.message.message import is_batch
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
-from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
+from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import PartFiles, QueueName, QueueTable
 from librmq.store.format import directory
@@ -43,7 +43,6 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
-from librmq.store.recovery._entry_check import recreated_queues
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery.missing_files import lacking_queues, missing_first_files
@@ -221,6 +220,7 @@ class _StoreCheck:
         self._kind, self._closed, self._written = kind, closed, written
         self._path = path
         self._config = config
+        self._levels = DelayLevels.parse(config.message_delay_level)
         self._files = files
         self._part_files = PartFiles(path, config, files)
         self._pool = MappingPool(config.mapped_files)
@@ -251,14 +251,18 @@ class _StoreCheck:
                 what = f"expected zeros after the last record, found {behind} bytes up to the last nonzero one"
                 self._damages.append(Damage(place, at, "tail", what, behind))
         if self._kind.derives_queues:
-            of_records = self._batches(log)
-            levels = DelayLevels.parse(self._config.message_delay_level)
-            damages, notes, has_compared = _compare_queues(self._path, log, levels, self._files)
+            folders = [os.path.join(self._path, name) for name in _DATABASES]
+            folders = [folder for folder in folders if is_database(folder, self._files)]
+            queues_of_log = _QueuesOfLog(log, self._levels, keeps_rows=bool(folders))
+            damages, notes, has_compared = _compare_queues(folders, queues_of_log, self._files)
             what = f"this is {self._kind.value}: only its log was checked{', and its queues in RocksDB' * has_compared}"
-            self._damages, self.notes = self._damages + damages, [what, *of_records, *notes]
+            self._damages += queues_of_log.damages + damages
+            self.notes = [what, *queues_of_log.notes(), *notes]
             return
         if not self._written:
-            self._first_files(log)
+            missing, note = missing_first_files(self._path, log, self._files, self._config, was_closed=self._closed)
+            self._damages += [] if missing is None else [missing]
+            self.notes += [note] if note else []
         queues = self._queues()
         index = self._part(self._part_files.open_index)
         if queues is not None:
@@ -271,38 +275,6 @@ class _StoreCheck:
             index.release()
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
-
-    def _batches(self, log: CommitLog) -> list[str]:
-        """Return the number of batches and records of light queues, and note batches that can't be opened."""
-        batches, inner, light, light_names = 0, 0, 0, set[str]()
-        for place, size, raw in log.scan(check_body=False):
-            if raw is None:
-                continue
-            message = StoredMessage(raw)
-            if MULTI_DISPATCH in message.properties_raw:
-                topic = message.topic.encode("utf-8", "replace")
-                names = list(light_queues(topic, message.queue_id, message.properties_raw))
-                light += bool(names)
-                light_names.update(name for name, _, _ in names)
-            if not is_batch(message):
-                continue
-            from librmq.message.batch import inner_messages  # 5.x alone stores such records
-
-            try:
-                inner += len(inner_messages(message))
-                batches += 1
-            except RecordError as error:
-                self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
-        notes = [f"records of the log: {batches} batches with {inner} messages"]
-        return notes + [f"records of light queues: {light} of {len(light_names)} light queues"] * bool(light)
-
-    def _first_files(self, log: CommitLog) -> None:
-        """Note that the log has lost its first files, or may have."""
-        damage, note = missing_first_files(self._path, log, self._files, self._config, was_closed=self._closed)
-        if damage is not None:
-            self._damages.append(damage)
-        elif note:
-            self.notes.append(note)
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
@@ -334,25 +306,21 @@ class _StoreCheck:
         return ConsumeQueue.open(folder, self._config.consumequeue_file_size, files=MemoryFiles())
 
     def _derived(self, log: CommitLog, queues: QueueTable, index: KeyIndex | None) -> None:
-        levels = DelayLevels.parse(self._config.message_delay_level)
-        try:
-            scope, begin = self._scope(log, queues), log.begin
-            comparison = Reconciliation(
-                log=log, queues=queues, open_queue=self._open_queue, index=index, levels=levels,
-                has_ext=self._config.enable_consumequeue_ext, listed=self._listed, left_out=self.left_out,
-            )  # fmt: skip
-            damages = comparison.run(begin, scope)
-            self._damages.extend(
+        comparison = Reconciliation(
+            log=log, queues=queues, open_queue=self._open_queue, index=index, levels=self._levels,
+            has_ext=self._config.enable_consumequeue_ext, listed=self._listed, left_out=self.left_out,
+        )  # fmt: skip
+        self._part(
+            lambda: self._damages.extend(
                 damage
-                for damage in damages
+                for damage in comparison.run(log.begin, self._scope(log, queues))
                 if self._closed_folders.isdisjoint((damage.file, os.path.dirname(damage.file)))
             )
-        except CorruptionError as error:
-            self._add_damage(error)
+        )
 
     def _scope(self, log: CommitLog, queues: QueueTable) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
-        scope = Scope(log.begin, since=recreated_queues(log, queues, lambda name: self._listed.ends_of(name, log.end)))
+        scope = Scope(log.begin, since=self._listed.recreated(queues, log))
         if not self._closed:
             return scope
         topics = frozenset(directory.known_topics(self._path, self._files))
@@ -362,9 +330,8 @@ class _StoreCheck:
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
 
         dispatched = self._listed.dispatched(queues, log)
-        levels = DelayLevels.parse(self._config.message_delay_level)
-        whole = partial(self._listed.end_of_whole, log_end=log.end)
-        lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched, whole) - queues.keys()
+        lacking = lacking_queues(self._path, self._files, log, queues, self._listed, self._levels, dispatched)
+        lost = lacking - queues.keys()
         return replace(scope, absent_before=dispatched, all_of=lost, known_topics=topics)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
@@ -435,6 +402,7 @@ def _timer_damage(
 # to keep them there after the log's first record. So only a difference between the first and the last entry of a queue
 # is damage. Entries of records that retention has deleted stay until RocksDB compacts them.
 
+_DATABASES: Final = (directory.CONSUMEQUEUE_ROCKSDB, directory.CONSUMEQUEUE)
 _MOST_DAMAGE: Final = 1_000
 _CHECKPOINT_TOPIC: Final = "CHECKPOINT_TOPIC"
 
@@ -442,30 +410,43 @@ _CHECKPOINT_TOPIC: Final = "CHECKPOINT_TOPIC"
 class _QueuesOfLog:
     """Place and size of each message of each queue, by the log. Not thread-safe."""
 
-    def __init__(self, log: CommitLog, levels: DelayLevels) -> None:
-        """Read the whole log: 24 bytes of memory for each message."""
+    def __init__(self, log: CommitLog, levels: DelayLevels, *, keeps_rows: bool) -> None:
+        """Read the whole log; rows take 24 bytes of memory for each message."""
         self.begin, self.end = log.begin, log.end
+        self.damages: list[Damage] = []
+        """Batches that can't be opened."""
+        self._batches = self._inner = self._light = 0
+        self._light_names: set[str] = set()
         self._queues = defaultdict[QueueName, "array[int]"](partial(array, "q"))  # three numbers a message
         derivation = Derivation(levels)
         for place, size, raw in log.scan(check_body=False):
             if raw is None:
                 continue
-            record = derivation.derive(place, size, raw)
-            if record.tags_code is None:
-                continue
-            count = 1
+            record, count = derivation.derive(place, size, raw), 1
+            light = list(record.light_queues())
+            self._light += bool(light)
+            self._light_names.update(name for name, _, _ in light)
             if is_batch(message := StoredMessage(raw)):
-                from librmq.message.batch import inner_messages
+                from librmq.message.batch import inner_messages  # 5.x alone stores such records
 
                 try:
                     count = len(inner_messages(message))
-                except RecordError:
+                except RecordError as error:
+                    self.damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
                     continue
+                self._batches, self._inner = self._batches + 1, self._inner + count
+            if record.tags_code is None or not keeps_rows:
+                continue
             queue = self._queues[java_decode(record.topic), record.queue_id]
             for number in range(count):
                 queue.extend((record.queue_offset + number, place, size))
-            for name, light_id, light_offset in record.light_queues():
+            for name, light_id, light_offset in light:
                 self._queues[name, light_id].extend((light_offset, place, size))
+
+    def notes(self) -> list[str]:
+        notes = [f"records of the log: {self._batches} batches with {self._inner} messages"]
+        light = f"records of light queues: {self._light} of {len(self._light_names)} light queues"
+        return notes + [light] * bool(self._light)
 
     def rows(self, name: QueueName) -> NDArray[np.int64]:
         """Return queue offset, place and size of the messages of a queue, in order of the queue offsets."""
@@ -476,23 +457,19 @@ class _QueuesOfLog:
         return set(self._queues)
 
 
-def _compare_queues(
-    path: str, log: CommitLog, levels: DelayLevels, files: Files
-) -> tuple[list[Damage], list[str], bool]:
+def _compare_queues(folders: Sequence[str], queues: _QueuesOfLog, files: Files) -> tuple[list[Damage], list[str], bool]:
     """Return where the queues in RocksDB differ from the log, remarks, and whether they were compared."""
     has_compared = False
     damages: list[Damage] = []
     notes: list[str] = []
-    for name in (directory.CONSUMEQUEUE_ROCKSDB, directory.CONSUMEQUEUE):
-        folder = os.path.join(path, name)
-        if is_database(folder, files):
-            try:
-                _compare(folder, _QueuesOfLog(log, levels), files, damages, notes)
-                has_compared = True
-            except MissingExtraError as error:
-                notes.append(f"its queues in RocksDB were not compared with the log: {error}")
-            except CorruptionError as error:
-                damages.append(Damage(error.file, error.offset, error.kind, error.what))
+    for folder in folders:
+        try:
+            _compare(folder, queues, files, damages, notes)
+            has_compared = True
+        except MissingExtraError as error:
+            notes.append(f"its queues in RocksDB were not compared with the log: {error}")
+        except CorruptionError as error:
+            damages.append(Damage(error.file, error.offset, error.kind, error.what))
     return damages[:_MOST_DAMAGE], notes, has_compared
 
 

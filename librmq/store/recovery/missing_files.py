@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -21,7 +21,7 @@ from librmq.files import Damage, Files
 from librmq.message import DelayLevels
 from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
+from librmq.store.engine.derivation import Derivation
 from librmq.store.engine.saved_state import (
     FILES_A_ROUND,
     broker_has_started,
@@ -33,6 +33,9 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexFile, IndexHeader
+
+if TYPE_CHECKING:
+    from librmq.store.recovery._listed_queues import ListedQueues
 
 _LARGEST_PLACE: Final = 1 << 63
 _MOST_BETWEEN: Final = 10_000  # at most so many records without keys are read between two index files
@@ -65,17 +68,16 @@ def lacking_queues(
     files: Files,
     log: CommitLog,
     queues: Mapping[QueueName, ConsumeQueue],
+    listed: ListedQueues,
     levels: DelayLevels,
     until: int,
-    end_of_whole: Callable[[QueueName], int | None] = lambda _: None,
     may_lack_end: Callable[[QueueName, int], bool] = lambda *_: False,
 ) -> frozenset[QueueName]:
     """Return the queues that lack a file with entries of records before physical offset ``until``, or such entries.
 
     A damaged entry that leads beyond the log's end is cut with those behind it, and one that ends the queue hides them.
     Last entries that became zeros leave no trace, so the log is asked about queues of which ``may_lack_end(name, place
-    of the end)`` is true. ``end_of_whole(name)`` returns where the messages of a queue
-    end that need not be opened to see that it has its files.
+    of the end)`` is true. Queues in ``listed`` need not be opened to see that they have their files.
 
     A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
     the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
@@ -83,7 +85,7 @@ def lacking_queues(
     """
     spans = {}
     for name in queues:
-        known_to = end_of_whole(name)
+        known_to = listed.end_of_whole(name, log.end)
         end = queues[name].max_physic_offset if known_to is None else known_to
         has_no_end = end < until and may_lack_end(name, end)
         if known_to is None:
@@ -96,7 +98,9 @@ def lacking_queues(
         for (_, topic), offsets in tables.progress().items():
             absent = {(topic, queue_id) for queue_id, at in offsets.items() if at > 0} - queues.keys()
             if absent and topic in topics:
-                first = _first_place([queues[name] for name in queues if name[0] == topic])
+                of_topic = (queues[name] for name in queues if name[0] == topic)
+                firsts = (queue.entry(queue.min_offset) for queue in of_topic)  # of holes it knows nothing
+                first = min((entry.physical_offset for entry in firsts if entry is not None), default=_LARGEST_PLACE)
                 spans.update({name: [(first, until)] for name in absent})
     searched = {(topic.encode(), queue_id): spans for (topic, queue_id), spans in spans.items() if spans}
     return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
@@ -124,12 +128,6 @@ def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int, has_no_end: 
     return spans
 
 
-def _first_place(queues: Iterable[ConsumeQueue]) -> int:
-    """Return the place of the first message of several queues, of which holes know nothing."""
-    firsts = [queue.entry(queue.min_offset) for queue in queues if queue.min_offset < queue.max_offset]
-    return min((entry.physical_offset for entry in firsts if entry is not None), default=_LARGEST_PLACE)
-
-
 _Spans = Mapping[tuple[bytes, int], Sequence[tuple[int, int]]]
 """Parts of the log by queue, whose topic is as in a record."""
 
@@ -140,51 +138,31 @@ def _queues_with_records(log: CommitLog, spans: _Spans, levels: DelayLevels) -> 
     begin = min((begin for places in spans.values() for begin, _ in places), default=0)
     end = max((end for places in spans.values() for _, end in places), default=0)
     has_light = any(topic.startswith(TopicPrefix.LIGHT.encode()) for topic, _ in spans)
-    derive = Derivation(levels).derive
     with suppress(CorruptionError):  # other damage is found where it is read
-        for stretch in walk(log, max(begin, log.begin), end, in_blocks=not has_light):
-            if stretch.block is not None:
-                with_records.update(_queues_of_block(stretch.block, spans))
-            else:
-                for item in stretch.records():
-                    with_records.update(_queues_of_record(derive(*item), spans))
+        for block in Derivation(levels).blocks(log, max(begin, log.begin), end, lambda *_: not has_light):
+            of_queues = [((topic, queue_id), entries) for topic, queue_id, _, entries in block.queues]
+            for record in block.records:
+                packed = ENTRY.pack(record.physical_offset, record.size, 0)
+                of_queues += [((name.encode(), light_id), packed) for name, light_id, _ in record.light_queues()]
+            for name, entries in of_queues:
+                if name in spans:
+                    places = np.frombuffer(entries, entry_dtype())["physical_offset"]
+                    if any(((first <= places) & (places < last)).any() for first, last in spans[name]):
+                        with_records.add(name)
             if len(with_records) == len(spans):
                 break
     return with_records
 
 
-def _queues_of_block(block: DerivedBlock, spans: _Spans) -> Iterator[tuple[bytes, int]]:
-    for topic, queue_id, _, entries in block.queues:
-        if (topic, queue_id) in spans:
-            places = np.frombuffer(entries, entry_dtype())["physical_offset"]
-            if any(((first <= places) & (places < last)).any() for first, last in spans[topic, queue_id]):
-                yield topic, queue_id
-
-
-def _queues_of_record(record: DerivedRecord, spans: _Spans) -> Iterator[tuple[bytes, int]]:
-    names = {(record.topic, record.queue_id)} if record.tags_code is not None else set()
-    names |= {(name.encode(), light_id) for name, light_id, _ in record.light_queues()}
-    for name in names & spans.keys():
-        if any(first <= record.physical_offset < last for first, last in spans[name]):
-            yield name
-
-
 # ---- the beginning of a log that lacks files
-
-
-class FirstFiles(NamedTuple):
-    """What is known about log files before the first one that is there."""
-
-    missing: Damage | None = None
-    """Files that retention did not delete."""
-    note: str = ""
-    """What missing files and a kill in the middle of a retention both explain."""
 
 
 def missing_first_files(
     path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool
-) -> FirstFiles:
-    """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
+) -> tuple[Damage | None, str]:
+    """Return the first files of the log that are missing, or else a note that a kill explains too.
+
+    A note of librmq, or a queue or index file, tells that retention has not deleted them.
 
     Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
     one that is further below the log's start tells that files are missing. Without one nothing does.
@@ -194,20 +172,20 @@ def missing_first_files(
         if state.log_begin < begin:
             what = f"the log began at {state.log_begin} at the last {when}, and begins at {begin}"
             place, size = log.sequence.path(state.log_begin), begin - state.log_begin
-            return FirstFiles(Damage(place, state.log_begin, directory.MISSING_LOG, what, size))
+            return Damage(place, state.log_begin, directory.MISSING_LOG, what, size), ""
     if any(state.log_begin == begin for _, state in notes):
-        return FirstFiles()
+        return None, ""
     place = log.sequence.path(begin)
     with suppress(CorruptionError, StoreIOError):  # other damage is found where it is read
         if (lacking := lacks_all_records(path, files, log)) is not None:
-            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
+            return Damage(place, begin, directory.MISSING_LOG, lacking), ""
         limit = begin - FILES_A_ROUND * log.file_size
         if (old := _untrimmed_file(path, files, config, limit)) is not None:
-            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
+            return Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)), ""
         if (old := _untrimmed_file(path, files, config, begin)) is not None:
             why = "its first files are missing, or a kill ended a retention"
-            return FirstFiles(note=f"{_describe(begin, old, 'it')}: {why}")
-    return FirstFiles()
+            return None, f"{_describe(begin, old, 'it')}: {why}"
+    return None, ""
 
 
 def _describe(begin: int, old: str, limit: object) -> str:

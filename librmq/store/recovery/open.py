@@ -155,8 +155,7 @@ def _check_noted_files(path: str, files: Files) -> None:
     folder = os.path.join(path, directory.COMMITLOG)
     unused = frozenset(_unused_at_end(folder, files))
     noted = max(noted_ends(path, files), key=lambda noted: noted.log_end, default=None) if unused else None
-    sequence = _numbered(folder, files) if unused else []
-    for (before, size), (behind, _) in itertools.pairwise(sequence):
+    for (before, size), (behind, _) in itertools.pairwise(_numbered(folder, files) if noted is not None else ()):
         end = int(os.path.basename(before)) + size
         if behind in unused and noted is not None and end < min(noted.log_end, int(os.path.basename(behind))):
             what = (
