@@ -446,14 +446,9 @@ class LiveParts(FollowedParts):
         )
         self._queues = LiveQueues(path, config, files, self._log)
         self._make_parts(self._queues, self._index, self._queues.open_queue)
-        self._find_end(self._walk_begin)
-
-    def _find_end(self, begin: int) -> None:
-        """Walk over the log from ``begin``, and take the entries and keys that queues and index can lack.
-
-        A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
-        """
-        log = self._log
+        # Take the entries and keys that queues and index can lack. A record is indexed after its entry, in log order,
+        # so queues lack nothing below the last indexed record.
+        log, begin = self._log, self._walk_begin
         walk = log.walk(begin, self._refuse_batch)
         end = walk.physical_offset  # behind it a writer that is faster than this could be followed without an end
         log.end = max(begin, min(self._index.end_physical_offset, end))

@@ -176,11 +176,7 @@ class DerivedParts(FollowedParts):
         self._touched: set[DerivedQueue] = set()
         self._has_keys = False
         self._make_parts(self._queues, self._index, self._queues.queue)
-        self._derive_all(is_written)
-
-    def _derive_all(self, is_written: bool) -> None:
-        """Derive the queues from the whole log, which ends at the first record that can't be read."""
-        log = self._log
+        log = self._log  # which ends at the first record that can't be read
         walk = log.walk(self._walk_begin)
         damage, end, log.end = walk.damage, walk.physical_offset, log.begin
         if is_written:  # the last record can be incomplete

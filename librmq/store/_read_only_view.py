@@ -77,7 +77,9 @@ def cut_at(parts: Parts, moment: Moment, order: TimeOrder | None) -> None:
     queues = QueueTable(parts.open_queue, {})
     for name in parts.queues:
         queue = parts.queues[name]
-        if _cut_queue(queue, end):
+        before = queue.max_offset
+        queue.show_before(queue.min_offset + _entries(queue, end))
+        if queue.max_offset > 0 or queue.max_offset == before:  # else it did not exist
             queues[name] = queue
     parts.queues = queues
     parts.index._show_before(end)
@@ -159,13 +161,6 @@ def _last_before(parts: Parts, limit: int) -> int:
     return latest
 
 
-def _cut_queue(queue: ConsumeQueue, log_end: int) -> bool:
-    """Drop the entries of later records; return False if the queue did not exist."""
-    before = queue.max_offset
-    queue.show_before(queue.min_offset + _entries(queue, log_end))
-    return queue.max_offset > 0 or queue.max_offset == before
-
-
 def _entries(queue: ConsumeQueue, log_end: int) -> int:
     """Return how many entries of a queue belong to records that end at a place or before."""
 
@@ -244,7 +239,7 @@ class ReadOnlyView(StoreHandle):
                     self._open()
             else:
                 try:
-                    if live.has_lost_end() or self._can_infer_more():
+                    if live.has_lost_end() or not (all(self._inferred) or self._inferable() == self._inferred):
                         self._open()
                     else:
                         self.version += live.follow_log()
@@ -452,10 +447,6 @@ class ReadOnlyView(StoreHandle):
         files, checkpoint = self.files, os.path.join(self.path, directory.CHECKPOINT)
         times = read_replaced(files, checkpoint)
         return tuple(files.list(os.path.join(self.path, directory.COMMITLOG))), has_abort(files, self.path), times
-
-    def _can_infer_more(self) -> bool:
-        """Return whether there are files now from which settings can be inferred that were guessed so far."""
-        return not all(self._inferred) and self._inferable() != self._inferred
 
     def _inferable(self) -> tuple[bool, ...]:
         """Return whether log, index and queues have files from which their settings can be inferred."""
