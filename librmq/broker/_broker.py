@@ -27,7 +27,7 @@ from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._progress import Progress, ResetHook, StoreReaders
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
-from librmq.broker.handlers._pull import PullHandler, told_end
+from librmq.broker.handlers._pull import told_end
 from librmq.broker.handlers._requests import request_table
 from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
@@ -43,20 +43,16 @@ from librmq.runtime import Runner
 from librmq.runtime.closing import LaterPart, opened_in_thread
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
-from librmq.store import AppendResult, BrokerTables, MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
 
 if TYPE_CHECKING:
-    from librmq.broker._administration import Administration
     from librmq.broker._replication import Replication
-    from librmq.broker._schedules import Schedules
     from librmq.broker._transactions import BrokerTransactions, DiscardHook
-    from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
-    from librmq.broker.long_polling import Arrivals, Selection
+    from librmq.broker.long_polling import Arrivals
     from librmq.files import TemporaryFolder
     from librmq.metrics import Metrics
-    from librmq.protocol import Subscription
     from librmq.runtime import ThreadRunner
 
 R = TypeVar("R")
@@ -178,11 +174,7 @@ class Broker(StoreRoute, Endpoint):
                     waiting.wait(threading.Event(), min(left, _LOCK_RETRY_S))
 
     def _open(self, path: str, named: Promises, files: Files, changes: bool) -> None:
-        """Open the store by what is named and recorded, and record what binds the messages that it accepts.
-
-        Raises:
-            ConfigError: The store has recorded another setting.
-        """
+        """Open the store by what is named and recorded, and record what binds the messages that it accepts."""
         is_copy = named.broker.replica_of is not None  # a copy records no promises: its master keeps them
         recorded = Promises() if is_copy else Promises.read(path, files)
         if not changes:
@@ -258,30 +250,15 @@ class Broker(StoreRoute, Endpoint):
             store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
             self._replication = replication = LaterPart(partial(_make_replication, context))
             self._sending = sending = SendHandler(context, deliveries, replication, transactions)
-            damaged = LaterPart(partial(_make_damaged, context, sending))
-            pulling = PullHandler(context, sending, replication, damaged)
             self._progress = progress = Progress(context)
-            self._receives = receives = LaterPart(
-                partial(_make_receives, context, sending, progress, partial(pulling.selection, by_text=True), damaged)
-            )
-            schedules = LaterPart(partial(_make_schedules, context, sending.put))
-            self._answers = request_table(
-                context=context,
-                replication=replication,
-                sending=sending,
-                pulling=pulling,
-                receives=receives,
-                transactions=transactions,
-                deliveries=deliveries,
-                administration=LaterPart(partial(_make_administration, context)),
-                progress=progress,
-                schedules=schedules,
+            self._answers, self._receives, schedules = request_table(
+                context, replication, sending, transactions, deliveries, progress
             )
             if is_master:
                 with runner.lock:
                     deliveries.start()
                     if (page := context.offsets.page) is not None and page.received:
-                        receives().start()
+                        self._receives().start()
                     if tables.schedules.rows:
                         schedules().start()
                     if (SystemTopic.HALF, 0) in store.queues:
@@ -666,7 +643,6 @@ class Broker(StoreRoute, Endpoint):
             self._deliveries.write_passed()
 
     def _end_writes(self) -> None:
-        """End all writes; return when none is running."""
         self._context.writing.end_writing(self._life.why_dead)
         self._context.offsets.end()
         self._deliveries.end_timer_writes(self._life.why_dead)
@@ -698,37 +674,7 @@ def _make_transactions(
     return BrokerTransactions(context, arrivals, discard_hooks, start_ms)
 
 
-def _make_administration(context: BrokerContext) -> Administration:
-    from librmq.broker._administration import Administration
-
-    return Administration(context)
-
-
 def _make_replication(context: BrokerContext) -> Replication:
     from librmq.broker._replication import Replication
 
     return Replication(context)
-
-
-def _make_damaged(context: BrokerContext, sending: SendHandler) -> DamagedMessages:
-    from librmq.broker.handlers._damage import DamagedMessages
-
-    return DamagedMessages(context, sending.failed())
-
-
-def _make_schedules(context: BrokerContext, put: Callable[..., tuple[int, AppendResult]]) -> Schedules:
-    from librmq.broker._schedules import Schedules
-
-    return Schedules(context, put)
-
-
-def _make_receives(
-    context: BrokerContext,
-    sending: SendHandler,
-    progress: Progress,
-    selection: Callable[[Subscription], Selection],
-    damaged: LaterPart[DamagedMessages],
-) -> ReceiveHandler:
-    from librmq.broker.handlers._receive import ReceiveHandler
-
-    return ReceiveHandler(context, sending, progress, selection, damaged)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
+from librmq import protocol
 from librmq.broker._clients import Clients
 from librmq.broker._context import BrokerContext, refused_by_replica
 from librmq.broker._delayed_messages import Deliveries
@@ -16,68 +17,7 @@ from librmq.broker.handlers._pull import PullHandler
 from librmq.broker.handlers._send import SendHandler
 from librmq.errors import BrokerUnreachableError, ClientStateError
 from librmq.message.topics import validate_kept_names
-from librmq.protocol import (
-    Acknowledge,
-    CancelMessage,
-    CancelReceive,
-    ChangeInvisible,
-    ChangeSchedule,
-    ChannelClosed,
-    CheckSubscription,
-    CleanUnusedTopics,
-    ConsumerData,
-    ConsumerIds,
-    ConsumerOffsetsOf,
-    CopyTables,
-    CreateTopic,
-    DeleteExpiredFiles,
-    DeleteGroup,
-    DeleteTopic,
-    DescribeClients,
-    DescribeConnections,
-    DescribeGroups,
-    DescribeInstance,
-    DescribeLog,
-    DescribeProgress,
-    DescribeQueues,
-    DescribeSchedules,
-    DescribeTopics,
-    EndTransaction,
-    FollowLog,
-    ForwardToDeadLetters,
-    GroupsBehind,
-    GroupSubscriptions,
-    Heartbeat,
-    HoldPlace,
-    InstanceState,
-    LeaveLog,
-    LockQueues,
-    MaxOffset,
-    MinOffset,
-    MoveGroup,
-    PullMessage,
-    QueryMessages,
-    QueryOffset,
-    QueueOffsetAt,
-    Receive,
-    Request,
-    ResendLetters,
-    ResetGroup,
-    SaveProgress,
-    SendBack,
-    SendBatch,
-    SendMessage,
-    SendReply,
-    SendTogether,
-    SetGroup,
-    StartGroup,
-    TakeHandOuts,
-    TopicGroups,
-    UnlockQueues,
-    Unregister,
-    UpdateOffset,
-    ViewMessage,
-)
+from librmq.protocol import ConsumerData, InstanceState, Request
 from librmq.runtime.closing import LaterPart
 
 if TYPE_CHECKING:
@@ -85,6 +25,7 @@ if TYPE_CHECKING:
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
     from librmq.broker._transactions import BrokerTransactions
+    from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
 
 _Names = tuple[Iterable[str], Iterable[str]]
@@ -101,136 +42,155 @@ def _topics_of(data: ConsumerData) -> Iterator[str]:
 
 
 _NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
-    Heartbeat: lambda request: (
+    protocol.Heartbeat: lambda request: (
         chain(request.producer_groups, (data.group for data in request.consumers)),
         chain.from_iterable(map(_topics_of, request.consumers)),
     ),
-    LockQueues: lambda request: ((request.group,), {queue.topic for queue in request.queues}),
-    **dict.fromkeys((UpdateOffset, StartGroup, MoveGroup, ResetGroup), _group_and_topic),
+    protocol.LockQueues: lambda request: ((request.group,), {queue.topic for queue in request.queues}),
+    **dict.fromkeys(
+        (protocol.UpdateOffset, protocol.StartGroup, protocol.MoveGroup, protocol.ResetGroup), _group_and_topic
+    ),
 }
 """The groups and topics that a request adds to tables. Others name those in the tables, or check a name themselves."""
-_REPLICATED: Final[tuple[type[Any], ...]] = (CancelMessage, StartGroup)
+_REPLICATED: Final[tuple[type[Any], ...]] = (protocol.CancelMessage, protocol.StartGroup)
 
 
-class _Answers(NamedTuple):
-    """What answers requests, by their class."""
-
-    free: dict[type[Any], Callable[[Any], object]]
-    """These need no lock, or take what they need."""
-    locked: dict[type[Any], Callable[[Any], object]]
-    """These run under the runner's lock, on an open broker."""
-    durable: dict[type[Any], Callable[[Any], object]]
-    """These change tables under the lock; the changes are written before they are answered."""
+_Handlers = dict[type[Any], Callable[[Any], object]]
+"""What answers requests, by their class."""
 
 
-def request_table(  # noqa: PLR0913 (each is a collaborator of its own)
+def request_table(
     context: BrokerContext,
     replication: LaterPart[Replication],
     sending: SendHandler,
-    pulling: PullHandler,
-    receives: LaterPart[ReceiveHandler],
     transactions: LaterPart[BrokerTransactions],
     deliveries: Deliveries,
-    administration: LaterPart[Administration],
     progress: Progress,
-    schedules: Callable[[], Schedules],
-) -> dict[type[Any], Callable[[Any], Any]]:
-    """Return the function that answers each kind of request to one broker, by its class."""
+) -> tuple[dict[type[Any], Callable[[Any], Any]], LaterPart[ReceiveHandler], LaterPart[Schedules]]:
+    """Return the function that answers each kind of request to one broker, by its class; and two of its parts."""
     clients, locks, offsets, store = context.clients, context.locks, context.offsets, context.store
 
-    # A replica refuses the requests in these, and in those that are durable.
-    writes = _Answers(
-        {
-            SendMessage: sending.answer,
-            SendTogether: sending.send_together,
-            SendBatch: sending.send_batch,
-            SendReply: sending.send_reply,
-            SendBack: lambda request: sending.failed().send_back(request),
-            ResendLetters: lambda request: sending.failed().resend(request),
-            EndTransaction: lambda request: transactions().end_transaction(request),
-            CancelMessage: deliveries.cancel,
-            DescribeLog: lambda request: replication().describe(request),
-            FollowLog: lambda request: replication().follow_log(request),
-            LeaveLog: lambda request: replication().remove_replica(request),
-        },
-        {
-            LockQueues: locks.lock_queues,
-            UnlockQueues: locks.unlock_queues,
-            Receive: lambda request: receives().receive(request),
-            CancelReceive: lambda request: receives().cancel_receive(request),
-            Acknowledge: lambda request: receives().acknowledge(request),
-            ChangeInvisible: lambda request: receives().change(request),
-            ForwardToDeadLetters: lambda request: receives().forward(request),
-            CleanUnusedTopics: lambda request: administration().clean_unused_topics(request),
-            DeleteExpiredFiles: lambda request: administration().delete_expired_files(request),
-            CopyTables: lambda request: replication().snapshot_tables(request),
-        },
-        {
-            CreateTopic: lambda request: administration().create_topic(request),
-            DeleteTopic: lambda request: administration().delete_topic(request),
-            SetGroup: lambda request: administration().set_group(request),
-            DeleteGroup: lambda request: administration().delete_group(request),
-            MoveGroup: progress.move,
-            ResetGroup: progress.reset,
-            StartGroup: progress.start,
-            SaveProgress: lambda request: offsets.saving.save(),
-            ChangeSchedule: lambda request: schedules().change(request),
-        },
-    )
-    others = _Answers(
-        {
-            PullMessage: pulling.pull,
-            CheckSubscription: pulling.check_subscription,
-            DescribeInstance: partial(_describe_instance, context),
-            ViewMessage: lambda request: administration().view_message(request),
-            QueryMessages: lambda request: administration().query_messages(request),
-            QueryOffset: progress.query_offset,
-            MaxOffset: lambda request: store.queue_range(request.topic, request.queue_id)[1],
-            MinOffset: lambda request: store.queue_range(request.topic, request.queue_id)[0],
-            QueueOffsetAt: progress.queue_offset_at,
-        },
-        {
-            TakeHandOuts: pulling.take_hand_outs,
-            Unregister: partial(_unregister, receives, clients),
-            Heartbeat: clients.register_client,
-            ChannelClosed: partial(_channel_closed, context),
-            ConsumerIds: clients.consumer_ids,
-            GroupSubscriptions: clients.subscriptions,
-            DescribeClients: lambda request: clients.connected(),
-            DescribeConnections: lambda request: clients.connections(request.group),
-            GroupsBehind: partial(_groups_behind, context, progress, deliveries),
-            DescribeTopics: lambda request: administration().describe_topics(request),
-            DescribeGroups: lambda request: dict(context.groups.by_name),
-            UpdateOffset: progress.update,
-            HoldPlace: progress.hold_place,
-            TopicGroups: progress.groups,
-            DescribeQueues: progress.describe_queues,
-            DescribeProgress: progress.describe,
-            ConsumerOffsetsOf: lambda request: dict(offsets.of_topic(request.group, request.topic)),
-            DescribeSchedules: lambda request: schedules().describe(request),
-        },
-        {},
-    )
+    @LaterPart
+    def administration() -> Administration:
+        from librmq.broker._administration import Administration
 
-    master, writing = context.config.replica_of, _wrapped(context, writes)
+        return Administration(context)
+
+    @LaterPart
+    def damaged() -> DamagedMessages:
+        from librmq.broker.handlers._damage import DamagedMessages
+
+        return DamagedMessages(context, sending.failed())
+
+    @LaterPart
+    def schedules() -> Schedules:
+        from librmq.broker._schedules import Schedules
+
+        return Schedules(context, sending.put)
+
+    @LaterPart
+    def receives() -> ReceiveHandler:
+        from librmq.broker.handlers._receive import ReceiveHandler
+
+        return ReceiveHandler(context, sending, progress, partial(pulling.selection, by_text=True), damaged)
+
+    pulling = PullHandler(context, sending, replication, damaged)
+
+    # A replica refuses these.
+    writing = _wrapped(
+        context,
+        {
+            protocol.SendMessage: sending.answer,
+            protocol.SendTogether: sending.send_together,
+            protocol.SendBatch: sending.send_batch,
+            protocol.SendReply: sending.send_reply,
+            protocol.SendBack: lambda request: sending.failed().send_back(request),
+            protocol.ResendLetters: lambda request: sending.failed().resend(request),
+            protocol.EndTransaction: lambda request: transactions().end_transaction(request),
+            protocol.CancelMessage: deliveries.cancel,
+            protocol.DescribeLog: lambda request: replication().describe(request),
+            protocol.FollowLog: lambda request: replication().follow_log(request),
+            protocol.LeaveLog: lambda request: replication().remove_replica(request),
+        },
+        {
+            protocol.LockQueues: locks.lock_queues,
+            protocol.UnlockQueues: locks.unlock_queues,
+            protocol.Receive: lambda request: receives().receive(request),
+            protocol.CancelReceive: lambda request: receives().cancel_receive(request),
+            protocol.Acknowledge: lambda request: receives().acknowledge(request),
+            protocol.ChangeInvisible: lambda request: receives().change(request),
+            protocol.ForwardToDeadLetters: lambda request: receives().forward(request),
+            protocol.CleanUnusedTopics: lambda request: administration().clean_unused_topics(request),
+            protocol.DeleteExpiredFiles: lambda request: administration().delete_expired_files(request),
+            protocol.CopyTables: lambda request: replication().snapshot_tables(request),
+        },
+        {
+            protocol.CreateTopic: lambda request: administration().create_topic(request),
+            protocol.DeleteTopic: lambda request: administration().delete_topic(request),
+            protocol.SetGroup: lambda request: administration().set_group(request),
+            protocol.DeleteGroup: lambda request: administration().delete_group(request),
+            protocol.MoveGroup: progress.move,
+            protocol.ResetGroup: progress.reset,
+            protocol.StartGroup: progress.start,
+            protocol.SaveProgress: lambda request: offsets.saving.save(),
+            protocol.ChangeSchedule: lambda request: schedules().change(request),
+        },
+    )
+    others = _wrapped(
+        context,
+        {
+            protocol.PullMessage: pulling.pull,
+            protocol.CheckSubscription: pulling.check_subscription,
+            protocol.DescribeInstance: partial(_describe_instance, context),
+            protocol.ViewMessage: lambda request: administration().view_message(request),
+            protocol.QueryMessages: lambda request: administration().query_messages(request),
+            protocol.QueryOffset: progress.query_offset,
+            protocol.MaxOffset: lambda request: store.queue_range(request.topic, request.queue_id)[1],
+            protocol.MinOffset: lambda request: store.queue_range(request.topic, request.queue_id)[0],
+            protocol.QueueOffsetAt: progress.queue_offset_at,
+        },
+        {
+            protocol.TakeHandOuts: pulling.take_hand_outs,
+            protocol.Unregister: partial(_unregister, receives, clients),
+            protocol.Heartbeat: clients.register_client,
+            protocol.ChannelClosed: partial(_channel_closed, context),
+            protocol.ConsumerIds: clients.consumer_ids,
+            protocol.GroupSubscriptions: clients.subscriptions,
+            protocol.DescribeClients: lambda request: clients.connected(),
+            protocol.DescribeConnections: lambda request: clients.connections(request.group),
+            protocol.GroupsBehind: partial(_groups_behind, context, progress, deliveries),
+            protocol.DescribeTopics: lambda request: administration().describe_topics(request),
+            protocol.DescribeGroups: lambda request: dict(context.groups.by_name),
+            protocol.UpdateOffset: progress.update,
+            protocol.HoldPlace: progress.hold_place,
+            protocol.TopicGroups: progress.groups,
+            protocol.DescribeQueues: progress.describe_queues,
+            protocol.DescribeProgress: progress.describe,
+            protocol.ConsumerOffsetsOf: lambda request: dict(offsets.of_topic(request.group, request.topic)),
+            protocol.DescribeSchedules: lambda request: schedules().describe(request),
+        },
+    )
     for kind in _REPLICATED:
         writing[kind] = _replicated(writing[kind], replication)
-    table = {**writing, **_wrapped(context, others)}
+    table = writing | others
     for named, names_of in _NAMED.items():
         table[named] = _checked(context, names_of, table[named])
-    return table if master is None else table | dict.fromkeys(writing, partial(_refuse, context.name, master))
+    if (master := context.config.replica_of) is not None:
+        table |= dict.fromkeys(writing, partial(_refuse, context.name, master))
+    return table, receives, schedules
 
 
 def _refuse(name: str, master: str, request: Request[Any]) -> object:
     raise refused_by_replica(name, master, type(request))
 
 
-def _wrapped(context: BrokerContext, answers: _Answers) -> dict[type[Any], Callable[[Any], object]]:
-    return {
-        **answers.free,
-        **{kind: _locked(context, handler, writes=False) for kind, handler in answers.locked.items()},
-        **{kind: _locked(context, handler, writes=True) for kind, handler in answers.durable.items()},
-    }
+def _wrapped(context: BrokerContext, free: _Handlers, locked: _Handlers, durable: _Handlers | None = None) -> _Handlers:
+    """Wrap handlers: the ``free`` need no lock, or take what they need; others run under it, on an open broker.
+
+    Those that are ``durable`` change tables; the changes are written before they are answered.
+    """
+    wrapped = free | {kind: _locked(context, handler, writes=False) for kind, handler in locked.items()}
+    return wrapped | {kind: _locked(context, handler, writes=True) for kind, handler in (durable or {}).items()}
 
 
 def _locked(context: BrokerContext, handler: Callable[[Any], object], *, writes: bool) -> Callable[[Any], object]:
@@ -278,24 +238,24 @@ def _checked(
 # ---- answers by several parts
 
 
-def _unregister(receives: LaterPart[ReceiveHandler], clients: Clients, request: Unregister) -> None:
+def _unregister(receives: LaterPart[ReceiveHandler], clients: Clients, request: protocol.Unregister) -> None:
     if receives.made is not None:
         receives.made.left(request)
     clients.unregister(request)
 
 
-def _channel_closed(context: BrokerContext, request: ChannelClosed) -> None:
+def _channel_closed(context: BrokerContext, request: protocol.ChannelClosed) -> None:
     if request.has_ended:
         context.locks.release(request.client_id)
     context.clients.channel_closed(request)
 
 
-def _describe_instance(context: BrokerContext, request: DescribeInstance) -> InstanceState | None:
+def _describe_instance(context: BrokerContext, request: protocol.DescribeInstance) -> InstanceState | None:
     with context.runner.lock:
         context.life.check_open()
         client = context.clients.instance(request.group, request.client_id)
         with suppress(BrokerUnreachableError):
-            return client.call(DescribeInstance(request.group))
+            return client.call(protocol.DescribeInstance(request.group))
     try:
         return client.call(request)  # without the lock, because a client on a connection takes its time
     except BrokerUnreachableError as error:  # which is no word about a broker
@@ -303,12 +263,12 @@ def _describe_instance(context: BrokerContext, request: DescribeInstance) -> Ins
 
 
 def _groups_behind(
-    context: BrokerContext, progress: Progress, deliveries: Deliveries, request: GroupsBehind
+    context: BrokerContext, progress: Progress, deliveries: Deliveries, request: protocol.GroupsBehind
 ) -> tuple[str, ...]:
     behind = progress.behind()
     if behind:  # It may be behind only by messages that its filter lets through none of.
         context.held.answer_passed()
     schedule = None if context.config.replica_of is not None else deliveries.schedule.made
     if schedule is not None and schedule.has_due(context.runner.now_ms()):
-        behind.append(GroupsBehind.DUE)
+        behind.append(protocol.GroupsBehind.DUE)
     return tuple(behind)
