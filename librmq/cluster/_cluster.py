@@ -39,30 +39,28 @@ R = TypeVar("R")
 
 
 class _Link(Endpoint):
-    """The connection to one broker, which can be cut."""
+    """The connection to one broker, which is cut while the broker's name is among those ``cut``."""
 
-    __slots__ = ("_call", "broker", "is_cut")
+    __slots__ = ("_broker_name", "_call", "_cut", "_why")
 
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
-        self.is_cut = False
-        self._call = broker.call
+    def __init__(self, behind: Endpoint, broker_name: str, cut: set[str], why: str) -> None:
+        self._call = behind.call
+        self._broker_name = broker_name
+        self._cut = cut
+        self._why = why
 
     @override
     def call(self, request: Request[R], /) -> R:
-        if self.is_cut:
-            raise BrokerUnreachableError(f"broker {self.broker.name} cannot be reached: its connection is cut")
+        if self._broker_name in self._cut:
+            raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached{self._why}")
         return self._call(request)
-
-    @property
-    def is_up(self) -> bool:
-        return not self.is_cut and not self.broker.dead
 
 
 @dataclass(slots=True)
 class _Entry:
     """A broker as clients know it."""
 
+    broker: Broker
     link: _Link
     end_watch: Callable[[], None]
     is_routed: bool = True
@@ -73,22 +71,6 @@ class _Entry:
 
 
 # ---- sites
-
-
-class _SiteLink(Endpoint):
-    __slots__ = ("_broker_name", "_call", "_cut", "_site")
-
-    def __init__(self, behind: Endpoint, broker_name: str, site: str, cut: set[str]) -> None:
-        self._call = behind.call
-        self._broker_name = broker_name
-        self._site = site
-        self._cut = cut
-
-    @override
-    def call(self, request: Request[R], /) -> R:
-        if self._broker_name in self._cut:
-            raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached from site {self._site}")
-        return self._call(request)
 
 
 class SiteRoute(RouteWrapper):
@@ -114,7 +96,7 @@ class SiteRoute(RouteWrapper):
     @override
     def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
         """Return a broker whose calls raise `BrokerUnreachableError` while its link is cut."""
-        return _SiteLink(broker, broker_name, self.site, self.cut)
+        return _Link(broker, broker_name, self.cut, f" from site {self._site}")
 
     @override
     def __repr__(self) -> str:
@@ -138,6 +120,7 @@ class RouteTable(AdministeredRoute):
         self._expiry_ms = round(1000 * expiry_s)
         self._watchers = Watchers()
         self._entries: dict[str, _Entry] = {}
+        self._cut: set[str] = set()
         self._sites: dict[str, SiteRoute] = {}
         self._step = Step("routes", self._update)
         for broker in brokers:
@@ -159,10 +142,10 @@ class RouteTable(AdministeredRoute):
                 old.end_watch()
             is_routed = old.is_routed if old is not None else not self._watchers
             end_watch = broker.watch(self.changed)
-            link = _Link(broker)
-            link.is_cut = old is not None and old.link.is_cut
-            entry = self._entries[broker.name] = _Entry(link, end_watch, is_routed, link.is_up)
-            if old is not None and link.is_cut:
+            link = _Link(broker, broker.name, self._cut, ": its connection is cut")
+            entry = self._entries[broker.name] = _Entry(broker, link, end_watch, is_routed)
+            entry.was_up = self._is_up(entry)
+            if old is not None and broker.name in self._cut:
                 entry.noticed_ms = old.noticed_ms  # clients have yet to notice the cut
             elif not is_routed:
                 self._schedule_update(entry, self.runner.now_ms())
@@ -174,25 +157,25 @@ class RouteTable(AdministeredRoute):
         With ``site`` only the clients of that site lose the broker.
         """
         with self.runner.lock:
-            link = self._entry(broker_name).link
-            if site is None:
-                link.is_cut = True
-            else:
-                self.at(site).cut.add(broker_name)
-            for client in () if link.broker.dead else link.broker.clients():
+            broker = self._entry(broker_name).broker
+            self._cuts_of(site).add(broker_name)
+            for client in () if broker.dead else broker.clients():
                 if site is None or site_of(client.client_id) == site:
-                    link.broker.remove_client(client.client_id)
+                    broker.remove_client(client.client_id)
             self.changed()
 
     def restore(self, broker_name: str, *, site: str | None = None) -> None:
         """Restore the connection to a broker, for all clients or for the clients of one site."""
         with self.runner.lock:
-            link = self._entry(broker_name).link
-            if site is None:
-                link.is_cut = False
-            else:
-                self.at(site).cut.discard(broker_name)
+            self._entry(broker_name)  # refuses an unknown name
+            self._cuts_of(site).discard(broker_name)
             self.changed()
+
+    def _cuts_of(self, site: str | None) -> set[str]:
+        return self._cut if site is None else self.at(site).cut
+
+    def _is_up(self, entry: _Entry) -> bool:
+        return entry.broker.name not in self._cut and not entry.broker.dead
 
     # ---- sites
 
@@ -216,7 +199,7 @@ class RouteTable(AdministeredRoute):
         """Return the ids that two clients use, each with the names of the brokers that know both."""
         brokers_by_client: dict[str, tuple[str, ...]] = {}
         for name, entry in sorted(self._entries.items()):
-            for client_id in sorted(entry.link.broker.shared_client_ids()) if not entry.link.broker.dead else ():
+            for client_id in sorted(entry.broker.shared_client_ids()) if not entry.broker.dead else ():
                 brokers_by_client[client_id] = (*brokers_by_client.get(client_id, ()), name)
         return brokers_by_client
 
@@ -229,13 +212,13 @@ class RouteTable(AdministeredRoute):
         except MalformedError:
             host = None
         entries = sorted(self._entries.items())
-        named = [entry for entry in entries if host == parse_host(entry[1].link.broker.store.config.store_host)]
+        named = [entry for entry in entries if host == parse_host(entry[1].broker.store.config.store_host)]
         messages: dict[str, StoredMessage] = {}
         down = []
         for name, entry in named or entries:
-            if not entry.link.is_up:
+            if not self._is_up(entry):
                 down.append(name)
-            elif (message := entry.link.broker.find_by_id(message_id)) is not None:
+            elif (message := entry.broker.find_by_id(message_id)) is not None:
                 messages[name] = message
         if len(messages) > 1 and named:
             raise ConfigError(
@@ -248,7 +231,7 @@ class RouteTable(AdministeredRoute):
 
     def brokers(self) -> tuple[Broker, ...]:
         """Return all brokers by name, including closed ones."""
-        return tuple(entry.link.broker for _, entry in sorted(self._entries.items()))
+        return tuple(self._entries[name].broker for name in sorted(self._entries))
 
     # ---- route
 
@@ -256,7 +239,7 @@ class RouteTable(AdministeredRoute):
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name, except brokers that clients have noticed to be down."""
         entries = sorted(self._entries.items())
-        return tuple(data for _, entry in entries if entry.is_routed for data in entry.link.broker.topic_route(topic))
+        return tuple(data for _, entry in entries if entry.is_routed for data in entry.broker.topic_route(topic))
 
     @override
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
@@ -266,7 +249,7 @@ class RouteTable(AdministeredRoute):
     @override
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that can be reached, sorted."""
-        return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and entry.link.is_up))
+        return tuple(sorted(name for name, entry in self._entries.items() if entry.is_routed and self._is_up(entry)))
 
     @override
     def endpoint(self, broker_name: str) -> Endpoint:
@@ -290,13 +273,13 @@ class RouteTable(AdministeredRoute):
         """Note that a broker's topics or its reachability have changed. Called under the runner's lock."""
         now = self.runner.now_ms()
         for entry in self._entries.values():
-            is_up = entry.link.is_up
+            is_up = self._is_up(entry)
             if is_up != entry.was_up:
                 entry.was_up = is_up
                 if is_up == entry.is_routed:
                     entry.noticed_ms = None  # it was back before a client noticed
                 else:
-                    is_announced = is_up or (entry.link.broker.dead and not entry.link.broker.was_killed)
+                    is_announced = is_up or (entry.broker.dead and not entry.broker.was_killed)
                     self._schedule_update(entry, now if is_announced else now + self._expiry_ms)
         self._watchers.notify()
 
@@ -310,7 +293,7 @@ class RouteTable(AdministeredRoute):
         longest_ms = self._expiry_ms + self._poll_ms  # a longer wait means that the clock was set back
         for entry in self._entries.values():
             if entry.noticed_ms is not None and not now_ms < entry.noticed_ms <= now_ms + longest_ms:
-                entry.is_routed, entry.noticed_ms, changed = entry.link.is_up, None, True
+                entry.is_routed, entry.noticed_ms, changed = self._is_up(entry), None, True
         if changed:
             self._watchers.notify()
         return min((entry.noticed_ms for entry in self._entries.values() if entry.noticed_ms is not None), default=None)
@@ -405,11 +388,7 @@ class Cluster(RouteTable):
         Raises:
             NoRouteError: The cluster has no such broker.
         """
-        for broker in self.brokers():
-            if broker.name == name:
-                return broker
-        names = ", ".join(broker.name for broker in self.brokers())
-        raise NoRouteError(f"unknown broker {name!r}; expected one of {names}")
+        return self._entry(name).broker
 
     def add_broker(self, name: str) -> Broker:
         """Open one more broker, which clients notice at their next update of the route.
@@ -454,7 +433,6 @@ class Cluster(RouteTable):
 
 
 def _check(names: Sequence[object]) -> None:
-    """Refuse invalid names before any broker is opened."""
     hosts: dict[str, str] = {}
     if not names:
         raise ConfigError("brokers: expected at least one name")
