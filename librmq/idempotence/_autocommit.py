@@ -10,8 +10,6 @@ outage:
 - after a wait for a lock that was too long, or a statement's time limit: twice.
 """
 
-# ruff: noqa: ANN401 (connections are of libraries that have no common type)
-
 from __future__ import annotations
 
 import asyncio
@@ -150,7 +148,6 @@ class Autocommit:
                 _CLOCK.wait(threading.Event(), random.uniform(0, 0.002 * 2 ** min(tries, 6)))
 
     def close(self) -> None:
-        """Close the connections that are kept; the next statement opens another one."""
         if self._idle:
             _empty(self._idle, self._give_back)
         lent, self._held = self._held, None
@@ -194,7 +191,6 @@ class Autocommit:
                 self._keep(lent)
 
     def _keep(self, lent: _Lent) -> None:
-        """Keep a connection for the next statement, or give it back."""
         if self._holds:
             self._held = lent
         # To set a connection and a pool's own code take as long as such a statement, so some wait here for the next.

@@ -3,8 +3,6 @@
 `librmq.idempotence._sessions` has those of libraries above the drivers, and chooses by the type of a connection.
 """
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
 from __future__ import annotations
 
 import asyncio
@@ -157,11 +155,6 @@ class Link:
     # ---- what a transaction needs
 
     def check_can_begin(self) -> None:
-        """Refuse a connection whose next statement would not begin a transaction.
-
-        Raises:
-            ConfigError: A transaction is open, each statement is committed, or librmq cannot find that out.
-        """
         status = self._status_before()
         if status is TransactionStatus.ABORTED:
             raise ConfigError("expected no open transaction, found one that an error has ended: roll back first")
@@ -174,19 +167,11 @@ class Link:
         self.check_no_autocommit()
 
     def begin_first(self) -> None:
-        """Begin a transaction that no statement has begun; in an atomic block of Django's, set a savepoint.
-
-        Raises:
-            ConfigError: As for `check_can_begin`.
-        """
+        """Begin a transaction that no statement has begun; in an atomic block of Django's, set a savepoint."""
         self.check_can_begin()
 
     def join(self) -> None:
-        """Set a savepoint in the transaction that the caller has begun, and leave its end to the caller.
-
-        Raises:
-            ConfigError: No transaction is open, or an error has ended it.
-        """
+        """Set a savepoint in the transaction that the caller has begun, and leave its end to the caller."""
         status = self._status_before()
         # The question of a driver that does not show its transaction has begun one, if the caller had not.
         is_asked = self.dialect == "postgresql" and self.status() is None
@@ -197,11 +182,6 @@ class Link:
         self.is_joined = True
 
     def check_no_autocommit(self) -> None:
-        """Refuse a connection that commits each statement.
-
-        Raises:
-            ConfigError: It does.
-        """
         if self._has_autocommit():
             raise ConfigError(
                 f"expected a connection without autocommit, found one that commits each statement{self._instead}"
@@ -230,7 +210,6 @@ class Link:
         return bool(driver_of(connection)[0].has_autocommit(connection)) and status_of(connection) is not _OPEN
 
     def _driver_connection(self) -> Any:
-        """Return the driver's own connection."""
         raise NotImplementedError
 
     # ---- what differs
@@ -258,7 +237,6 @@ class Link:
         raise NotImplementedError
 
     def _has_autocommit(self) -> bool:
-        """Return whether the next statement is committed by itself."""
         raise NotImplementedError
 
     def _set_savepoint(self) -> Any:
@@ -277,11 +255,7 @@ class Link:
     # ---- whose block it is
 
     def enter_block(self, worker: object, connection: Any = None) -> None:
-        """Note that a block of ``worker``, a thread's number or an asyncio task, begins on a connection; this link's.
-
-        Raises:
-            ConfigError: The connection is in a block of another one, whose statements would mix with these.
-        """
+        """Note that a block of ``worker``, a thread's number or a task, begins on a connection; this link's."""
         if connection is None:
             connection = self.connection
         entry = (connection, worker)
@@ -296,7 +270,6 @@ class Link:
             )
 
     def leave_block(self) -> None:
-        """Note the end of the block."""
         for connection in self._entered:
             del _blocks[connection]
 

@@ -4,8 +4,6 @@
 refused where a wrong guess would break a promise (`librmq.idempotence._connections`).
 """
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
 from __future__ import annotations
 
 import re
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from inspect import isawaitable, iscoroutine
+from operator import methodcaller
 from typing import Any, Final, NamedTuple, NoReturn
 
 from librmq.errors import ConfigError
@@ -30,10 +29,6 @@ class TransactionStatus(Enum):
     OPEN = "open"
     ABORTED = "aborted"
     """An error has ended the transaction: the database refuses statements, and takes a commit for a rollback."""
-
-
-def _open_cursor(connection: Any) -> Any:
-    return connection.cursor()
 
 
 def has_autocommit(connection: Any) -> bool | None:
@@ -55,7 +50,7 @@ class Driver:
     """Return whether the next statement begins a transaction, as far as one quick look shows; None: ask further."""
     has_autocommit: Callable[[Any], bool | None] = has_autocommit
     """Return whether a connection commits each statement outside of an explicit transaction; None: not known."""
-    cursor: Callable[[Any], Any] = _open_cursor
+    cursor: Callable[[Any], Any] = methodcaller("cursor")
     """Open a cursor whose rows are tuples, whatever rows the connection's own cursors return."""
     reported_name: Callable[[Any], str | None] | None = None
     """Return the ``application_name`` that PostgreSQL has reported by itself; None: nothing is reported."""
@@ -99,11 +94,7 @@ def _psycopg2_is_ready(connection: Any) -> bool:
 _PSYCOPG2_BEGUN: Final = 2
 
 
-def _psycopg2_status(connection: Any) -> TransactionStatus:
-    return _LIBPQ[connection.get_transaction_status()]
-
-
-def _sqlite_status(connection: Any) -> TransactionStatus:
+def _status_by_attribute(connection: Any) -> TransactionStatus:
     return TransactionStatus.OPEN if connection.in_transaction else TransactionStatus.IDLE
 
 
@@ -127,37 +118,17 @@ def _mysql_status(connection: Any) -> TransactionStatus:
     return TransactionStatus.OPEN if connection.server_status & 1 else TransactionStatus.IDLE
 
 
-def _connector_status(connection: Any) -> TransactionStatus:
-    return TransactionStatus.OPEN if connection.in_transaction else TransactionStatus.IDLE
-
-
 def _asyncpg_status(connection: Any) -> TransactionStatus:
     # It counts an aborted transaction as open, in which the next statement fails.
     return TransactionStatus.OPEN if connection.is_in_transaction() else TransactionStatus.IDLE
 
 
+_NAME: Final = "application_name"
+
+
 def _psycopg_name(connection: Any) -> str | None:
     name = connection.pgconn.parameter_status(b"application_name")
     return None if name is None else name.decode("utf-8", "replace")
-
-
-def _psycopg2_name(connection: Any) -> str | None:
-    name: str | None = connection.get_parameter_status("application_name")
-    return name
-
-
-def _pg8000_name(connection: Any) -> str | None:
-    name: str | None = connection.parameter_statuses.get("application_name")
-    return name
-
-
-def _asyncpg_name(connection: Any) -> str | None:
-    return getattr(connection.get_settings(), "application_name", None)
-
-
-def _read_unread(connection: Any) -> None:
-    if connection.unread_result:
-        connection.consume_results()
 
 
 def _sqlite_cursor(connection: Any) -> Any:
@@ -179,10 +150,6 @@ def _psycopg_cursor(connection: Any) -> Any:
 _KEPT_CURSOR: Final = "_librmq_cursor"
 
 
-def _psycopg2_cursor(connection: Any) -> Any:
-    return connection.cursor(cursor_factory=sys.modules["psycopg2"].extensions.cursor)
-
-
 def _mysql_cursor(connection: Any) -> Any:
     for kind in type(connection).__mro__:
         if cursors := sys.modules.get(f"{kind.__module__.partition('.')[0]}.cursors"):
@@ -191,31 +158,41 @@ def _mysql_cursor(connection: Any) -> Any:
 
 
 DRIVERS: Final[Mapping[str, Driver]] = {
-    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_is_ready, _sqlite_autocommit, _sqlite_cursor),
+    "sqlite3": Driver("sqlite", _status_by_attribute, _sqlite_is_ready, _sqlite_autocommit, _sqlite_cursor),
     "psycopg": Driver(
-        "postgresql",
-        _psycopg_status,
-        _psycopg_is_ready,
-        cursor=_psycopg_cursor,
-        reported_name=_psycopg_name,
+        "postgresql", _psycopg_status, _psycopg_is_ready, cursor=_psycopg_cursor, reported_name=_psycopg_name
     ),
     "psycopg2": Driver(
-        "postgresql", _psycopg2_status, _psycopg2_is_ready, cursor=_psycopg2_cursor, reported_name=_psycopg2_name
+        "postgresql",
+        lambda connection: _LIBPQ[connection.get_transaction_status()],
+        _psycopg2_is_ready,
+        cursor=lambda connection: connection.cursor(cursor_factory=sys.modules["psycopg2"].extensions.cursor),
+        reported_name=lambda connection: connection.get_parameter_status(_NAME),
     ),
-    "pg8000": Driver("postgresql", reported_name=_pg8000_name, commits_by_sql=True),
+    "pg8000": Driver(
+        "postgresql", reported_name=lambda connection: connection.parameter_statuses.get(_NAME), commits_by_sql=True
+    ),
     "pymysql": Driver("mysql", _mysql_status, cursor=_mysql_cursor),
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),
-    "mysql": Driver("mysql", _connector_status, settle=_read_unread),
+    "mysql": Driver(
+        "mysql",
+        _status_by_attribute,
+        settle=lambda connection: connection.unread_result and connection.consume_results(),
+    ),
     **dict.fromkeys(("cymysql", "mariadb"), Driver("mysql", _mysql_status)),
-    "aiosqlite": Driver("sqlite", _sqlite_status, has_autocommit=_sqlite_autocommit, is_async=True),
-    "asyncpg": Driver("postgresql", _asyncpg_status, reported_name=_asyncpg_name, is_async=True),
+    "aiosqlite": Driver("sqlite", _status_by_attribute, has_autocommit=_sqlite_autocommit, is_async=True),
+    "asyncpg": Driver(
+        "postgresql",
+        _asyncpg_status,
+        reported_name=lambda connection: getattr(connection.get_settings(), _NAME, None),
+        is_async=True,
+    ),
     **dict.fromkeys(("aiomysql", "asyncmy"), Driver("mysql", _mysql_status, is_async=True)),
 }
 """Drivers by the name of their package."""
 
 
 def asynchronous(kind: type) -> ConfigError:
-    """Return the error for a connection whose calls have to be awaited."""
     return ConfigError(
         f"session: {kind.__module__}'s {kind.__name__} is asynchronous: expected an AsyncConnection or AsyncSession of "
         "SQLAlchemy"
@@ -223,7 +200,6 @@ def asynchronous(kind: type) -> ConfigError:
 
 
 def unknown_driver(connection: Any, what: str) -> ConfigError:
-    """Return the error for a connection of which librmq would have to guess something."""
     return ConfigError(
         f"librmq does not know how {type(connection).__module__} shows {what}: expected a connection of "
         f"{', '.join(sorted(name for name in DRIVERS if not DRIVERS[name].is_async))}, of SQLAlchemy, or of Django"
@@ -258,7 +234,6 @@ def driver_of_type(kind: Any) -> tuple[Driver, str]:
 
 
 def driver_of(connection: Any) -> tuple[Driver, str]:
-    """Return what is known about the driver of a DB-API connection, and its parameter style."""
     kind: Any = type(connection)
     driver = driver_of_type(kind)
     # The proxies of tracing libraries show the class of the connection behind them.

@@ -65,7 +65,7 @@ class SeenKeys:
         self._new: Any = self._filter()
         self._old: Any = self._filter()
 
-    def _filter(self) -> Any:  # noqa: ANN401 (the library has no types)
+    def _filter(self) -> Any:
         # A filter that grows, with half of the error rate, because two are searched.
         return self._kind(min(self._capacity, 1000), self._error_rate / 2)
 

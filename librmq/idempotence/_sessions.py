@@ -3,8 +3,6 @@
 This module imports SQLAlchemy and Django only for their own connections.
 """
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -282,7 +280,6 @@ class DjangoLink(Link):
 
 @lru_cache(maxsize=256)
 def _link_of(kind: Any) -> Callable[[Any], Link]:
-    """Return what links to connections of a type."""
     modules = {base.__module__ for base in kind.__mro__}
     if "django.utils.connection" in modules or "django.db.backends.base.base" in modules:
         return DjangoLink
@@ -299,11 +296,7 @@ def _link_of(kind: Any) -> Callable[[Any], Link]:
 
 
 def link_to(connection: Any) -> Link:
-    """Link to a connection by its type.
-
-    Raises:
-        ConfigError: ``connection`` is not a connection.
-    """
+    """Link to a connection by its type."""
     kind: Any = type(connection)
     return _link_of(kind)(connection)
 
@@ -332,11 +325,7 @@ def linked(connection: Any) -> Iterator[Link]:
 
 
 def check_database(database: Any) -> None:
-    """Refuse anything but a SQLAlchemy ``Engine`` or a function that opens a connection, before a thread uses it.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Refuse anything but a SQLAlchemy ``Engine`` or a function that opens a connection, before a thread uses it."""
     if hasattr(database, "dialect") and hasattr(database, "connect"):
         return
     if not callable(database) or hasattr(database, "cursor") or hasattr(database, "execute"):

@@ -38,8 +38,6 @@ The application chooses the names. A librmq uses a table whose oldest version it
 one go on while others are restarted with a newer one, which has added a column.
 """
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
 from __future__ import annotations
 
 import re
@@ -67,11 +65,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{
 
 @lru_cache(maxsize=64)
 def check_name(name: str) -> str:
-    """Return a table's name, which may have a schema in front.
-
-    Raises:
-        ConfigError: The name would have to be quoted.
-    """
+    """Return a table's name, which may have a schema in front."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"table: expected a name of letters, digits and underscores, found {name!r:.100}")
     return name
@@ -84,8 +78,9 @@ _CLOCK: Final = SystemClock()
 """A pause is of real time, because a database has no other."""
 
 
-def delete_statement(table: str, key: str, condition: str, dialect: str) -> str:
-    """Return a statement that deletes at most ``:limit`` rows, or all where the dialect has no LIMIT."""
+def purge_statement(table: str, key: str, dialect: str) -> str:
+    """Return a statement that deletes at most ``:limit`` expired rows, or all where the dialect has no LIMIT."""
+    condition = "expires_timestamp_ms <= :now_ms"
     if dialect == "mysql":
         return f"DELETE FROM {table} WHERE {condition} LIMIT :limit"
     if dialect not in ("postgresql", "sqlite"):
@@ -106,9 +101,8 @@ def let_writers_in() -> None:
 
 
 def purge_expired(connection: Any, table: str, key: str, now_ms: int) -> int:
-    """Delete the rows of a table that have expired, a thousand in each transaction; return their number."""
     with linked(connection) as link:
-        statement = delete_statement(table, key, "expires_timestamp_ms <= :now_ms", link.dialect)
+        statement = purge_statement(table, key, link.dialect)
         purged = 0
         while True:
             changed = link.execute(statement, now_ms=now_ms, limit=PURGE_ROWS).changed
@@ -133,11 +127,7 @@ def purge_now_and_then(link: Link, table: str, column: str, key: str, now_ms: in
         return
     try:
         link.begin()
-        link.execute(
-            delete_statement(table, column, "expires_timestamp_ms <= :now_ms", link.dialect),
-            now_ms=now_ms,
-            limit=PURGE_ROWS,
-        )
+        link.execute(purge_statement(table, column, link.dialect), now_ms=now_ms, limit=PURGE_ROWS)
         link.commit()
     except Exception as error:
         with suppress(Exception):
@@ -152,7 +142,6 @@ _Steps = Mapping[str, Sequence[str]]
 
 
 def _expiring(columns: str, charset: str) -> _Steps:
-    """Return the statements that create a table whose rows expire."""
     columns += ", expires_timestamp_ms BIGINT NOT NULL"
     return {
         "": (
@@ -248,7 +237,6 @@ def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, i
 
 
 def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:
-    """Create or upgrade a table; return the version of its columns."""
     steps = VERSIONS[kind]
     rows = link.execute(
         f"SELECT table_name, version FROM {versions} WHERE table_name IN (:a, :b)", a=name, b=name + _COLUMNS
@@ -290,7 +278,6 @@ _HOLDER: Final = {
 
 @contextmanager
 def _upgrade_lock(link: Link) -> Iterator[None]:
-    """Keep other processes from upgrading the tables at the same time."""
     link.commit()
     take = {"postgresql": _postgresql_lock, "mysql": _mysql_lock, "sqlite": _sqlite_lock}.get(link.dialect, nullcontext)
     with take(link):

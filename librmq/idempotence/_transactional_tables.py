@@ -40,9 +40,6 @@ from librmq.message import Message
 from librmq.protocol import TransactionState
 from librmq.runtime.event_log import EventLog
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
-
 _KEEP_MS: Final = to_milliseconds("keep", KEEP_CONSUMED)
 
 
@@ -250,11 +247,7 @@ class Transactional:
     # ---- the record
 
     def _write(self, link: Link) -> int:
-        """Write the record; return 0, or what stands in the record that is there.
-
-        Raises:
-            DeadLetter: An earlier delivery was committed in part.
-        """
+        """Write the record; return 0, or what stands in the record that is there."""
         key, dialect = self._key, link.dialect
         name = link.reported_name() if dialect == "postgresql" else None
         if name is not None:
@@ -517,12 +510,10 @@ class LocalTransactions:
         return TransactionState.COMMIT if state == _COMMITTED else TransactionState.ROLLBACK
 
     def _read(self, link: Link, transaction_id: str) -> int | None:
-        """Return the state in the row of a transaction, None if there is no row."""
         rows = link.execute(f"SELECT state FROM {self._table} WHERE transaction_id = :id", id=transaction_id).rows
         return int(rows[0][0]) if rows else None
 
     def _write_first(self, link: Link, transaction_id: str) -> None:
-        """Insert the row of a local transaction; refuse it if there is one."""
         if not self._write(link, transaction_id, _COMMITTED):
             is_committed = self._read(link, transaction_id) == _COMMITTED
             what = "it was committed before" if is_committed else "a check has rolled it back before"

@@ -17,8 +17,6 @@ sent. That is the order of the transactions if they exclude each other: let each
 before its first `add`.
 """
 
-# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
-
 from __future__ import annotations
 
 import asyncio
@@ -426,7 +424,6 @@ class OutboxSender:
     # ---- a round
 
     def _send_some(self) -> bool:
-        """Send some rows; return False if there are none to send."""
         owner = secrets.token_hex(12)
         rows, until_ms = self._claim(owner)
         blocked: set[str | None] = set()
@@ -516,7 +513,6 @@ class OutboxSender:
         return list(rows.values())
 
     def _release(self, rows: Sequence[int], owner: str) -> None:
-        """Leave rows that were claimed, but not sent, to the next search."""
         if rows:
             self._execute(
                 f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms "
@@ -526,7 +522,6 @@ class OutboxSender:
             )
 
     def _send(self, row: _Row) -> str | None:
-        """Send a row; return why it was not sent."""
         try:
             message = row.message()
             if row.order_key is not None and self._send_ordered is not None:
@@ -538,7 +533,6 @@ class OutboxSender:
             return f"{type(error).__name__}: {error}"
 
     def _postpone(self, row: _Row, owner: str, problem: str) -> None:
-        """Note why a row was not sent, and let it be tried again later."""
         now_ms = self._clock.now_ms()
         self.failed += 1
         self._log_problem(row, problem, now_ms)
@@ -551,7 +545,6 @@ class OutboxSender:
         )
 
     def _mark(self, rows: Sequence[int], owner: str) -> None:
-        """Mark rows as sent."""
         if not rows:
             return
         # The owner stays, so that the mark is known for its own if it is repeated after an answer that was lost.
@@ -616,7 +609,6 @@ class OutboxSender:
         return self._clock.now_ms() + min(self._keep_ms, _PURGE_INTERVAL_MS)
 
     def _execute(self, sql: str, **parameters: Any) -> StatementResult:
-        """Run one statement in a transaction of its own."""
         return self._statements.execute(sql, parameters)
 
 

@@ -28,8 +28,8 @@ from librmq.idempotence._sqltables import (
     KEY_LIMIT,
     PURGE_ROWS,
     check_name,
-    delete_statement,
     let_writers_in,
+    purge_statement,
     upgrade_tables,
 )
 from librmq.listener import Delivered
@@ -241,7 +241,7 @@ class DedupStatements:
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
-        self.purge: str = delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", dialect)
+        self.purge: str = purge_statement(table, "dedup_key", dialect)
 
 
 _REPEATED: Final = 4
@@ -462,9 +462,5 @@ LONGEST: Final = 1e10
 
 
 def to_milliseconds(name: str, value: float | timedelta) -> int:
-    """Return a duration of at least a millisecond, given in seconds or as a `timedelta`, in milliseconds.
-
-    Raises:
-        ConfigError: It is neither, or out of range.
-    """
+    """Return a duration of at least a millisecond, given in seconds or as a `timedelta`, in milliseconds."""
     return round(1000 * to_seconds(name, value, 0.001, LONGEST))
