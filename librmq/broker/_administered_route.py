@@ -16,7 +16,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 
 from librmq.broker._topics import (
-    check_id,
     check_key,
     check_names,
     check_topic_settings,
@@ -136,11 +135,6 @@ class AdministeredRoute(Route, Closing):
         return await self.runner.offload(partial(call, *arguments, **keywords))
 
     def _check_open(self) -> None:
-        """Refuse to go on after `close`.
-
-        Raises:
-            BrokerUnreachableError: The route is closed, or knows no broker that is up.
-        """
         if not self.broker_names():
             raise BrokerUnreachableError(f"{self!r}: no broker can be reached")
 
@@ -150,7 +144,6 @@ class AdministeredRoute(Route, Closing):
             yield name, self.endpoint(name)
 
     def _ask_all(self, request: Request[R]) -> list[R]:
-        """Return the answers of all brokers."""
         return [broker.call(request) for _, broker in self._endpoints()]
 
     def _ask_those_with(self, request: Request[R], *absent: ResponseCode) -> tuple[list[R], list[BrokerError]]:
@@ -493,7 +486,8 @@ class AdministeredRoute(Route, Closing):
             ConfigError: The id is not text, or several brokers of a cluster have the store host in the id, and a
                 message at its offset.
         """
-        check_id(message_id)
+        if not isinstance(message_id, str):
+            raise ConfigError(f"message_id: expected the text of an id, found {message_id!r:.80}")
         return self._find_by_id(message_id)
 
     def _find_by_id(self, message_id: str) -> StoredMessage | None:

@@ -96,7 +96,6 @@ class Administration(BrokerPart):
         self._known_queues.pop(request.topic, None)
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
-        """Delete the queue files of topics that do not exist, and the groups' progress in them."""
         store, topics = self._store, self._topics.by_name.keys() | {SystemTopic.HOP}
         unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
         try:
@@ -107,7 +106,6 @@ class Administration(BrokerPart):
                     self._offsets.delete_queue(topic, queue_id)
 
     def delete_expired_files(self, request: DeleteExpiredFiles) -> None:
-        """Delete expired log files at any hour, soon."""
         self._store.delete_expired()
         if self._flushing is not None:
             self._runner.wake(self._flushing)
@@ -116,11 +114,9 @@ class Administration(BrokerPart):
         return {name: config.at(self._broker_name) for name, config in self._topics.by_name.items()}
 
     def set_group(self, request: SetGroup) -> None:
-        """Make a consumer group, or change it."""
         self._groups.change_group(request.group, request.settings, request.like)
 
     def delete_group(self, request: DeleteGroup) -> None:
-        """Delete a consumer group, with its progress if that is asked for."""
         self._groups.delete(request.group)
         if request.removes_progress:
             self._offsets.drop_group(request.group)
@@ -133,7 +129,6 @@ class Administration(BrokerPart):
             return None  # no record begins there
 
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        """Return messages by key: at most 64, as in 4.9."""
         limit = min(request.max_messages, _MAX_RESULTS)
         bounds = request.begin_ms, request.end_ms
         store, is_unique = self._store, request.is_unique

@@ -101,6 +101,7 @@ class Clients:
         self.shared_ids: set[str] = set()
         """Ids that two clients use."""
         self._broker_name = broker_name
+        self._log = _log.with_fields(broker=broker_name)
         self._runner = runner
         self._topics = topics
         self._groups = groups
@@ -116,7 +117,6 @@ class Clients:
         self._mixed: set[str] = set()  # producer groups of both kinds that were logged
 
     def register_client(self, request: Heartbeat) -> None:
-        """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
             group = self._groups.get_or_create(data.group)
             # The topic gets at least one queue, because it stays as it is when a group without any gets some later.
@@ -168,11 +168,10 @@ class Clients:
         is_shared = any(client is not None and client is not request.client for client in registered)
         if is_shared and client_id not in self.shared_ids:
             self.shared_ids.add(client_id)
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: two clients use the id %(client)s. They count as one, and consume the same queues: "
                 "give each a "
                 "different instance_name, or shut the other down first",
-                broker=self._broker_name,
                 client=client_id,
             )
 
@@ -187,11 +186,10 @@ class Clients:
         logged = self._settings.setdefault(data.group, {before})
         if now not in logged:
             logged.add(now)
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: group %(group)s is now %(settings)s, as client %(client)s says; before it was "
                 "%(former_settings)s. The last heartbeat counts for the whole group: give all instances the same "
                 "settings",
-                broker=self._broker_name,
                 group=data.group,
                 settings=now,
                 client=client_id,
@@ -206,11 +204,10 @@ class Clients:
         others = {other: of_other for other, (_, of_other) in group.maximums.items() if of_other != maximum}
         if others:
             other = former if former in others else next(iter(others))
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: group %(group)s: client %(client)s has max_reconsume_times=%(maximum)s and client "
                 "%(former_client)s has %(former_maximum)s. The one that was started or configured last decides, so "
                 "%(maximum)s counts for the whole group: give all instances the same",
-                broker=self._broker_name,
                 group=group.name,
                 client=client_id,
                 maximum=_maximum_text(maximum),
@@ -227,11 +224,10 @@ class Clients:
             self._mixed.discard(name)
         elif name not in self._mixed:
             self._mixed.add(name)
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: producer group %(group)s has the ordinary producer %(client)s beside %(answering)s, which "
                 "sends transactions: the broker asks any producer of the group for the state of a transaction, and an "
                 "ordinary one can't answer. Give it a group of its own",
-                broker=self._broker_name,
                 group=name,
                 client=", ".join(ordinary),
                 answering=", ".join(answering),
@@ -254,19 +250,12 @@ class Clients:
         differences = describe_differences(group, compared) if differs else ""
         if differences != self._differences.get(group, ""):
             if differences:
-                _log.warning(
-                    "%(broker)s: %(differences)s", broker=self._broker_name, differences=differences, group=group
-                )
+                self._log.warning("%(broker)s: %(differences)s", differences=differences, group=group)
             else:
-                _log.info(
-                    "%(broker)s: all instances of group %(group)s subscribe to the same again",
-                    broker=self._broker_name,
-                    group=group,
-                )
+                self._log.info("%(broker)s: all instances of group %(group)s subscribe to the same again", group=group)
             self._differences[group] = differences
 
     def unregister(self, request: Unregister) -> None:
-        """Remove a client from a group as producer, as consumer with its held pulls there, or both."""
         client_id = request.client_id
         changed: list[str] = []
         if request.producer_group is not None:
@@ -318,12 +307,10 @@ class Clients:
         return () if group is None else tuple(group.clients)
 
     def subscriptions(self, request: GroupSubscriptions) -> Mapping[str, Mapping[str, Subscription]]:
-        """Return the last heartbeat data of each member of a consumer group."""
         group = self.consumers.get(request.group)
         return {} if group is None else dict(group.subscriptions_by_client)
 
     def _join(self, client_id: str, client: RequestHandler, data: ConsumerData) -> bool:
-        """Note a consumer, and return whether its group has changed."""
         group = self.consumers.get(data.group)
         if group is None:
             group = self.consumers[data.group] = ConsumerGroup(data.group, data.kind, data.model, data.consume_from)
@@ -350,7 +337,6 @@ class Clients:
                     del self._answers_checks[name]
 
     def _leave_consumers(self, client_id: str, names: Iterable[str]) -> list[str]:
-        """Remove a client from groups; return the groups that it was in."""
         left = []
         for name in names:
             group = self.consumers.get(name)
@@ -382,7 +368,6 @@ class Clients:
             self.notify_group(name, ConsumersChanged(name, self.consumers[name].max_reconsume_times))
 
     def notify_group(self, name: str, request: Request[None], except_for: str | None = None) -> None:
-        """Send a request to all members of a consumer group, but not to the client ``except_for``."""
         group = self.consumers.get(name)
         for client_id, client in () if group is None else tuple(group.clients.items()):
             if client_id != except_for:
@@ -398,21 +383,18 @@ class Clients:
     # ---- queries
 
     def endpoint(self, client_id: str) -> RequestHandler | None:
-        """Return the client of an id, None if it is unknown."""
         for clients in (*self.producers.values(), *(group.clients for group in self.consumers.values())):
             if client_id in clients:
                 return clients[client_id]
         return None
 
     def connected(self) -> tuple[ConnectedClient, ...]:
-        """Return all clients, by id."""
         return ConnectedClient._by_id(
             ((client_id, name) for name, clients in self.producers.items() for client_id in clients),
             ((client_id, name) for name, group in self.consumers.items() for client_id in group.clients),
         )
 
     def connections(self, name: str) -> GroupConnections | None:
-        """Return the running instances of a consumer group; None if it has none."""
         group = self.consumers.get(name)
         if group is None:
             return None
@@ -427,11 +409,6 @@ class Clients:
         )
 
     def instance(self, name: str, client_id: str) -> RequestHandler:
-        """Return an instance of a consumer group.
-
-        Raises:
-            ClientStateError: The client is not in the group.
-        """
         group = self.consumers.get(name)
         client = None if group is None else group.clients.get(client_id)
         if client is None:

@@ -222,7 +222,6 @@ class BrokerContext:
         return min((due for due in dues if due is not None), default=None)
 
     def save_all(self) -> None:
-        """Save every changed table for the last time."""
         self.offsets.adopt()
         self._save_filters()
         self.writing.end_writing(self.life.why_dead)
@@ -247,7 +246,6 @@ class BrokerContext:
     # ---- metrics
 
     def show_gauges(self, replica_count: Callable[[], int]) -> None:
-        """Show the values that metrics ask for, until `hide_gauges`."""
         metrics = self.metrics
         if metrics is not None:
             store, held = self.store, self.held.by_queue
@@ -258,7 +256,6 @@ class BrokerContext:
             metrics.observe("group_lag", self._lags)
 
     def hide_gauges(self) -> None:
-        """Show no values any more."""
         if self.metrics is not None:
             for name in ("held_pulls", "log_bytes", "disk_used", "replicas", "resend_ids"):
                 self.metrics.gauge(name, None)
@@ -326,7 +323,6 @@ class BrokerLife:
         """Notified when topics or queues have changed, and at the end."""
 
     def mark_open(self) -> None:
-        """Note that the broker is open; a fork ends it in the child."""
         _open.add(self)
 
     def mark_ended(self, *, was_killed: bool) -> None:
@@ -336,7 +332,6 @@ class BrokerLife:
         self.watchers.notify()
 
     def inherited(self) -> None:
-        """Note that this is a copy in a forked child."""
         _open.discard(self)
         self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
         self.is_inherited = True
@@ -344,16 +339,13 @@ class BrokerLife:
 
     @property
     def why_dead(self) -> str:
-        """The reason why the handle can't be used."""
         return f"{self.path}: this handle {self._why}"
 
     def check_open(self) -> None:
-        """Raise `StoreClosedError` after the broker's end."""
         if self.dead:
             raise StoreClosedError(self.why_dead)
 
     def refusal(self, error: StoreError) -> RmqError:
-        """Return the error for clients for an error of the store."""
         if isinstance(error, StoreClosedError):
             return BrokerUnreachableError(f"{self.name} is closed: {self.why_dead if self.dead else error}")
         kind, code = BrokerError, ResponseCode.SERVICE_NOT_AVAILABLE
@@ -369,7 +361,6 @@ class BrokerLife:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise errors of the store as errors for clients."""
         try:
             yield
         except StoreError as error:

@@ -124,7 +124,6 @@ class Deliveries(BrokerPart):
         return self._timers
 
     def _is_timed(self) -> bool:
-        """Return whether a message has ever waited for the timer."""
         return self._store.queue_range(SystemTopic.TIMER, 0)[1] > 0
 
     def _run_timers(self, now_ms: int) -> int | None:
@@ -137,7 +136,6 @@ class Deliveries(BrokerPart):
         return self._timer_config is not None or self.relay is not None
 
     def start(self) -> None:
-        """Deliver due messages, and wake the steps for waiting ones."""
         self._run_schedule()
         for topic in (SystemTopic.TIMER, SystemTopic.HOP):
             if topic in self.arrivals.wake_by_topic:
@@ -192,7 +190,6 @@ class Deliveries(BrokerPart):
         return due
 
     def _make_target(self, topic: str, queue_id: int) -> None:
-        """Check that the topic has the queue; recreate a topic that was deleted since the send."""
         with self._runner.lock:
             target = self._topics.ensure(topic, self._default_queues)
         if not 0 <= queue_id < target.queues:
@@ -242,11 +239,6 @@ class Deliveries(BrokerPart):
         return (message, queue_id) if waiting is None else (waiting, 0)
 
     def target_of(self, message: Message) -> tuple[str, int]:
-        """Return the destination of a relayed message, as topic and queue.
-
-        Raises:
-            MessageIllegalError: The relay is off, or the message lacks its time or destination.
-        """
         if self.relay is None:
             raise MessageIllegalError(
                 f"topic {SystemTopic.HOP!r}: the relay, which delivers its messages, is off: "
@@ -265,7 +257,6 @@ class Deliveries(BrokerPart):
     # ---- cancellation
 
     def cancel(self, request: CancelMessage) -> CancelResult:
-        """Cancel a message that waits; see `librmq.broker.Broker.cancel`. Thread-safe."""
         with self._runner.lock:
             result = self._cancel(request)
             version = self._cancellations.version

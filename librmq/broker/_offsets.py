@@ -80,7 +80,6 @@ class GroupOffsets:
         self._writing.save(self._starts, self._now_ms())
 
     def of_topic(self, group: str, topic: str) -> Mapping[int, int]:
-        """Return a group's queue offsets in a topic, by queue id; empty without any."""
         row: Mapping[int, int] = self._table.rows.get(f"{topic}@{group}", {})
         places = self._places.get((group, topic))
         return row if places is None else {**row, **_positions(places)}
@@ -130,11 +129,9 @@ class GroupOffsets:
         return len(self._table.rows)
 
     def topics(self, of_group: str | None = None) -> set[str]:
-        """Return the topics in which a group, or any, has progress."""
         return {topic for topic, group in self._names() if of_group in (None, group)}
 
     def groups(self, topic: str) -> list[str]:
-        """Return the groups that have progress in a topic."""
         return [group for row_topic, group in self._names() if row_topic == topic]
 
     def _names(self) -> Iterator[tuple[str, str]]:
@@ -147,7 +144,6 @@ class GroupOffsets:
                 yield topic, group
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
-        """Return a group's queue offset, None if never stored."""
         place = self._places.get((group, topic), {}).get(queue_id)
         if place is not None and (position := place.position) >= 0:
             return position
@@ -201,7 +197,6 @@ class GroupOffsets:
             self.saving.save_soon()
 
     def is_started(self, group: str, topic: str) -> bool:
-        """Return whether ``start_at`` has moved a group in a topic."""
         return topic in self._starts.rows.get(group, {})
 
     def mark_started(self, group: str, topic: str, now_ms: int) -> None:
@@ -215,7 +210,6 @@ class GroupOffsets:
         self._save_starts()
 
     def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:
-        """Replace the marks by a master's, after the progress that was merged."""
         if self._starts.replace({group: dict(row) for group, row in starts.items()}):
             self.saving.save()
             self._save_starts()
@@ -229,7 +223,6 @@ class GroupOffsets:
                 self.saving.save_soon()
 
     def delete_queue(self, topic: str, queue_id: int) -> None:
-        """Delete the groups' progress in a deleted queue."""
         for group in self.groups(topic):
             if (place := self._places.get((group, topic), {}).get(queue_id)) is not None:
                 place.set(-1)
@@ -241,7 +234,6 @@ class GroupOffsets:
                     self._table.remove(f"{topic}@{group}")
 
     def drop_group(self, group: str) -> None:
-        """Delete a group's progress in all topics, and its marks."""
         for topic in self.topics(group):
             for place in self._places.get((group, topic), {}).values():
                 place.set(-1)
@@ -278,7 +270,6 @@ class GroupOffsets:
 
 
 def _positions(places: Mapping[int, Place]) -> dict[int, int]:
-    """Return the positions that places have, by queue id."""
     return {queue_id: position for queue_id, place in list(places.items()) if (position := place.position) >= 0}
 
 
@@ -295,14 +286,7 @@ class TableWriter:
         wake: Callable[[], None],
         aside: Aside | None,
     ) -> None:
-        """Create a writer of tables.
-
-        Args:
-            flush: Returns when the store's messages are on the device.
-            now_ms: Returns the time.
-            wake: Schedules the run of ``saver``. Called under the runner's lock.
-            aside: Waits for the disk without the runner's lock. None: `save` writes before it returns.
-        """
+        """``wake()`` makes the runner call ``saver.run_due``; without ``aside`` `save` writes before it returns."""
         self._flush = flush
         self._wake = wake
         self._waits = aside is None
@@ -328,9 +312,6 @@ class TableWriter:
 
         It is durable when a later `write` returns. With ``after_flush`` the store is flushed first: progress that
         passes a message must not reach the device before the retry copy of that message.
-
-        Raises:
-            StoreClosedError: After the end, when another process can own the files.
         """
         self._check_not_ended()
         self.notify_watchers()
@@ -344,18 +325,12 @@ class TableWriter:
             self._wake()
 
     def save_now(self, table: ConfigTable, now_ms: int) -> None:
-        """Write the present content of a table, which does not change meanwhile; durable when it returns. Thread-safe.
-
-        Raises:
-            StoreIOError: The disk refuses.
-            StoreClosedError: After the end.
-        """
+        """Write a table, which does not change meanwhile; it is durable when this returns. Thread-safe."""
         self._check_not_ended()
         self._latest[table] = table.snapshot(now_ms)
         self.write()
 
     def notify_watchers(self) -> None:
-        """Notify the watchers that a table has changed. Under the runner's lock."""
         if self.watchers:
             watchers, self.watchers = self.watchers, []
             for changed in watchers:

@@ -101,7 +101,6 @@ class Progress(BrokerPart):
         return not exist and not self._offsets.of_topic(group, topic)
 
     def hold_place(self, request: HoldPlace) -> Place | None:
-        """Return the place of a group's progress; None for what does not exist."""
         group, topic, queue_id = request.group, request.topic, request.queue_id
         place = None if self._is_unknown(group, topic) else self._offsets.place(topic, group, queue_id)
         if place is None:
@@ -142,18 +141,12 @@ class Progress(BrokerPart):
         }
 
     def _ranges_of(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Return the beginning and end of each queue of a topic.
-
-        Raises:
-            BrokerError: There is no such topic.
-        """
         config = self._topics.find(topic)
         if config is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
         return {queue_id: self._store.queue_range(topic, queue_id) for queue_id in range(config.queues)}
 
     def stored_ms(self, topic: str, queue_id: int, queue_offset: int) -> int:
-        """Return the store time of a message; -1 if it is not there."""
         begin, end = self._store.queue_range(topic, queue_id)
         if not begin <= queue_offset < end:
             return -1
@@ -161,7 +154,6 @@ class Progress(BrokerPart):
         return -1 if message is None else message.store_timestamp_ms
 
     def describe(self, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
-        """Return a group's progress in a topic, or in all topics that it consumes or has progress in."""
         group = request.group
         topics = self.topics_of(group) if request.topic is None else [request.topic]
         progress: dict[MessageQueue, GroupProgress] = {}
@@ -180,7 +172,6 @@ class Progress(BrokerPart):
         return sorted(topic for topic in topics if topic in self._topics.by_name)
 
     def queue_offset_at(self, request: QueueOffsetAt) -> int:
-        """Return the queue offset of the message stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
     def _queue(self, topic: str, queue_id: int) -> MessageQueue:
@@ -203,11 +194,6 @@ class Progress(BrokerPart):
             hook(group, topic)
 
     def move(self, request: MoveGroup) -> dict[MessageQueue, int]:
-        """Move a group's progress in all queues of a topic, or in one.
-
-        Raises:
-            BrokerError: The group, the topic or the queue does not exist.
-        """
         group, topic, queue_id = request.group, request.topic, request.queue_id
         topic_config = self._topics.by_name.get(topic)
         if topic_config is None:

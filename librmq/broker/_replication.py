@@ -77,7 +77,6 @@ class Replication:
     # ---- requests of replicas
 
     def describe(self, _: DescribeLog) -> LogDescription:
-        """Return what a replica needs to know before it follows."""
         self._check_open()
         store = self._store
         files = None if store.files.is_shared else store.files
@@ -162,20 +161,16 @@ class Replication:
         progress = tables.offsets.rows
         moved = (f"{topic}@{group}" for group, row in starts.items() for topic in row)
         names = [name for name in moved if name in progress] if request.is_early else progress
-        offsets = {name: dict(progress[name]) for name in names}
-        cancelled, version = self._context.cancellations.rows(), self._context.topics.version
-        topics, groups, delays = dict(tables.topics.rows), dict(tables.groups.rows), dict(tables.delays.rows)
-        schedules = dict(tables.schedules.rows)
         return CopiedTables(
-            topics=topics,
-            groups=groups,
-            offsets=offsets,
-            delays=delays,
-            cancelled=cancelled,
-            topics_version=version,
-            starts=starts,
-            version=self._tables_version(),
-            schedules=schedules,
+            dict(tables.topics.rows),
+            dict(tables.groups.rows),
+            {name: dict(progress[name]) for name in names},
+            dict(tables.delays.rows),
+            self._context.cancellations.rows(),
+            self._context.topics.version,
+            starts,
+            self._tables_version(),
+            dict(tables.schedules.rows),
         )
 
     def _tables_changed(self) -> None:

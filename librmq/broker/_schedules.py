@@ -49,11 +49,9 @@ class Schedules:
         self._context.runner.wake(self._step)
 
     def describe(self, request: DescribeSchedules) -> tuple[Schedule, ...]:
-        """Return the schedules by name."""
         return tuple(Schedule.of_row(name, row) for name, row in sorted(self._table.rows.items()))
 
     def change(self, request: ChangeSchedule) -> None:
-        """Set, pause, resume or delete a schedule; `BrokerError` for an unknown name."""
         name, row, now_ms = request.name, self._table.rows.get(request.name), self._context.runner.now_ms()
         if request.change == "set":
             rule = ScheduleRule.of_row(request.rule or {})

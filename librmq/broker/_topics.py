@@ -100,12 +100,7 @@ def not_readable(name: str) -> BrokerError:
 
 
 def check_topic_settings(request: CreateTopic) -> None:
-    """Check what an administrator names of a topic, before any broker is asked.
-
-    Raises:
-        MessageIllegalError: Clients refuse the name.
-        BrokerError: A number is out of range, or there is no such attribute or type.
-    """
+    """Check what an administrator names of a topic, before any broker is asked."""
     validate_client_topic(request.topic)
     for what, value, maximum in (
         ("read_queues", request.read_queues, MOST_QUEUES),
@@ -125,11 +120,7 @@ def check_topic_settings(request: CreateTopic) -> None:
 
 
 def refuse_own_topic(name: str, own_topics: Container[str] = ()) -> None:
-    """Refuse to change a topic that RocketMQ reserves, or one of the broker's ``own_topics``.
-
-    Raises:
-        MessageIllegalError: It is one of these.
-    """
+    """Refuse to change a topic that RocketMQ reserves, or one of the broker's ``own_topics``."""
     if name in own_topics or is_system_topic(name):
         raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
 
@@ -184,7 +175,6 @@ class Topics:
 
     @property
     def is_new(self) -> bool:
-        """Whether the store had no table."""
         return self._table.is_new
 
     def warn_of_missing(self, name: str) -> None:
@@ -267,12 +257,7 @@ class Topics:
         return topic
 
     def for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
-        """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues.
-
-        Raises:
-            MessageIllegalError: Clients can't send to the topic.
-            BrokerError: The topic does not exist.
-        """
+        """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues."""
         if name in NOT_FOR_SENDING:
             raise reserved_topic(name)
         return self.by_name.get(name) or self._create(name, default_queues, default_topic)
@@ -300,7 +285,6 @@ class Topics:
         return self.by_name.get(name) or self._set_row(CreateTopic(name, queues, queues))
 
     def change_topic(self, request: CreateTopic) -> None:
-        """Make or change a topic for an administrator."""
         check_topic_settings(request)
         refuse_own_topic(request.topic, self._own_topics)
         if request.read_queues < request.write_queues:
@@ -343,33 +327,13 @@ class Topics:
 
 
 def check_names(**names: object) -> None:
-    """Refuse names of topics or groups that are not text. Any text passes: brokers can have any name.
-
-    Raises:
-        MessageIllegalError: A name is not text.
-    """
+    """Refuse names of topics or groups that are not text. Any text passes: brokers can have any name."""
     for what, name in names.items():
         if not isinstance(name, str):
             raise MessageIllegalError(f"{what}: expected text, found {name!r:.80}")
 
 
-def check_id(message_id: object) -> None:
-    """Refuse an id that is not text.
-
-    Raises:
-        ConfigError: The id is not text.
-    """
-    if not isinstance(message_id, str):
-        raise ConfigError(f"message_id: expected the text of an id, found {message_id!r:.80}")
-
-
 def check_key(topic: str, key: object, max_messages: object) -> None:
-    """Refuse a search that no broker can make.
-
-    Raises:
-        MessageIllegalError: The name of the topic is invalid.
-        ConfigError: The key is not text, or the number is not a whole number.
-    """
     validate_topic(topic)
     if not isinstance(key, str):
         raise ConfigError(f"key: expected text, found {key!r:.80}")
@@ -378,11 +342,6 @@ def check_key(topic: str, key: object, max_messages: object) -> None:
 
 
 def target_of(to: object) -> Literal["begin", "end"] | datetime | int:
-    """Return where a group moves to.
-
-    Raises:
-        ConfigError: ``to`` does not name a place in a queue.
-    """
     if isinstance(to, datetime) and to.tzinfo is not None:
         to_timestamp_ms("to", to)
         return to

@@ -74,7 +74,6 @@ class BrokerTransactions(BrokerPart):
                 self._runner.wake(self._step)
 
     def end_transaction(self, request: EndTransaction) -> None:
-        """Commit or roll back; `BrokerError` with 4.9's code."""
         if request.state is TransactionState.UNKNOWN:
             return
         half = self._half(request.physical_offset) if self._metrics is not None else None
@@ -101,7 +100,6 @@ class BrokerTransactions(BrokerPart):
             return None  # the end itself refuses it, and says why
 
     def _announce(self) -> None:
-        """Announce final messages, without this lock, because the runner's lock comes first."""
         while True:
             try:
                 final = self._finals.popleft()

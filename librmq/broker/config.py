@@ -140,11 +140,7 @@ class Promises:
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> Self:
-        """Return settings by their values as JSON has them.
-
-        Raises:
-            ConfigError: A name is unknown, or a value is refused.
-        """
+        """Return settings by their values as JSON has them."""
         names = (*_OF_STORE, *_OF_BROKER)
         for name in values:
             if name not in names:
@@ -201,19 +197,11 @@ class Promises:
         return before != now
 
     def check_shared(self, path: str, other: Promises) -> None:
-        """Refuse what a process that becomes the owner of a shared store names otherwise.
-
-        Raises:
-            ConfigError: The error lists the differences.
-        """
+        """Refuse what a process that becomes the owner of a shared store names otherwise."""
         self._refuse(path, self.differences(other), "share it with change_settings=True, while no process does")
 
     def check_peer(self, path: str, other: Promises, files: Files, owner: int) -> None:
-        """Refuse what a peer names otherwise than the process ``owner`` has it; record what it names besides.
-
-        Raises:
-            ConfigError: The error lists the differences.
-        """
+        """Refuse what a peer names otherwise than the process ``owner`` has it; record what it names besides."""
         if not any(other.named()):
             return
         present = Promises(infer_config(path, files), BrokerConfig())
@@ -226,11 +214,7 @@ class Promises:
             recorded._write_over(path, files, other)
 
     def check_alone(self, path: str, other: Promises) -> None:
-        """Refuse what `Broker.open` names otherwise, of what binds messages that the store has accepted.
-
-        Raises:
-            ConfigError: The error lists the differences.
-        """
+        """Refuse what `Broker.open` names otherwise, of what binds messages that the store has accepted."""
         self._refuse(path, self.differences(other.bound()), "open it with change_settings=True")
 
     def _refuse(self, path: str, lines: list[str], change: str) -> None:

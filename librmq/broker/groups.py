@@ -49,11 +49,7 @@ def group_settings(
     priority_factor: int | None = None,
     max_process_deaths: int | None = None,
 ) -> dict[str, object]:
-    """Return the settings that are not None, by their names in ``subscriptionGroup.json``.
-
-    Raises:
-        BrokerError: A value is wrong.
-    """
+    """Return the settings that are not None, by their names in ``subscriptionGroup.json``."""
     numbers = {"priority.factor": priority_factor, "max.process.deaths": max_process_deaths}
     attributes = {key: str(value) for key, value in numbers.items() if value is not None}
     for key in attributes:

@@ -269,11 +269,7 @@ class FailedMessages(BrokerPart):
         return earlier.has(message, (retries,), is_next, deliveries=1)
 
     def resend(self, request: ResendLetters) -> ResentLetters:
-        """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
-
-        Raises:
-            CorruptionError: The file of the notes is damaged.
-        """
+        """Send dead letters to their group again, and note it; without any, return those that were not sent yet."""
         store, group, letters = self._store, request.group, request.letters
         if letters is None:
             return ResentLetters(self._unsent(group, dry_run=request.dry_run))
@@ -357,7 +353,6 @@ class FailedMessages(BrokerPart):
 
 
 def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:
-    """Return the number of redeliveries before a message becomes a dead letter."""
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
@@ -365,9 +360,6 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     """Return the request that sends a dead letter to its group again, with all its retries.
 
     It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately.
-
-    Raises:
-        ConfigError: The message is not a dead letter of the group.
     """
     if not isinstance(letter, StoredMessage):
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")

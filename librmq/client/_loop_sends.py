@@ -85,7 +85,6 @@ class LoopSends:
                     self._end(pending, None)
 
     def _note_ends(self, sends: Sequence[PendingSend]) -> None:
-        """Note the ends of sends, in any thread."""
         self._ended.append(sends)
         # One wake-up serves all ends until the loop takes them. The flag is cleared before they are taken, so an end
         # that is noted meanwhile wakes the loop again.

@@ -34,17 +34,7 @@ _MOST_BODY: Final = 64 << 20
 def send_request(
     client: Client, message: Message, timeout_s: float, send: Callable[[Message, float], object]
 ) -> Message:
-    """Send a message, and wait for its reply.
-
-    Args:
-        client: Waits for the reply.
-        message: The request, which gets the properties of one.
-        timeout_s: Seconds for the send and the reply.
-        send: Sends a message within the seconds given.
-
-    Raises:
-        SendTimeoutError: No reply came in time.
-    """
+    """Send a message as a request by ``send(message, seconds)``, and wait for its reply."""
     clock, runner = client.runner.clock, client.runner
     deadline = clock.monotonic() + timeout_s
     correlation_id = client.unique_ids.next()
@@ -78,11 +68,6 @@ def send_request(
 
 
 def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:
-    """Return the topic of a reply, and the properties that make it one.
-
-    Raises:
-        MessageIllegalError: The message is no request.
-    """
     names = (PropertyName.CORRELATION_ID, PropertyName.REPLY_TO_CLIENT, PropertyName.TTL)
     request_properties = request.properties
     for name in (*names, PropertyName.CLUSTER):

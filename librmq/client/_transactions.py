@@ -274,7 +274,6 @@ class TransactionProducer(Producer):
             return half, send.returns(self.sender.send(half, self._timeout_ms, watchers=self.watchers.get("try", ())))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
-        """Send the end to the broker; if it is lost, the broker asks."""
         _, physical_offset = parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
         self._send_end(sent.queue.broker_name, request, half, half.topic, sent.offset_id)
@@ -282,7 +281,6 @@ class TransactionProducer(Producer):
     def _send_end(
         self, broker_name: str, request: EndTransaction, half: Message | StoredMessage, topic: str, offset_id: str
     ) -> None:
-        """Send the end, unless the transaction is undecided."""
         is_decided = request.state is not TransactionState.UNKNOWN
         if is_decided:
             self._runner.point(f"end transaction {request.state.name}")

@@ -90,11 +90,7 @@ class LifeCycle:
         return self.state is State.CREATED
 
     def start(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once.
-
-        Raises:
-            ClientStateError: It was started or shut down before, or its start failed.
-        """
+        """Run ``action`` once."""
         if not self.is_new:
             raise ClientStateError(f"{self.what} is {self.state.value}: it can start only once; make a new one")
         self.state = State.START_FAILED
@@ -116,22 +112,14 @@ class LifeCycle:
         return was_running
 
     def check_running(self, call: str) -> None:
-        """Refuse ``call`` unless running.
-
-        Raises:
-            ClientStateError: It does not run; the message names the stage.
-        """
+        """Refuse ``call`` unless running."""
         if not self.is_running:
             advice = "call start() or open a with block first" if self.is_new else "create a new one"
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 
 def _check_route(route: object, user: str) -> None:
-    """Refuse a ``route`` that is not one, such as a path, for a ``user`` such as ``Producer``.
-
-    Raises:
-        TypeError: ``route`` is not a `Route`.
-    """
+    """Refuse a ``route`` that is not one, such as a path, for a ``user`` such as ``Producer``."""
     if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
         advice = ""
         if isinstance(route, str | os.PathLike):
@@ -288,11 +276,7 @@ class Client:
             self.beat()
 
     def _check_route(self, route: Route) -> None:
-        """Refuse a producer or consumer of another route, because its messages would go to this client's brokers.
-
-        Raises:
-            ConfigError: The client was created for another route.
-        """
+        """Refuse a producer or consumer of another route, because its messages would go to this client's brokers."""
         if route is not self.route:
             raise ConfigError(
                 f"client {self.client_id} belongs to another route ({self.route!r}, not {route!r}): "
@@ -347,7 +331,6 @@ class Client:
         return next_on_grid(now_ms, first_ms, HEARTBEAT_MS)
 
     def _send_to_all(self, request: Request[None]) -> None:
-        """Send a request to each reachable broker; log failures."""
         for name in self.route.broker_names():
             try:
                 self.route.endpoint(name).call(request)
@@ -495,11 +478,7 @@ class PublishRoutes:
         return endpoint
 
     def queues(self, topic: str) -> TopicQueues:
-        """Return the queues of a topic, and cache them.
-
-        Raises:
-            NoRouteError: No broker has the topic, and none creates it.
-        """
+        """Return the queues of a topic, and cache them."""
         topic_queues = self.topics.get(topic)
         if topic_queues is not None:
             return topic_queues

@@ -183,11 +183,7 @@ class Watched:
         hooks: Iterable[Watcher] = (),
         metrics: Metrics | None = None,
     ) -> None:
-        """Add its own watchers, then hooks of one kind, then what counts; from then on `watch` reaches it.
-
-        Raises:
-            ConfigError: A hook takes no operation, or the metrics are none.
-        """
+        """Add its own watchers, then hooks of one kind, then what counts; from then on `watch` reaches it."""
         hooks = tuple(hooks)
         for hook in hooks:
             check_arguments("hooks: the function", hook, "an Operation")
@@ -211,7 +207,6 @@ class Watched:
         return _UnderWay(begin(watchers, Operation(kind, self.client, self.group, topic, messages, **fields)))
 
     def _receiving(self, topic: str | None = None) -> _UnderWay:
-        """Return a block that is a poll or a receive of a consumer."""
         if "receive" not in self.watchers:  # each poll asks
             return _UNWATCHED
         return self._watched("receive", topic, is_batch=True, model="clustering")
@@ -226,19 +221,9 @@ class Watched:
         queue: MessageQueue | None = None,
         messages: Sequence[StoredMessage] = (),
     ) -> None:
-        """Tell watchers of a moment."""
         watchers = self.watchers.get(kind)
         if watchers and number:
-            moment = Operation(
-                kind=kind,
-                client=self.client,
-                group=self.group,
-                topic=topic,
-                messages=messages,
-                queue=queue,
-                result=result,
-                number=number,
-            )
+            moment = Operation(kind, self.client, self.group, topic, messages, queue, result, number)
             for watcher in watchers:
                 watcher(moment)
 

@@ -601,5 +601,4 @@ class ConsumerRecorder:
             events.clear()
 
     def _place(self, queue: MessageQueue) -> Place | None:
-        """Return where the progress of a queue is kept."""
         return self._recorder.places.get(self._reader(queue))

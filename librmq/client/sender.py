@@ -221,11 +221,7 @@ class Sender:
             self.latencies = BrokerLatencies(self._now_ms)
 
     def queues(self, topic: str) -> TopicQueues:
-        """Return the queues of a topic, for which the producer has to run.
-
-        Raises:
-            NoRouteError: No broker has the topic, and none makes it.
-        """
+        """Return the queues of a topic, for which the producer has to run."""
         queues = self._topics.get(topic)
         if queues is not None:
             return queues
@@ -408,7 +404,6 @@ class Sender:
         return queues.turns.next_queue(queues.queues, tried)
 
     def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
-        """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
         near, latencies = queues.near, self.latencies
         if tried:
             is_last = len(tried) >= self.config.retries

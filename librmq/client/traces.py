@@ -58,12 +58,7 @@ _log = EventLog("librmq.traces")
 
 
 def _trace_topic(trace: bool | str) -> str:
-    """Return the topic that a setting ``trace`` names, if it is on.
-
-    Raises:
-        ConfigError: It is neither True nor False nor the name of a topic, or only brokers write to that topic.
-        MessageIllegalError: A topic can't have this name.
-    """
+    """Return the topic that a setting ``trace`` names, if it is on."""
     if trace is True:
         return SystemTopic.TRACE
     if not isinstance(trace, str):
@@ -90,10 +85,6 @@ class TraceWriter:
 
         ``trace`` is the setting of that name, which is on. A listener that takes ``timeout_s()`` or more counts as
         timed out.
-
-        Raises:
-            ConfigError: ``trace`` names no topic for traces.
-            MessageIllegalError: A topic can't have this name.
         """
         self.client = client
         self.group = group

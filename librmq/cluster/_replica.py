@@ -327,7 +327,6 @@ class Replica(Closing):
         self._topics_version = 0
 
     def _mark(self) -> None:
-        """Note which store the master is."""
         mark = ReplicaMark(self.broker.name, self._described.place[1])
         if ReplicaMark.read(self.path, self._files) != mark:
             mark.write(self.path, self._files)
@@ -514,7 +513,6 @@ class Replica(Closing):
         return queues, True
 
     def _add(self, at: int, data: bytes, *, is_checked: bool = False) -> Collection[tuple[str, int]]:
-        """Add whole records to the copy; return the queues that got messages."""
         try:
             queues = self._store.writer.copy_log(at, data, is_checked=is_checked).queues
         except FlushFailedError as error:  # these bytes may not be on the device: never acknowledge them
@@ -534,7 +532,6 @@ class Replica(Closing):
                 self._topics_version = version
 
     def _note_unreachable(self, error: RmqError) -> None:
-        """Log once that the master is unreachable, until it is reachable again."""
         if self._is_reached:
             self._is_reached = False
             _log.warning("%(path)s: the replica cannot reach its master: %(error)s", path=self.path, error=error)
@@ -593,7 +590,6 @@ class Replica(Closing):
         return None
 
     def _copy_tables(self) -> bool:
-        """Copy the master's tables; return whether the master was reachable."""
         with self._copying_tables:
             notify = None if self._are_tables_watched else self._tables_changed
             self._are_tables_watched = True
@@ -691,7 +687,6 @@ class Replica(Closing):
                 self._release_resources()
 
     def _stop_turns(self) -> bool:
-        """Stop taking turns; return False if this has happened before."""
         with self.runner.lock:
             was_dead, self.dead = self.dead, True
         return not was_dead

@@ -61,11 +61,7 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
 
 
 def check_origin(path: str, mark: ReplicaMark | None, log: CommitLog, described: LogDescription) -> None:
-    """Check the mark of a copy whose bytes can't be compared, because its master has deleted them.
-
-    Raises:
-        ReplicaError: It is the copy of another store, and would be deleted.
-    """
+    """Check the mark of a copy whose bytes can't be compared, because its master has deleted them."""
     folder = described.place[1]
     if mark is not None and log.begin < log.end <= described.begin and not mark.is_of(described.name, folder):
         origin = mark.master if mark.folder in (None, mark.master) else f"{mark.master} in {mark.folder}"
@@ -82,9 +78,6 @@ def check_bytes(
 
     After a kill more is compared, because a record may lack bytes that never reached the disk, and no checksum of
     the record covers them. Return the physical offset of the first such record; None if there is none.
-
-    Raises:
-        ReplicaError: The master's log lacks it; the error says whether the copy is ahead or belongs to another store.
     """
     end = log.end
     if end > described.end:
@@ -127,7 +120,6 @@ def check_bytes(
 
 
 def _never_written(log: CommitLog, physical_offset: int) -> bool:
-    """Return whether all bytes to the end of the sector, or of the log, are zero."""
     upto = min(log.end, physical_offset - physical_offset % _SECTOR + _SECTOR)
     return not any(log.data_at(physical_offset, upto - physical_offset))
 

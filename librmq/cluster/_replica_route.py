@@ -71,7 +71,6 @@ class _Pair(Endpoint):
             return answer
 
     def _drop_pulls(self, request: Unregister | ChannelClosed) -> None:
-        """Drop the pulls of a client that leaves, or of the group that it leaves."""
         group = request.consumer_group if isinstance(request, Unregister) else None
         is_whole = isinstance(request, ChannelClosed)
         for key in (*self._held, *self._behind):

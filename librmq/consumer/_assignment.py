@@ -137,7 +137,6 @@ class ProcessQueue:
         self._waiting = deque(self._held.values())
 
     def _taken(self) -> list[DeliveredMessage]:
-        """Return the messages that have begun."""
         return list(islice(self._held.values(), self.begun))
 
     def _first_message(self) -> DeliveredMessage | None:
@@ -288,7 +287,6 @@ class AssignedQueue:
             self.left = None
 
     def end(self, messages: Iterable[DeliveredMessage]) -> None:
-        """Remove the marks of messages that have begun, and are not finished."""
         if self.place is not None:
             for message in messages:
                 self.place.end(message.queue_offset)

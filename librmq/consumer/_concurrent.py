@@ -34,11 +34,7 @@ MAX_WEIGHT: Final = 1000
 
 
 def check_weight(topic: str, weight: object, orderly: bool) -> None:
-    """Refuse a weight that a subscription can't have.
-
-    Raises:
-        ConfigError: It is out of range, or the consumer is orderly.
-    """
+    """Refuse a weight that a subscription can't have."""
     if weight is None:
         return
     if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
@@ -88,7 +84,6 @@ class Backlog:
         self._now = 0
 
     def append(self, pulled: Pulled, *, is_first: bool = False) -> None:
-        """Add messages to the end of their lane, or to its beginning."""
         weight = pulled.weight
         lane = self.lanes.get(weight)
         if lane is None:
@@ -108,7 +103,6 @@ class Backlog:
         return lanes[min(lanes, key=lambda weight: (self._starts[weight], -weight))][0]
 
     def remove(self, first: Pulled) -> None:
-        """Remove what begins next."""
         lane = self.lanes[first.weight]
         lane.popleft()
         if not lane:
@@ -127,7 +121,6 @@ class Backlog:
         return messages
 
     def take_all(self) -> list[Pulled]:
-        """Remove and return everything."""
         contents = [pulled for weight in sorted(self.lanes, reverse=True) for pulled in self.lanes[weight]]
         self.lanes.clear()
         return contents
@@ -248,7 +241,6 @@ class ConcurrentDelivery:
         return max(1, round(self.config.consume_timeout * 1000))
 
     def apply_settings(self, now_ms: int) -> None:
-        """Continue with the consumer's new settings."""
         self.config = self._instance.config
         self.line_up()
         self.go_on(now_ms)
@@ -300,7 +292,6 @@ class ConcurrentDelivery:
         self.go_on(now_ms)
 
     def line_up(self) -> None:
-        """Arrange the messages that wait by the present listeners and settings."""
         for pulled in self._backlog.take_all():
             self._enqueue(pulled.assigned, pulled.messages)
 
@@ -363,7 +354,6 @@ class ConcurrentDelivery:
         self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
-        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned, messages, before = call.assigned, call.messages, 0
         if isinstance(call, Run):
             self._end_run(call)
@@ -489,7 +479,6 @@ class ConcurrentDelivery:
     # ---- suspects
 
     def _judge(self, assigned: AssignedQueue, message: DeliveredMessage, suspect: Suspect) -> None:
-        """Let a suspect have its turn, or make it a dead letter."""
         error = conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is None:
             self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, message, suspect)))

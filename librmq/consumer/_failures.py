@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import Listener
-from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue, returned_failure
+from librmq.listener import DownstreamDown, ReconsumeLater, returned_failure
 from librmq.message import MessageQueue
 from librmq.runtime import Step
 from librmq.runtime.closing import LaterPart
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REDELIVERY_MS: Final = 5_000
 """Pause before a message that no broker accepted back is delivered again."""
-MIN_SUSPENSION_MS: Final = 10
-MAX_SUSPENSION_MS: Final = 30_000  # Both limits are those of 4.9.
 _MAX_CAUSE: Final = 500  # The cause shares the room of a record's properties, 32,767 bytes, with those of the message.
 
 
@@ -56,14 +54,6 @@ def outcome(listener: Listener, count: int, result: object, error: Exception | N
     return 0 if listener.must_return and result is not True else count, None
 
 
-def suspension_ms(error: Exception | None, configured_ms: int) -> int:
-    """Return for how long an orderly queue pauses after a failure."""
-    pause_ms = configured_ms
-    if isinstance(error, SuspendQueue) and error.seconds is not None:
-        pause_ms = round(error.seconds * 1000)
-    return min(MAX_SUSPENSION_MS, max(MIN_SUSPENSION_MS, pause_ms))
-
-
 def cause_of(error: Exception | None) -> str:
     """Return an exception as one line for a property; None stands for a missing acknowledgement."""
     if error is None:
@@ -75,8 +65,6 @@ def cause_of(error: Exception | None) -> str:
 
 
 def later_retries(consumer: Instance, counts: ConsumerCounts) -> LaterPart[Retries]:
-    """Return what sends failed messages back, made at the first failure."""
-
     def make() -> Retries:
         from librmq.consumer._retries import Retries
 
@@ -122,23 +110,17 @@ class Rests(Generic[T]):
         return rest_ms
 
     def rest(self, queue: MessageQueue | None, milliseconds: int) -> None:
-        """Let a queue, or the whole consumer, rest for a time."""
         now_ms = self._consumer.runner.now_ms()
         self.times[queue] = now_ms, max(now_ms + milliseconds, self.times.get(queue, (0, 0))[1])
         self._wake()
 
     def keep(self, item: T, begin_ms: int, end_ms: int) -> None:
-        """Keep something until a time."""
         self._number += 1
         heappush(self._kept, (end_ms, self._number, begin_ms, item))
         self._wake()
 
     def _wake(self) -> None:
         self._consumer.runner.wake(self._step, self._next_ms)
-
-    def end(self, queue: MessageQueue) -> None:
-        """End the rest of a queue, without what is kept for it."""
-        self.times.pop(queue, None)
 
     def succeeded(self) -> None:
         """Note a successful call, which ends the probing."""

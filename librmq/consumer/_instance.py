@@ -83,7 +83,6 @@ class Instance(Watched):
 
     @property
     def config(self) -> ConsumerConfig:
-        """The settings."""
         return self._config
 
     @property
@@ -114,7 +113,6 @@ class Instance(Watched):
         return True
 
     def _note_take(self, queue: MessageQueue, start: int, stored: int | None) -> None:
-        """Note a queue that it reads from ``start`` on, where the group's progress is ``stored``."""
         self._note("take", queue.topic, "moved" if stored is None and start else "", queue=queue)
 
     # ---- progress
@@ -212,7 +210,6 @@ def instance_state(
     listeners: tuple[ListenerCall, ...] = (),
     running: int = 0,
     is_paused: bool = False,
-    started_ms: int = 0,
 ) -> InstanceState:
     """Return the state of an instance. Call it under the runner's lock."""
     config = member.config
@@ -229,7 +226,7 @@ def instance_state(
         strategy=getattr(config.strategy, "__name__", repr(config.strategy)),
         queues=tuple(_held_queue(assigned, config.orderly) for assigned in held),
         listeners=listeners,
-        started_ms=started_ms,
+        started_ms=member.started_ms,
         max_reconsume_times=member.max_reconsume_times,
     )
 
@@ -262,10 +259,10 @@ def _held_queue(assigned: AssignedQueue, is_orderly: bool) -> HeldQueue:
 
 # ---- gauges
 
-_GAUGES: dict[str, Callable[[Instance, AssignedQueue], float]] = {
-    "queues": lambda member, assigned: 1,
-    "waiting_messages": lambda member, assigned: len(assigned.messages),
-    "waiting_bytes": lambda member, assigned: assigned.messages.size,
+_GAUGES: dict[str, Callable[[AssignedQueue], float]] = {
+    "queues": lambda assigned: 1,
+    "waiting_messages": lambda assigned: len(assigned.messages),
+    "waiting_bytes": lambda assigned: assigned.messages.size,
 }
 """What an instance holds of a queue, measured under the runner's lock."""
 
@@ -295,16 +292,13 @@ def _assigned(member: Instance, topic: str) -> list[AssignedQueue]:
 
 
 def show_gauges(member: Instance, metrics: Metrics) -> None:
-    """Show the gauges of all subscribed topics until ``metrics.remove_gauges(member)``."""
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
-            metrics.gauge(name, _gauge(member, topic, measure), owner=member, topic=topic, group=member.group)
+            value = partial(_total, member, topic, measure)
+            metrics.gauge(name, value, owner=member, topic=topic, group=member.group)
         metrics.gauge("lag", partial(_lag, member, topic), owner=member, topic=topic, group=member.group)
 
 
-def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:
-    def total() -> float:
-        with member.runner.lock:
-            return sum(measure(member, assigned) for assigned in _assigned(member, topic))
-
-    return total
+def _total(member: Instance, topic: str, measure: Callable[[AssignedQueue], float]) -> float:
+    with member.runner.lock:
+        return sum(map(measure, _assigned(member, topic)))

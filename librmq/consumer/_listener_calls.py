@@ -66,7 +66,6 @@ class DeliveryCall(Work):
 
     @override
     def call(self) -> object:
-        """Call the listener, without the lock."""
         if self.assigned.released:
             # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
             # other reader delivers the message, so the listener is not called.
@@ -179,7 +178,6 @@ class ListenerCalls:
         self.submit(DeliveryCall(self, apply_result, listener, assigned, messages, turn))
 
     def submit(self, call: DeliveryCall) -> None:
-        """Let the runner make a call as soon as a thread is free."""
         self.running += 1
         self.counts.delivered += len(call.messages)
         self.instance.runner.submit(call)
@@ -198,7 +196,6 @@ class ListenerCalls:
         return self.all_ended
 
     def cancel(self) -> int:
-        """Cancel the coroutine listeners that still run; return their number."""
         cancelled = 0
         for work in list(self.instance.runner.running):
             if isinstance(work, DeliveryCall) and work.calls is self and hasattr(work, "cancel"):
@@ -229,7 +226,6 @@ class ListenerCalls:
     # ---- around a call
 
     def call_watched(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
-        """Call a listener that is watched."""
         # The call has a context of its own, so what a watcher sets in it ends with the call.
         before = copy_context()
         context = before.copy()
@@ -243,7 +239,6 @@ class ListenerCalls:
     def _call_in_context(
         self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
     ) -> tuple[object, Callable[[object, Exception | None], None]]:
-        """Begin the operation and call the listener; return its result, and what is to be called at the end."""
         instance = self.instance
         call = instance._watched(
             "process",
@@ -295,7 +290,6 @@ class ListenerCalls:
 
 
 def _depth(top: FrameType, end: FrameType) -> int:
-    """Return the number of frames from ``top`` to ``end``, exclusive."""
     depth, frame = 0, top
     while frame is not end and frame.f_back is not None:
         depth, frame = depth + 1, frame.f_back
@@ -335,9 +329,6 @@ def consume_directly(calls: ListenerCalls, request: ConsumeDirectly) -> None:
     """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.
 
     Mirrors ``consumeMessageDirectly``.
-
-    Raises:
-        ClientStateError: The consumer is shutting down, or has no listener for the message.
     """
     instance, stored = calls.instance, request.message
     queue = MessageQueue(stored.topic, request.broker_name, stored.queue_id)

@@ -184,16 +184,12 @@ class Listeners:
 
     @property
     def are_async(self) -> bool:
-        """Whether any of them is a coroutine function."""
         return any(listener.is_async for by_tag in self._by_topic.values() for listener in by_tag.values())
 
     def register(self, topic: str, tags: frozenset[str], listener: Listener) -> frozenset[str]:
         """Add a listener for some tags of a topic, or for all of it or its rest.
 
         Return all tags with a listener of the topic; none if one listener gets the rest.
-
-        Raises:
-            ConfigError: A message could go to this listener and another one.
         """
         present = self._by_topic.get(topic, {})
         new_tags: set[str | None] = set(tags) or {None}
@@ -212,7 +208,6 @@ class Listeners:
         return frozenset() if None in self._by_topic[topic] else tags_with_listener
 
     def unregister(self, topic: str) -> None:
-        """Drop all listeners of a topic."""
         self._by_topic.pop(topic, None)
         self._compare_weights()
 
@@ -247,7 +242,6 @@ class Listeners:
         return None
 
     def sole_listener(self, topic: str) -> Listener | None:
-        """Return the listener of all messages of a topic; None if there are none or several."""
         by_tag = self._by_topic.get(topic, {})
         return next(iter(by_tag.values()), None) if _has_one_listener(by_tag) else None
 
@@ -268,13 +262,7 @@ def _has_one_listener(by_tag: dict[str | None, Listener]) -> bool:
 def make_subscription(
     topic: str, tags: str | None, sql: str | None, version: int
 ) -> tuple[Subscription, TagFilter | None]:
-    """Return a subscription, and the exact check of its tags if it has any.
-
-    Raises:
-        ConfigError: Both ``tags`` and ``sql`` are given, or one is not a string.
-        FilterSyntaxError: The expression does not compile.
-        MessageIllegalError: The topic has an invalid name.
-    """
+    """Return a subscription, and the exact check of its tags if it has any."""
     validate_client_topic(topic)
     if tags is not None and sql is not None:
         raise ConfigError(f"topic {topic!r}: expected tags or sql, found both: give either tags or sql")

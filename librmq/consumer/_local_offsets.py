@@ -41,20 +41,7 @@ class LocalOffsets:
         now_ms: Callable[[], int],
         aside: Aside | None,
     ) -> None:
-        """Read the file, or the copy of its previous content.
-
-        Args:
-            folder: Holds the files of all clients.
-            client_id: Names a folder in it.
-            group: Names a folder in that.
-            files: Reads and writes.
-            now_ms: The time.
-            aside: Writes while other work continues; None writes within `save_soon`.
-
-        Raises:
-            ConfigError: ``client_id`` cannot be the name of a folder.
-            MalformedError: Neither file is readable.
-        """
+        """Read the file, or the copy of its previous content; without ``aside`` `save_soon` writes by itself."""
         if os.path.basename(client_id) != client_id:
             raise ConfigError(f"instance_name: {client_id!r} can't be the name of a folder")
         self.path: str = os.path.join(folder, client_id, group, "offsets.json")
@@ -90,7 +77,6 @@ class LocalOffsets:
         return {}
 
     def read(self, queue: MessageQueue) -> int | None:
-        """Return the stored progress, None if there is none."""
         return self._table.get(queue)
 
     def hold(self, queue: MessageQueue, *, was_held: bool = False) -> None:

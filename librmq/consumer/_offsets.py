@@ -75,7 +75,6 @@ class BrokerOffsets:
         )
 
     def _ends(self, topic: str) -> list[int]:
-        """Return the ends of the topic's queues at all brokers that can be reached."""
         ends = list[int]()
         for name in self._client.route.broker_names():
             with suppress(BrokerError, BrokerUnreachableError):  # the topic need not be at each broker
@@ -84,7 +83,6 @@ class BrokerOffsets:
         return ends
 
     def read(self, queue: MessageQueue) -> int | None:
-        """Ask the broker for the stored progress; None if there is none."""
         self.start(queue.topic, queue.broker_name)
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
         return self._client.route.endpoint(queue.broker_name).call(request)

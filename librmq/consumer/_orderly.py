@@ -23,7 +23,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, cause_of, later_retries, suspension_ms
+from librmq.consumer._failures import Rests, cause_of, later_retries
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
@@ -31,7 +31,7 @@ from librmq.consumer._rebalancing import Rebalancing
 from librmq.consumer._suspects import EndsProcess, Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
-from librmq.listener import DownstreamDown
+from librmq.listener import DownstreamDown, SuspendQueue
 from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import LockQueues, MessageModel, Suspect, UnlockQueues
 from librmq.runtime import Step
@@ -39,6 +39,8 @@ from librmq.runtime import Step
 WAIT_FOR_LISTENER_MS: Final = 1_000
 MAX_WITHOUT_REST_MS: Final = 60_000  # Then a queue that is never empty gives its thread to another, as in 4.9.
 REST_MS: Final = 10
+MIN_SUSPENSION_S: Final = 0.01
+MAX_SUSPENSION_S: Final = 30  # Both limits are those of 4.9.
 
 
 class BlockedQueue(NamedTuple):
@@ -73,12 +75,13 @@ class OrderlyDelivery:
         self._retries = later_retries(instance, calls.counts)
         self._waiting: deque[AssignedQueue] = deque()  # those that wait for a listener, in their order
 
-    @property
-    def _suspend_ms(self) -> int:
-        return round(self.config.suspend_time * 1000)
+    def _suspension_ms(self, error: Exception | None = None) -> int:
+        """Return for how long a queue pauses after a failure."""
+        seconds = error.seconds if isinstance(error, SuspendQueue) else None
+        pause_s = self.config.suspend_time if seconds is None else seconds
+        return round(1000 * min(MAX_SUSPENSION_S, max(MIN_SUSPENSION_S, pause_s)))
 
     def apply_settings(self, now_ms: int) -> None:
-        """Continue with the consumer's new settings."""
         self.config = self._instance.config
         self.go_on(now_ms)
 
@@ -92,7 +95,7 @@ class OrderlyDelivery:
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
             return False
-        self._rests.end(assigned.queue)
+        self._rests.times.pop(assigned.queue, None)  # without what is kept for it
         if self.locks is not None:
             self.locks.release(assigned, now_ms)
         return True
@@ -110,7 +113,6 @@ class OrderlyDelivery:
             self._begin_queue(assigned, now_ms)
 
     def _begin_queue(self, assigned: AssignedQueue, now_ms: int) -> None:
-        """Begin with the next messages of a queue, unless some are being delivered."""
         if not assigned.delivering and not assigned.released and assigned.messages.waiting:
             assigned.delivering = True
             assigned.since_ms = now_ms
@@ -155,7 +157,7 @@ class OrderlyDelivery:
             self._continue(assigned)
         else:
             assigned.keep_suspect(suspect)
-            self._rest(assigned, suspension_ms(None, self._suspend_ms))
+            self._rest(assigned, self._suspension_ms())
         return True
 
     def _convict(self, assigned: AssignedQueue, error: EndsProcess) -> bool:
@@ -194,7 +196,6 @@ class OrderlyDelivery:
             self._rests.keep(assigned, *self._rests.times[assigned.queue])
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
-        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned, messages = call.assigned, call.messages
         assigned.running = False
         now_ms = self._runner.now_ms()
@@ -252,7 +253,7 @@ class OrderlyDelivery:
             if result is OrderlyResult.ROLLBACK:
                 assigned.end(messages)
                 assigned.messages.roll_back()
-                return suspension_ms(None, self._suspend_ms)
+                return self._suspension_ms()
             self._commit_messages(assigned, "success")
             return None
         self.calls.counts.failed += len(messages)
@@ -263,7 +264,7 @@ class OrderlyDelivery:
         self._instance._note("outcome", assigned.queue.topic, "suspend", len(messages))
         assigned.end(messages)
         assigned.messages.put_back(messages)
-        rest_ms = suspension_ms(error, self._suspend_ms)
+        rest_ms = self._suspension_ms(error)
         if attempt == 1:
             self._retries().log_retry(
                 assigned, messages, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
@@ -303,7 +304,6 @@ class OrderlyDelivery:
             )
 
     def blocked(self) -> list[BlockedQueue]:
-        """Return the queues that pause because their first message fails."""
         queues = []
         for assigned in self._instance.assigned.values():
             first = assigned.messages.peek()
@@ -351,7 +351,6 @@ class BrokerLocks:
         return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
 
     def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
-        """Ask a broker for the locks of its queues, and return those that this client has."""
         request = LockQueues(self._instance.group, self._instance.client.client_id, queues)
         return self._instance.client.route.endpoint(broker_name).call(request)
 
@@ -483,7 +482,6 @@ class BrokerLocks:
         return locked is not None
 
     def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether this client has the queue's lock."""
         if self.holds(assigned, now_ms):
             return True
         # The broker could not be asked, so its last answer counts. Ask again soon.

@@ -60,7 +60,6 @@ class _Arrival(Event):
                 loop.call_soon_threadsafe(event.set)
 
     def is_awaited_here(self) -> bool:
-        """Return whether a coroutine in this thread's event loop waits for it."""
         awaited = self.awaited
         if awaited is None:
             return False
@@ -163,19 +162,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 f"topic {topic!r} is subscribed already, with {before.expression!r}: give all its tags at once, "
                 "as tags='a || b'"
             )
-        judges = self._own_predicate(topic, predicate)
+        judges = {} if predicate is None else {topic: TopicPredicate(topic, predicate, self)}
         self._set_subscription(subscription, tag_filter)
         self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | judges
         with self.runner.lock:
             if self.is_running:
                 self._rebalancing.run_due(self.runner.now_ms())
-
-    def _own_predicate(
-        self, topic: str, predicate: Predicate[DeliveredMessage] | None
-    ) -> dict[str, TopicPredicate[DeliveredMessage]]:
-        if predicate is None:
-            return {}
-        return {topic: TopicPredicate(topic, predicate, self)}
 
     def assign(
         self,
@@ -195,11 +187,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             )
         unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
         topics = list(dict.fromkeys(queue.topic for queue in unique_queues))
-        judges = [self._own_predicate(topic, predicate) for topic in topics]
+        judges = {} if predicate is None else {topic: TopicPredicate(topic, predicate, self) for topic in topics}
         self._assigned = unique_queues
         for topic in topics:
             self._set_subscription(*self._subscription(topic, tags, sql))
-        self._predicates = {topic: judge for entry in judges for topic, judge in entry.items()}
+        self._predicates = judges
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
@@ -547,7 +539,6 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return True
 
     def _rewind(self) -> None:
-        """Pull the last messages again."""
         with self.runner.lock:
             self._note("settle", result="retry")
             if self._last is not None:
@@ -600,7 +591,6 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return [], has_moved
 
     def _is_taken(self, assigned: AssignedQueue) -> bool:
-        """Return whether another instance has taken a queue since."""
         if self._shares_queues and assigned.place is not None:
             assigned.is_taken |= assigned.place.is_taken
         return assigned.is_taken
@@ -837,11 +827,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
 
 def _check_queues(queues: object) -> list[MessageQueue]:
-    """Return the queues.
-
-    Raises:
-        TypeError: They are not message queues.
-    """
+    """Return the queues."""
     if isinstance(queues, Iterable) and not isinstance(queues, MessageQueue):
         elements = list(queues)
         if all(isinstance(queue, MessageQueue) for queue in elements):

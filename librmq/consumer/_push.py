@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack, cast, overload
 
 from librmq.client import Client, Operation
 from librmq.client.operations import Watcher
@@ -87,7 +87,6 @@ class Fetcher:
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
-        """Begin to pull."""
         delivery, wake = self._consumer._concurrent, self._consumer.runner.wake
         assigned.pull.run_due = partial(self._run_pull, assigned)
         assigned.notify = partial(wake if delivery is None else delivery.pull_again, assigned.pull)
@@ -107,18 +106,15 @@ class Fetcher:
             self.max_bytes = max(1 << 20, config.max_held_bytes_of_topic // count)
 
     def is_full(self, assigned: AssignedQueue) -> bool:
-        """Return whether the queue holds too much for another pull."""
         return assigned.messages.exceeds(self.max_messages, self.max_bytes, self._max_span)
 
     def _throttles(self, assigned: AssignedQueue) -> bool:
-        """Throttle a queue if it holds too much for another pull; return whether it does."""
         assigned.throttled = self.is_full(assigned)
         if assigned.throttled:
             self._consumer._note("throttle", assigned.queue.topic)
         return assigned.throttled
 
     def resume_throttled(self, assigned: AssignedQueue) -> None:
-        """Resume a throttled queue once it holds less."""
         if not self.is_full(assigned):
             assigned.throttled = False
             self._consumer.runner.wake(assigned.pull)
@@ -133,7 +129,6 @@ class Fetcher:
                 self._consumer.runner.wake(assigned.pull)
 
     def wake_all(self) -> None:
-        """Pull all queues again."""
         for assigned in self._consumer.assigned.values():
             if not assigned.released:
                 self._consumer.runner.wake(assigned.pull)
@@ -308,7 +303,6 @@ class Fetcher:
     def _messages_left(
         assigned: AssignedQueue, messages: Sequence[StoredMessage], begin: int
     ) -> Sequence[StoredMessage]:
-        """Return the messages of a pull that former holders have not finished."""
         if (left := assigned.left) is not None:
             messages = left.pulled(messages, begin, assigned.next_offset)
             assigned.forget_left()
@@ -363,6 +357,15 @@ RESET_MS: Final = 10_000
 
 
 # ---- the consumer
+
+
+class _SubscriptionKeywords(TypedDict, total=False):
+    tags: str | None
+    sql: str | None
+    predicate: Predicate[DeliveredMessage] | None
+    batch: bool | None
+    must_return: bool
+    weight: int | None
 
 
 class PushConsumer(Consumer[ConsumerConfig]):
@@ -433,7 +436,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self._listeners = self.calls.listeners
         self.is_paused: bool = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
-        self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
+        self._subscribed: list[tuple[str, Callable[..., Any], _SubscriptionKeywords]] = []
         self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
         """The predicates of its listeners, which count their answers, by topic."""
         self._fetcher = fetcher = Fetcher(self)
@@ -484,31 +487,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     @overload
     def subscribe(
-        self,
-        topic: str,
-        listener: None = None,
-        *,
-        tags: str | None = None,
-        sql: str | None = None,
-        predicate: Predicate[DeliveredMessage] | None = None,
-        batch: bool | None = None,
-        must_return: bool = False,
-        weight: int | None = None,
+        self, topic: str, listener: None = None, **options: Unpack[_SubscriptionKeywords]
     ) -> Callable[[F], F]: ...
 
     @overload
-    def subscribe(
-        self,
-        topic: str,
-        listener: F,
-        *,
-        tags: str | None = None,
-        sql: str | None = None,
-        predicate: Predicate[DeliveredMessage] | None = None,
-        batch: bool | None = None,
-        must_return: bool = False,
-        weight: int | None = None,
-    ) -> F: ...
+    def subscribe(self, topic: str, listener: F, **options: Unpack[_SubscriptionKeywords]) -> F: ...
 
     def subscribe(
         self,
@@ -551,7 +534,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         check_weight(topic, weight, self.config.orderly)
         subscription, tag_filter = self._subscription(topic, tags, sql)
         as_list = self.config.batch_size > 1 if batch is None else batch
-        options = {
+        options: _SubscriptionKeywords = {
             "tags": tags,
             "sql": sql,
             "predicate": predicate,
@@ -779,14 +762,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     @override
     def _state(self) -> InstanceState:
-        return instance_state(
-            self,
-            self.kind,
-            listeners=self.calls.shown(),
-            running=self.calls.running,
-            is_paused=self.is_paused,
-            started_ms=self.started_ms,
-        )
+        calls = self.calls
+        return instance_state(self, self.kind, listeners=calls.shown(), running=calls.running, is_paused=self.is_paused)
 
     @property
     @override

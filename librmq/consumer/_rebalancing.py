@@ -51,7 +51,6 @@ _Shares: TypeAlias = Mapping[str, list[MessageQueue] | Exception]
 
 
 def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue]:
-    """Return the queues of a topic that its route allows to read."""
     return [
         MessageQueue(topic, broker.broker_name, number)
         for broker in route
@@ -80,14 +79,7 @@ class Rebalancing:
         release: Callable[[AssignedQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
-        """Assign the queues of ``member``.
-
-        Args:
-            member: The instance.
-            take: Begins with a queue.
-            release: Ends with a queue; returns False if that is not possible yet.
-            lock: Locks a queue before it is taken.
-        """
+        """``take`` begins with a queue after its ``lock``; ``release`` ends with it, or returns False."""
         self._member = member
         self._take = take
         self._release = release
@@ -108,7 +100,6 @@ class Rebalancing:
         self.step: Step = Step(f"{member._label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
-        """Note the existing queues, and rebalance immediately."""
         member = self._member
         self.started_ms = member.runner.now_ms()
         self._brokers = frozenset(member.route.broker_names())
@@ -117,7 +108,6 @@ class Rebalancing:
         member.runner.wake(self.step)
 
     def note_queues(self, topic: str) -> None:
-        """Note the existing queues of a topic when the instance subscribes to it."""
         self._initial_queues.setdefault(topic, frozenset(self._queues(topic)))
 
     def _queues(self, topic: str) -> list[MessageQueue]:
@@ -238,7 +228,6 @@ class Rebalancing:
         return asked
 
     def _rebalance_topic(self, topic: str, share: list[MessageQueue] | Exception | None, now_ms: int) -> bool:
-        """Rebalance one topic, and return whether anything has changed."""
         key, what = ("share", topic), f"sharing out the queues of {topic}"
         if isinstance(share, Exception):  # Assigned queues stay, as in 4.9.
             self._member._states.failing(key, what, share, logging.ERROR, traceback=True)
@@ -318,7 +307,6 @@ class Rebalancing:
         return True
 
     def start_offset(self, queue: MessageQueue) -> int:
-        """Return the start in a queue without stored progress."""
         config = self._member.config
         is_retry = queue.topic.startswith(TopicPrefix.RETRY)
         if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):

@@ -182,7 +182,6 @@ class Retries:
     def log_dead_letter(
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, *, delay_level: int = 0
     ) -> None:
-        """Log a dead letter, which the broker stores after a delay level if there is one."""
         self._consumer._note("give_up", message.topic, messages=(message,))
         attempt = message.reconsume_times + 1
         self._consumer._log.error(
@@ -215,7 +214,6 @@ class Retries:
 
 
 def _place(error: Exception) -> tuple[str, int]:
-    """Return the file and line at which an exception was raised."""
     trace = error.__traceback__
     if trace is None:
         return "", 0

@@ -510,7 +510,6 @@ class SimpleConsumer(Member):
         return self._receive_from(sources, waits, max_messages, invisible_ms)
 
     def _sources(self, subscription: Subscription) -> list[_Source]:
-        """Return the brokers from which a topic can be read."""
         return [
             (subscription, data.broker_name)
             for data in self.route.topic_route(subscription.topic)
@@ -725,7 +724,6 @@ class SimpleConsumer(Member):
             )
 
     def _settle(self, kind: Literal["ack", "dead_letter"], messages: list[ReceivedMessage], request: Request[R]) -> R:
-        """Send the outcome of messages of one topic and broker."""
         first = messages[0]
         if not self.watchers:
             return self.client.route.endpoint(first.broker_name).call(request)

@@ -121,7 +121,6 @@ class Turns:
         return self._present is not None
 
     def join(self, member: Member) -> None:
-        """Add a consumer."""
         self.members.append(member)
         if self.is_held:
             member.hold_back()

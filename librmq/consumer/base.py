@@ -186,14 +186,13 @@ class Consumer(Instance, Member, Generic[C]):
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
-        self.started_ms: int = self.runner.now_ms()
+        self.started_ms = self.runner.now_ms()
         self._maximum_set_ms = self.started_ms
         self.client.join(self)
         self._turns.join(self)
         self._rebalancing.start()
 
     def _subscriptions_of_all(self) -> dict[str, dict[str, str]]:
-        """Return the subscriptions of each instance of the group, by client id and topic."""
         group: dict[str, dict[str, str]] = {}
         for name in self.route.broker_names():
             for client_id, subscriptions in (
@@ -204,7 +203,6 @@ class Consumer(Instance, Member, Generic[C]):
         return group
 
     def _warn_of_same_id(self) -> None:
-        """Log if another instance of the group uses the same client id."""
         for name in self.route.broker_names():
             try:
                 is_registered = self.client.client_id in self.client.route.endpoint(name).call(ConsumerIds(self.group))
@@ -388,7 +386,7 @@ class Consumer(Instance, Member, Generic[C]):
         return cast(R, result)
 
     def _state(self) -> InstanceState:
-        return instance_state(self, self.kind, started_ms=self.started_ms)
+        return instance_state(self, self.kind)
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""

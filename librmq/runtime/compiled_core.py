@@ -77,11 +77,7 @@ class Core:
 
 
 def _load() -> Core:
-    """Return the core, or the table without functions where it does not run.
-
-    Raises:
-        ConfigError: ``LIBRMQ_CORE`` is neither on nor off, or on where the core can't run.
-    """
+    """Return the core, or the table without functions where it does not run."""
     switch = os.environ.get(_SWITCH, "")
     if switch not in ("", "on", "off"):
         raise ConfigError(f"{_SWITCH} is {switch!r}, and must be 'on', 'off' or unset")

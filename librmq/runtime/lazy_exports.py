@@ -12,11 +12,7 @@ from librmq.errors import MissingExtraError
 
 
 def _check_interpreter() -> None:
-    """Refuse a sub-interpreter: locks of files are the process's, so two interpreters could write to one store.
-
-    Raises:
-        ImportError: This is one. It says what to do.
-    """
+    """Refuse a sub-interpreter: locks of files are the process's, so two interpreters could write to one store."""
     for name in ("_interpreters", "_xxsubinterpreters"):  # from Python 3.13 on, and before
         with suppress(ModuleNotFoundError):
             interpreters = import_module(name)

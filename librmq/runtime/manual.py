@@ -141,11 +141,6 @@ class ManualRunner(Runner):
         return False
 
     async def _wait_for_task(self) -> None:
-        """Wait until a coroutine has ended.
-
-        Raises:
-            NotIdleError: No coroutine ends within 10 seconds of real time.
-        """
         done, _ = await asyncio.wait(self._tasks, timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             labels = sorted(work.label for work in self.running)

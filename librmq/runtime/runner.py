@@ -221,7 +221,6 @@ class Runner:
             self._finish(work, result, error)
 
     def _call(self, work: Work) -> object:
-        """Run the user code of a work."""
         return work.call()
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
@@ -235,7 +234,6 @@ class Runner:
             work.done(result, error)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Begin the coroutine of a work in an event loop, by `_run`."""
         raise NotImplementedError
 
     async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:

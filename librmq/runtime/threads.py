@@ -340,7 +340,6 @@ class ThreadRunner(Runner):
                 work = self._next_work(turn)
 
     def _claim_name(self, number: int, group: str) -> str:
-        """Return the name of a group's worker with the first number that no other worker has."""
         names, listener_number = self._listener_names, 1
         while names.setdefault(name := _listener_name(group, listener_number), number) != number:
             listener_number += 1

@@ -28,9 +28,6 @@ class DamagedMessages(BrokerPart):
         """Return whether the group passes a message that can't be read, which then is one of its dead letters.
 
         Until ``after_ms`` have gone by since its first read, it does not.
-
-        Raises:
-            StoreError: The dead letter can't be stored.
         """
         now_ms = self._runner.now_ms()
         at, since_ms = self._since.get(key, (-1, 0))

@@ -31,7 +31,6 @@ QueueKey = tuple[str, str, int]
 
 
 def is_receive_retry(group: str, topic: str) -> bool:
-    """Return whether ``topic`` is one of a group's `receive_retry_topic`."""
     return topic.startswith(receive_retry_topic(group, ""))
 
 
@@ -122,7 +121,6 @@ class QueueFlights:
 
     @property
     def next_offset(self) -> int:
-        """Where the next receive reads."""
         return self._next_offset
 
     @next_offset.setter
@@ -133,7 +131,6 @@ class QueueFlights:
 
     @property
     def progress(self) -> int:
-        """The smallest unacknowledged queue offset."""
         return next(iter(self.flights), self._next_offset)
 
     def add_flight(self, flight: Flight, *, is_ordered: bool = False) -> None:
@@ -147,7 +144,6 @@ class QueueFlights:
         self.flights[flight.queue_offset] = flight
 
     def note_flight(self, flight: Flight) -> None:
-        """Write the numbers of a delivery to the page."""
         place = self.place
         if place is not None:
             deaths, deaths_alone = flight.deaths
@@ -163,7 +159,6 @@ class QueueFlights:
             )
 
     def remove_flight(self, flight: Flight) -> None:
-        """Remove a message that was processed."""
         del self.flights[flight.queue_offset]
         self._end(flight, is_kept=flight.queue_offset in self.handed_out)
         if self.handed_out:
@@ -172,13 +167,11 @@ class QueueFlights:
                 self._end(self.handed_out.pop(offset), is_kept=False)
 
     def attempts(self, queue_offset: int) -> int:
-        """Return how often a message in order was delivered before."""
         handed_out = self.handed_out.get(queue_offset)
         return 0 if handed_out is None else handed_out.attempt
 
     @property
     def has_deaths(self) -> bool:
-        """Whether processes have ended at messages in order."""
         return bool(self.handed_out) and any(flight.deaths[0] for flight in self.handed_out.values())
 
     def deaths_of(self, message: StoredMessage) -> tuple[int, int]:

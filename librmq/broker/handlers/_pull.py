@@ -6,7 +6,7 @@ Mirrors ``PullMessageProcessor``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,7 +69,6 @@ class PullHandler(BrokerPart):
         """Of groups with a rate: what is left, and the rate and burst that each client says."""
 
     def pull(self, request: PullMessage) -> PullResponse:
-        """Read a queue, or hold the request."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held, notify = self._store, self._held, request.notify
         name, holder = (topic, queue_id), (request.client_id, request.group)
@@ -107,13 +106,14 @@ class PullHandler(BrokerPart):
         if self._metrics is not None and status is PullStatus.FOUND:
             self._count_read(request, len(result.messages), result.total_size)
         has_others = self._is_replica or (self._replication.made is not None and self._replication.made.has_followers)
-        suggests = has_others and self._is_far_behind(result.messages)
+        suggests = (
+            has_others and bool(result.messages) and self._store.counts_as_on_disk(result.messages[-1].physical_offset)
+        )
         return PullResponse(
             status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
         )
 
     def take_hand_outs(self, request: TakeHandOuts) -> tuple[int, int]:
-        """Let a member of a group hand out messages, by the lowest of the rates that its members say."""
         now_ms, group = self._runner.now_ms(), request.group
         allowance, asked = self._allowances.setdefault(group, (Allowance(now_ms), {}))
         before, members = len(set(asked.values())), self._clients.consumers.get(group)
@@ -167,10 +167,6 @@ class PullHandler(BrokerPart):
             return request.damage_ms
         members = self._clients.consumers.get(request.group)
         return DAMAGE_MS if members is not None and members.kind == "push" else NEVER
-
-    def _is_far_behind(self, messages: Sequence[StoredMessage]) -> bool:
-        """Return whether the last message that a pull read counts as on disk, so that a replica should serve it."""
-        return bool(messages) and self._store.counts_as_on_disk(messages[-1].physical_offset)
 
     def _wait_for_entry(self, request: PullMessage, selection: Selection, result: ReadResult) -> PullResponse:
         """Answer a pull of a message whose entry this broker's queue does not have yet: its offset is not illegal."""
@@ -301,7 +297,6 @@ class PullHandler(BrokerPart):
         return cached[1]
 
     def check_subscription(self, request: CheckSubscription) -> None:
-        """Refuse a subscription that can't be pulled."""
         self.selection(request.subscription)
 
     def selection(self, subscription: Subscription, *, by_text: bool = False) -> Selection:

@@ -87,7 +87,8 @@ class ReceiveHandler(BrokerPart):
         self._mixed: set[str] = set()  # groups about which the log has warned
         self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
         self._full: set[QueueKey] = set()  # queues of which a group can receive no more
-        self._states = StateLog(_log.with_fields(broker=context.name), context.name)
+        self._log = _log.with_fields(broker=context.name)
+        self._states = StateLog(self._log, context.name)
         self._latest_ms = 0
         self._suspect_deaths = 0  # of a suspect that a receive has passed over
         self._step = context.step("ends invisible times", self._run_due)
@@ -114,7 +115,6 @@ class ReceiveHandler(BrokerPart):
     # ---- requests
 
     def receive(self, request: Receive) -> ReceiveResponse:
-        """Return messages, or hold the request."""
         for text in request.acknowledged:  # also if the receive is refused then
             self._acknowledge(request.group, request.topic, text)
         group, queues, selection = self._check_receive(request)
@@ -149,7 +149,6 @@ class ReceiveHandler(BrokerPart):
         self._held.remove_receive(request.notify)
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
-        """Remove processed messages from flight."""
         return tuple([self._acknowledge(request.group, request.topic, text) for text in request.receipts])
 
     def _acknowledge(self, group: str, topic: str, text: str) -> bool:
@@ -166,7 +165,6 @@ class ReceiveHandler(BrokerPart):
         return True
 
     def change(self, request: ChangeInvisible) -> str:
-        """Change the time at which a message is delivered again."""
         _check_number("invisible_ms", request.invisible_ms, 0, MAX_INVISIBLE_MS)
         now_ms = self._runner.now_ms()
         receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
@@ -190,7 +188,6 @@ class ReceiveHandler(BrokerPart):
         )
 
     def forward(self, request: ForwardToDeadLetters) -> None:
-        """Make a message a dead letter."""
         _, flight = self._in_flight(request.group, request.topic, request.receipt)
         self._make_dead_letter(request.group, flight.physical_offset, request.cause)
         if self._is_in_flight(flight):
@@ -238,11 +235,10 @@ class ReceiveHandler(BrokerPart):
         """Log once that a group without order receives from a topic whose messages are sent in order."""
         if (group, topic) not in self._unordered:
             self._unordered.add((group, topic))
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: topic %(topic)s is of type FIFO, and group %(group)s receives from it without order, as a "
                 "group does by default: make the group ordered by set_group(…, is_ordered=True) or `librmq group "
                 "create STORE GROUP --ordered`",
-                broker=self._broker_name,
                 group=group,
                 topic=topic,
             )
@@ -253,11 +249,10 @@ class ReceiveHandler(BrokerPart):
         if members is None or members.kind == "simple" or topic not in members.subscriptions or group in self._mixed:
             return
         self._mixed.add(group)
-        _log.warning(
+        self._log.warning(
             "%(broker)s: group %(group)s receives from topic %(topic)s while it has %(kind)s consumers there, and "
             "both move one progress: messages "
             "will be missed or repeated. Give each kind of consumer its own group",
-            broker=self._broker_name,
             group=group,
             topic=topic,
             kind=members.kind,
@@ -270,11 +265,10 @@ class ReceiveHandler(BrokerPart):
         elif key not in self._full:
             self._full.add(key)
             group, topic, queue_id = key
-            _log.warning(
+            self._log.warning(
                 "%(broker)s: group %(group)s has received %(count)d messages of topic %(topic)s, queue %(queue)d, "
                 "without acknowledging them, and gets no more before it does. Let the broker hold messages that wait "
                 "for a time (deliver_at), or acknowledge sooner",
-                broker=self._broker_name,
                 group=group,
                 count=MAX_IN_FLIGHT,
                 topic=topic,
@@ -332,7 +326,6 @@ class ReceiveHandler(BrokerPart):
         return received, has_more
 
     def _has_unread(self, group: GroupSettings, name: tuple[str, int]) -> bool:
-        """Return whether a receive can find messages in a queue."""
         if name not in self._store.queues:
             return False
         queue = self._queue(group.name, *name)
@@ -341,7 +334,6 @@ class ReceiveHandler(BrokerPart):
         return queue.next_offset < self._store.queues[name].max_offset
 
     def _ended_in(self, group: GroupSettings, name: tuple[str, int]) -> bool:
-        """Return whether processes have ended at messages in flight of a queue in order."""
         return name in self._store.queues and self._queue(group.name, *name).has_deaths
 
     def _read_queue(
@@ -402,11 +394,7 @@ class ReceiveHandler(BrokerPart):
     def _read(
         self, key: QueueKey, queue_offset: int, room: int, selection: Selection, damage_ms: int
     ) -> ReadResult | None:
-        """Read a queue, and pass a message that has become a dead letter; None while the queue waits at a damaged one.
-
-        Raises:
-            CorruptionError: It waits for ever.
-        """
+        """Read a queue, and pass what has become a dead letter; None while the queue waits at a damaged message."""
         group, topic, queue_id = key
         try:
             return self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
@@ -511,7 +499,6 @@ class ReceiveHandler(BrokerPart):
         queue.committed = progress
 
     def _is_in_flight(self, flight: Flight) -> bool:
-        """Return whether a message still is; its progress can be moved, also while it is stored again."""
         queue = flight.queue
         return self._current(queue.key) is queue and queue.flights.get(flight.queue_offset) is flight
 
@@ -534,7 +521,6 @@ class ReceiveHandler(BrokerPart):
         return receipt if receipt.broker_name == self._broker_name else None
 
     def _flight(self, group: str, topic: str, receipt: Receipt) -> Flight | None:
-        """Return the delivery of a receipt; None if it was acknowledged, or another one came after it."""
         queue = self._current((group, receipt.stored_topic(group, topic), receipt.queue_id))
         flight = None if queue is None else queue.flights.get(receipt.queue_offset)
         return flight if flight is not None and flight.has(receipt) else None

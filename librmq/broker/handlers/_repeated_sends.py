@@ -155,11 +155,9 @@ class RecentSends:
         return sent[0].queue_id, [send.result for send in sent]
 
     def count_resend(self, name: Name) -> None:
-        """Count a send that is not stored."""
         self._count("resends_dropped", topic=name[0])
 
     def add_send(self, name: Name, physical_offset: int) -> None:
-        """Add a send that was stored."""
         now_ms = self._now_ms()
         if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
             if now_ms - self._begin_ms < self._window_ms and self._older:

@@ -83,7 +83,6 @@ class SendHandler(BrokerPart):
         replication: LaterPart[Replication],
         transactions: LaterPart[BrokerTransactions],
     ) -> None:
-        """Send on behalf of producers and groups."""
         super().__init__(context)
         store, config = context.store, context.config
         self._by_name = context.topics.by_name
@@ -133,7 +132,6 @@ class SendHandler(BrokerPart):
     # ---- producers
 
     def answer(self, request: SendMessage) -> SendResponse:
-        """Store the message of a request, unless it is a resend that the settings drop."""
         return self.confirmed(request.message, *self._put_requested(request))
 
     def send_together(self, request: SendTogether) -> list[SendResponse]:
@@ -282,7 +280,6 @@ class SendHandler(BrokerPart):
         return queue_id, result
 
     def send_batch(self, request: SendBatch) -> SendResponse:
-        """Store messages of one topic next to each other, without resends that the settings drop."""
         if not request.messages:
             raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "expected at least one message in a batch")
         recent = self._recent
@@ -295,7 +292,6 @@ class SendHandler(BrokerPart):
         return SendResponse(status, queue_id, first.queue_offset, first.physical_offset, offset_ids)
 
     def _store_batch(self, request: SendBatch) -> tuple[int, list[AppendResult]]:
-        """Store the messages of a batch; return their queue and their places."""
         first = request.messages[0]
         topic = self._by_name.get(first.topic)
         if topic is None or not topic.is_ready:
@@ -334,7 +330,6 @@ class SendHandler(BrokerPart):
         return response
 
     def _push_reply(self, send: SendMessage) -> str | None:
-        """Push a reply to the client that waits for it; return what went wrong."""
         message = send.message
         client_id = message.properties.get(PropertyName.REPLY_TO_CLIENT)
         with self._runner.lock:
@@ -404,7 +399,6 @@ class SendHandler(BrokerPart):
         return 0
 
     def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
-        """Turn a message of a transaction into a half message; return its flags."""
         properties = message.properties
         if is_timed(properties):
             raise delayed_transaction(message.topic)
