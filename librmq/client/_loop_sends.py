@@ -107,17 +107,13 @@ class LoopSends:
         answer = pending.answer
         # An answer that is done was cancelled, or has its error.
         if not answer.done():
-            self._set_outcome(pending, outcome)
+            if isinstance(outcome, BrokerUnreachableError) and pending.together is not None:
+                outcome = pending.together.explain(outcome)
+            if isinstance(outcome, RmqError):
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
         self._under_way.discard(pending)
-
-    def _set_outcome(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
-        answer = pending.answer
-        if isinstance(outcome, BrokerUnreachableError) and pending.together is not None:
-            outcome = pending.together.explain(outcome)
-        if isinstance(outcome, RmqError):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
     def _end_late(self) -> None:
         now = self.loop.time()

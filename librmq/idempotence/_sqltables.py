@@ -227,13 +227,9 @@ def upgrade_tables(
     with linked(connection) as link:
         if not link.dialect:
             raise unknown_driver(link.connection, "its dialect of SQL")
-        return _upgrade(link, kinds, versions)
-
-
-def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, int]:
-    with _upgrade_lock(link):
-        _run_steps(link, _VERSION_TABLE, versions)
-        return {name: _upgrade_table(link, name, kind, versions) for name, kind in kinds.items()}
+        with _upgrade_lock(link):
+            _run_steps(link, _VERSION_TABLE, versions)
+            return {name: _upgrade_table(link, name, kind, versions) for name, kind in kinds.items()}
 
 
 def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:

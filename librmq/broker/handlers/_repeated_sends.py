@@ -87,14 +87,10 @@ class RecentSends:
                 if name is not None and self.first_send(name) is None:
                     self.add_send(name, message.physical_offset)
 
-    def _place_of(self, name: Name) -> int | None:
-        key = hash(name)
-        place = self._recent.get(key)
-        return self._older.get(key) if place is None else place
-
     def first_send(self, name: Name) -> FirstSend | None:
         """Return the send within the window that this one repeats; None for a new message."""
-        place = self._place_of(name)
+        key = hash(name)
+        place = self._recent.get(key, self._older.get(key))
         if place is None:
             return None
         try:
