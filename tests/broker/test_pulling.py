@@ -541,11 +541,6 @@ def test_a_damaged_configuration_is_reported(row: dict[str, object]) -> None:
         opened(files)
 
 
-def test_a_broker_is_opened_by_open() -> None:
-    with pytest.raises(TypeError, match="open"):
-        Broker()
-
-
 def test_a_pull_of_fewer_than_none_is_an_error(broker: Broker) -> None:
     send(broker, "T")
     assert refusal(pull, broker, "T", max_messages=-1) == ResponseCode.SYSTEM_ERROR

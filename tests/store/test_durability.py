@@ -338,18 +338,6 @@ def test_a_failed_flush_is_reported_to_the_producer_and_sticks() -> None:
     assert verify(ROOT, SYNC, files).sound
 
 
-def test_after_a_failure_nothing_unflushed_is_acknowledged() -> None:
-    store, _, _ = failing_store(ASYNC)
-    before = store.submit(message(10))
-    later = [store.submit(message(number)) for number in range(11, 20)]
-    refused(later[3].wait)
-    for one in (before, *later):
-        refused(one.wait)
-        assert not one.done
-    refused(lambda: store.submit(message()))
-    refused(store.close)
-
-
 def test_a_failed_periodic_flush_refuses_the_next_append() -> None:
     store, _, _ = failing_store(ASYNC)
     store.append(message(10))

@@ -138,37 +138,12 @@ def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
     yield waiters, row
 
 
-def test_one_flush_for_all_that_was_appended(device: Device) -> None:
-    places = [device.append() for _ in range(10)]
-    for place in places:
-        device.commit.reach(place)
-    assert device.flushes == [1000]
-    assert device.commit.flushed == 1000
-
-
 def test_flushed_data_is_not_flushed_again(device: Device) -> None:
     device.commit.reach(0)
     assert device.flushes == []
     device.commit.reach(device.append())
     device.commit.reach(50)
     assert device.flushes == [100]
-
-
-def test_appends_during_a_flush_share_the_next_one(device: Device) -> None:
-    with held(device) as (waiters, row):
-        for _ in range(20):
-            waiters.start(device.append())
-        for _ in range(20):
-            row.waiting.acquire()
-        assert device.flushes == []
-        device.go_on.release()  # when the first flush ends, one of the twenty leads the second
-        device.begun.acquire()
-        assert device.commit.flushed == 100
-        device.go_on.release()
-    outcomes = waiters.join()
-    assert device.flushes == [100, 2100]
-    assert outcomes[0] in (100, 2100)
-    assert outcomes[1:] == [2100] * 20
 
 
 @pytest.fixture
@@ -260,16 +235,9 @@ def test_earlier_flushes_outlast_a_failed_one(device: Device) -> None:
     with pytest.raises(FlushFailedError):
         device.commit.reach(device.append())
     device.commit.reach(100)
-    with pytest.raises(FlushFailedError):
-        device.commit.check_flushes()
-
-
-def test_the_failure_names_the_call_and_keeps_its_cause(device: Device) -> None:
-    device.error = no_space()
     with pytest.raises(FlushFailedError) as raised:
-        device.commit.reach(device.append())
-    assert raised.value.__cause__ is device.error
-    assert device.commit.failure is device.error
+        device.commit.check_flushes()
+    assert raised.value.__cause__ is device.commit.failure is device.error
 
 
 def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
