@@ -92,7 +92,6 @@ def host(row: Fields, name: str) -> Host | None:
 
 
 def objects(row: Fields, name: str) -> list[Row]:
-    """Return a list of objects."""
     value = row.get(name)
     if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
         raise InputError(f"{name}: expected a list of objects")

@@ -13,7 +13,6 @@ from tests.cli.stand import Shell
 
 @pytest.fixture
 def runner() -> ManualRunner:
-    """Return a runner by hand."""
     return ManualRunner()
 
 

@@ -319,7 +319,6 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
 
 
 def test_progress_is_saved_after_10_seconds_then_every_5(one_queue: Kit) -> None:
-    """From 10 s on, changed progress is saved every 5 s."""
     seam = seam_of(one_queue)
     subscribed(one_queue, route=seam)
     send(one_queue, "a")

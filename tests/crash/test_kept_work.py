@@ -89,7 +89,6 @@ class Round(NamedTuple):
 
     @property
     def kills(self) -> int:
-        """The number of kills by chance."""
         return LIMIT - 1 if self.poisons else KILLS
 
 
@@ -161,7 +160,6 @@ def push(route: AdministeredRoute, settings: Round, ledger: Ledger) -> Callable[
 
 
 def receive(route: AdministeredRoute, settings: Round, ledger: Ledger, ending: threading.Event) -> None:
-    """Receive and acknowledge messages."""
     with SimpleConsumer(route, "g", max_process_deaths=settings.deaths) as consumer:
         consumer.subscribe("t")
         while not ending.is_set():
@@ -173,7 +171,6 @@ def receive(route: AdministeredRoute, settings: Round, ledger: Ledger, ending: t
 
 
 def poll(route: AdministeredRoute, settings: Round, ledger: Ledger, ending: threading.Event) -> None:
-    """Poll and commit messages."""
     of_group: Any = {"auto_commit": False, "consume_from": ConsumeFrom.FIRST, "max_process_deaths": settings.deaths}
     with PullConsumer(route, "g", **of_group) as consumer:
         consumer.subscribe("t")

@@ -30,8 +30,6 @@ pytestmark = [
 
 
 class Writer:
-    """A writer in a process of its own."""
-
     def __init__(self, path: Path, **settings: Any) -> None:
         self.path = path
         self.process = start_program("import runpy; runpy.run_module('tests.crash.writer', run_name='__main__')")

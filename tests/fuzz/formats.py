@@ -56,7 +56,6 @@ def record(data: bytes) -> None:
 
 
 def _look_at(message: Any) -> None:
-    """Read all attributes of a message."""
     from librmq.errors import RecordError
 
     assert message.size == len(message.raw)

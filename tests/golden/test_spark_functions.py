@@ -139,7 +139,6 @@ def test_without_builders_a_literal_filter_runs_over_arrow(spark: Any, other: Ca
 
 
 def test_an_invalid_expression_is_refused_immediately() -> None:
-    """Every expression that does not compile is refused at once."""
     refused = 0
     for file, dialect in DIALECTS:
         for row in jsonl(existing("filter", file)):

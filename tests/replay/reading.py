@@ -152,7 +152,6 @@ class Recording:
         return found
 
     def events_from(self, seq: int) -> Iterator[Row]:
-        """Return the events from this number on."""
         return (event for event in self.events if event["seq"] >= seq)
 
     @cached_property
@@ -302,7 +301,6 @@ class Recording:
 
     @cached_property
     def topics_of_differing_instances(self) -> frozenset[str]:
-        """The topics to which instances of a group subscribe in different ways."""
         told = defaultdict[tuple[str, str], set[str]](set)
         for event in self.of_kind("consumer_start"):
             for topic, of in event["subscription"].items():
@@ -367,7 +365,6 @@ class Recording:
 
     @cached_property
     def orderly_clients(self) -> frozenset[str]:
-        """The clients that locked queues."""
         rpc = {row["client"] for row in self.requests("LOCK_BATCH_MQ")}
         return frozenset(rpc | {event["client"] for event in self.events if event.get("mode") == "orderly"})
 

@@ -81,7 +81,6 @@ class Stage:
 
     @property
     def files(self) -> MemoryFiles:
-        """The files of broadcasting clients."""
         return self.played.files[""]
 
     def broker(self, event: Row) -> Broker:
@@ -147,7 +146,6 @@ class Stage:
                 self.played.progress.append((now_ms, name, self._progress(broker)))
 
     def _progress(self, broker: Broker) -> Table:
-        """Return a broker's state of the recorded progress."""
         table = {}
         for topic, group, queue_id in self._progress_of:
             queue_offset = broker.consumer_offset(group, topic, queue_id)

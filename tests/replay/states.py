@@ -22,7 +22,6 @@ _TIMES: Final = ("bornTime", "clientVersion", "deadTime")
 
 
 def states(played: Played) -> Iterator[Difference]:
-    """Yield all differences of states."""
     yield from _progress(played)
     yield from _queues(played)
     yield from _subscriptions(played)

@@ -28,7 +28,6 @@ class Record(NamedTuple):
 
 
 def records(log_files: Iterable[bytes]) -> Iterator[Record]:
-    """Yield the records of the log's files, given in order."""
     for data in log_files:
         at = 0
         while at + 8 <= len(data):

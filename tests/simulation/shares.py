@@ -254,7 +254,6 @@ class SharedWorld:
         self.kill_owner()
 
     def let_go(self) -> None:
-        """Let the owner leave."""
         self._ended(self._owner(), 0)
 
     def kill_leaving(self) -> None:

@@ -88,7 +88,6 @@ class WritersWorld:
         self._own_append(*self._draw())
 
     def own_batch(self) -> None:
-        """Append a batch as the owner."""
         messages = [self._draw()[0] for _ in range(3)]
         self.store.append_batch(messages, 0)
         self._sent[0] += [message.body for message in messages]

@@ -179,7 +179,6 @@ def test_in_memory() -> None:
 
 
 def test_equal_rows_are_written_each_as_it_is() -> None:
-    """Rows that compare equal but differ in type are each written as they are."""
     files = MemoryFiles()
     tables = BrokerTables.open("/config", files=files)
     for number, order in enumerate([True, 1, 1.0, [True], None]):

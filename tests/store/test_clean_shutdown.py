@@ -198,7 +198,6 @@ def test_a_queue_that_is_gone_is_rebuilt() -> None:
 
 
 def test_a_lost_queue_is_rebuilt_however_old() -> None:
-    """A deleted queue is rebuilt, whatever the age of its messages."""
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
         store.append(Message("Old", b"body"))

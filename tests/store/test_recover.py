@@ -217,7 +217,6 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
 
 @pytest.mark.parametrize("clean", [False, True])
 def test_a_checkpoint_ahead_of_the_log_is_repaired_on_demand(clean: bool) -> None:
-    """A checkpoint later than the last record is corrected on demand."""
     found = filled(SMALL, 80, clean=clean)
     found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
     files = in_memory(found)
