@@ -79,36 +79,28 @@ class ConsumerGroup:
         return None if client_id is None else self.maximums[client_id][1]
 
 
+@dataclass(eq=False, repr=False)
 class Clients:
     """The clients of one broker, their groups and filters. Called under the runner's lock."""
 
-    def __init__(
-        self,
-        broker_name: str,
-        runner: Runner,
-        topics: Topics,
-        groups: Groups,
-        registrations: Registrations,
-        held: HeldRequests,
-        metrics: Metrics | None,
-        filters_changed: Callable[[], None],
-    ) -> None:
-        """``filters_changed()`` is called when the groups' filters may have changed."""
+    broker_name: str
+    runner: Runner
+    topics: Topics
+    groups: Groups
+    registrations: Registrations
+    held: HeldRequests
+    metrics: Metrics | None
+    filters_changed: Callable[[], None]
+    """Called when the groups' filters may have changed."""
+
+    def __post_init__(self) -> None:
         self.consumers: dict[str, ConsumerGroup] = {}
         """Consumer groups with members, by name."""
         self.producers: dict[str, dict[str, RequestHandler]] = {}
         """By group and client id; those with a member."""
         self.shared_ids: set[str] = set()
         """Ids that two clients use."""
-        self._broker_name = broker_name
-        self._log = _log.with_fields(broker=broker_name)
-        self._runner = runner
-        self._topics = topics
-        self._groups = groups
-        self._registrations = registrations
-        self._held = held
-        self._metrics = metrics
-        self._filters_changed = filters_changed
+        self._log = _log.with_fields(broker=self.broker_name)
         self._differences: dict[str, str] = {}  # differences by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
         self._settings: dict[str, set[str]] = {}  # settings by group that were logged
@@ -118,17 +110,17 @@ class Clients:
 
     def register_client(self, request: Heartbeat) -> None:
         for data in request.consumers:
-            group = self._groups.get_or_create(data.group)
+            group = self.groups.get_or_create(data.group)
             # The topic gets at least one queue, because it stays as it is when a group without any gets some later.
-            self._topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))
+            self.topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))
         self._warn_of_same_id(request)
         for data in request.consumers:
             self._warn_of_settings(request.client_id, data)
         changed = self._register(request)
-        now = self._runner.now_ms()
+        now = self.runner.now_ms()
         for data in request.consumers:
             for subscription in data.subscriptions.values():
-                self._registrations.register(
+                self.registrations.register(
                     subscription.topic,
                     data.group,
                     subscription.expression,
@@ -136,10 +128,10 @@ class Clients:
                     subscription.version,
                     now,
                 )
-            self._registrations.keep_topics(data.group, set(data.subscriptions), now)
+            self.registrations.keep_topics(data.group, set(data.subscriptions), now)
             self._warn_of_differences(data.group, request.client_id)
-        self._filters_changed()
-        self._held.rules_changed()
+        self.filters_changed()
+        self.held.rules_changed()
         self._notify_members(changed)
 
     def _register(self, request: Heartbeat) -> list[str]:
@@ -261,7 +253,7 @@ class Clients:
         if request.producer_group is not None:
             self._leave_producers(client_id, [request.producer_group])
         if request.consumer_group is not None:
-            self._held.remove_client(client_id, request.consumer_group)
+            self.held.remove_client(client_id, request.consumer_group)
             changed = self._leave_consumers(client_id, [request.consumer_group])
         if self.endpoint(client_id) is None:
             self.shared_ids.discard(client_id)
@@ -278,15 +270,15 @@ class Clients:
         self.shared_ids.discard(client_id)
         self._leave_producers(client_id, list(self.producers))
         changed = self._leave_consumers(client_id, list(self.consumers))
-        self._held.remove_client(client_id)
+        self.held.remove_client(client_id)
         for client in lost:
-            self._call(client, ClientRemoved(self._broker_name))
+            self._call(client, ClientRemoved(self.broker_name))
         self._notify_members(changed)
 
     def await_members(self, ms: int) -> None:
         """Let the clients of a former broker register before any group shares its queues out."""
         self._awaits_members = True
-        self._runner.wake(Step(f"{self._broker_name} members", self._end_wait), self._runner.now_ms() + ms)
+        self.runner.wake(Step(f"{self.broker_name} members", self._end_wait), self.runner.now_ms() + ms)
 
     def _end_wait(self, now_ms: int) -> None:
         self._awaits_members = False
@@ -301,7 +293,7 @@ class Clients:
         """
         if self._awaits_members:
             raise BrokerError(
-                ResponseCode.SERVICE_NOT_AVAILABLE, f"{self._broker_name} has just opened and awaits the members"
+                ResponseCode.SERVICE_NOT_AVAILABLE, f"{self.broker_name} has just opened and awaits the members"
             )
         group = self.consumers.get(request.group)
         return () if group is None else tuple(group.clients)
@@ -346,25 +338,25 @@ class Clients:
             group.maximums.pop(client_id, None)
             if not group.clients:
                 del self.consumers[name]
-                self._held.rules_changed()
+                self.held.rules_changed()
             left.append(name)
         return left
 
     def _notify_members(self, changed: Sequence[str]) -> None:
         """Mark the filters of ended groups dead; notify the members of changed ones, so that they rebalance."""
-        now = self._runner.now_ms()
+        now = self.runner.now_ms()
         for name in [name for name in changed if name not in self.consumers]:
             self._differences.pop(name, None)
             self._compared.pop(name, None)
-            self._registrations.unregister(name, now)
-            self._filters_changed()
-            if self._metrics is not None:
-                self._metrics.gauge("clients", None, group=name)
+            self.registrations.unregister(name, now)
+            self.filters_changed()
+            if self.metrics is not None:
+                self.metrics.gauge("clients", None, group=name)
         for name in changed:
             if name not in self.consumers:
                 continue  # it has ended, perhaps by an earlier notification
-            if self._metrics is not None:
-                self._metrics.gauge("clients", len(self.consumers[name].clients), group=name)
+            if self.metrics is not None:
+                self.metrics.gauge("clients", len(self.consumers[name].clients), group=name)
             self.notify_group(name, ConsumersChanged(name, self.consumers[name].max_reconsume_times))
 
     def notify_group(self, name: str, request: Request[None], except_for: str | None = None) -> None:

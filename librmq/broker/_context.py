@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
@@ -61,38 +62,28 @@ def _rests(now_ms: int) -> None:
     """Do nothing, as a step whose work is not made yet."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BrokerContext:
     """One broker's names, settings and store, its tables and the steps that save them, clients and held requests."""
 
-    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
-        self,
-        life: BrokerLife,
-        runner: Runner,
-        cluster_name: str,
-        config: BrokerConfig,
-        store: MessageStore,
-        metrics: Metrics | None,
-        tables: BrokerTables,
-        registrations: Registrations,
-        *,
-        was_killed: bool,
-    ) -> None:
-        """Build the shared parts from ``tables``, the broker's files.
+    life: BrokerLife
+    runner: Runner
+    cluster_name: str
+    config: BrokerConfig
+    store: MessageStore
+    metrics: Metrics | None
+    tables: BrokerTables
+    """The broker's files."""
+    registrations: Registrations
+    was_killed: bool
+    """Whether the last process did not close the store, so that the progress of its last seconds is lost."""
 
-        ``was_killed`` says that the last process did not close the store, so the progress of its last seconds is lost.
-        """
-        self.life = life
+    def __post_init__(self) -> None:
+        runner, config, store, metrics, tables = self.runner, self.config, self.store, self.metrics, self.tables
+        life, cluster_name, registrations = self.life, self.cluster_name, self.registrations
         self.name = name = life.name
-        self.runner = runner
-        self.cluster_name = cluster_name
-        self.config = config
-        self.store = store
-        self.was_killed = was_killed
-        self.metrics = metrics
         self.count: Callable[..., object] = nothing if metrics is None else metrics.count
         """Counts what happens to messages, by the names and labels of `librmq.metrics`; without metrics nothing."""
-        self.tables = tables
-        self.registrations = registrations
         self.flushing: Step | None = None
         """Flushes the store under a manual clock; otherwise a thread of the store does."""
         if not moves_by_itself(runner.clock):

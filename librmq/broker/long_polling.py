@@ -338,6 +338,7 @@ class HeldRequests:
 _DELAY: Final = PropertyName.DELAY
 
 
+@dataclass(eq=False, repr=False)
 class Arrivals:
     """The observer of one broker's stored messages; code that stores one calls `stored` once. Thread-safe.
 
@@ -345,37 +346,25 @@ class Arrivals:
     transactions) and the flush of the store.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        held: HeldRequests,
-        metrics: Metrics | None,
-        delayed: Callable[[int, int], int],
-        wake_flush: Callable[[], None] | None,
-    ) -> None:
-        """Create an observer with the receivers of its notifications.
+    runner: Runner
+    """Its lock is held while the others are notified."""
+    held: HeldRequests
+    metrics: Metrics | None
+    delayed: Callable[[int, int], int]
+    """``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the level in
+    which the message waits."""
+    wake_flush: Callable[[], None] | None
+    """Wakes the step that flushes the store; None if a thread of the store flushes."""
 
-        Args:
-            runner: Its lock is held while they are notified.
-            held: The held requests.
-            metrics: Counts the messages.
-            delayed: ``delayed(level, store_timestamp_ms)`` wakes the schedule, under the runner's lock, and returns the
-                level in which the message waits.
-            wake_flush: Wakes the step that flushes the store; None if a thread of the store flushes.
-        """
-        self._runner = runner
-        self._held = held
-        self._holds = held.by_queue
-        self._metrics = metrics
-        self._delayed = delayed
-        self._wake_flush = wake_flush
+    def __post_init__(self) -> None:
+        self._holds = self.held.by_queue
         self.wake_by_topic: dict[str, Callable[[], None]] = {}
         """The step that handles messages of a topic."""
 
     def refused(self) -> None:
         """Note a message that the store had no room for: its step looks for room, for what the broker delivers."""
-        if self._wake_flush is not None:
-            self._wake_flush()
+        if self.wake_flush is not None:
+            self.wake_flush()
 
     def stored(
         self,
@@ -391,28 +380,28 @@ class Arrivals:
         With a delay level among its properties it is not in the queue yet, unless it ``is_delivered``.
         """
         if not is_delivered and _DELAY in properties and (level := parse_level(properties[_DELAY])) > 0:
-            with self._runner.lock:
-                level = self._delayed(level, result.store_timestamp_ms)
-            if self._metrics is not None:
-                self._metrics.count("delayed_in", level=str(level))
+            with self.runner.lock:
+                level = self.delayed(level, result.store_timestamp_ms)
+            if self.metrics is not None:
+                self.metrics.count("delayed_in", level=str(level))
         else:
-            if self._metrics is not None:
-                self._metrics.count("messages_in", topic=topic)
-                self._metrics.count("bytes_in", result.size, topic=topic)
+            if self.metrics is not None:
+                self.metrics.count("messages_in", topic=topic)
+                self.metrics.count("bytes_in", result.size, topic=topic)
             if topic in self.wake_by_topic:
                 self.wake_by_topic[topic]()
             queue = topic, queue_id
             if queue in self._holds:
-                with self._runner.lock:
-                    self._held.arrived(queue, properties, result)
-        if self._wake_flush is not None:
-            self._wake_flush()
+                with self.runner.lock:
+                    self.held.arrived(queue, properties, result)
+        if self.wake_flush is not None:
+            self.wake_flush()
 
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
         """Note messages that a replica has copied into these queues."""
         for queue in queues:
             if queue in self._holds:
-                with self._runner.lock:
-                    self._held.answer_queue(queue)
-        if self._wake_flush is not None:
-            self._wake_flush()
+                with self.runner.lock:
+                    self.held.answer_queue(queue)
+        if self.wake_flush is not None:
+            self.wake_flush()
