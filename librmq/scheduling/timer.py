@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Self
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, Self
 
 from librmq.config import check_now
 from librmq.errors import (
@@ -37,11 +38,11 @@ from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import is_timed, parse_level, without_time
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
-from librmq.runtime import StateLog
+from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
-from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
+from librmq.scheduling.timer_slots import TimerSlots
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_entries, unit_damage
@@ -65,6 +66,12 @@ class _Emptying:
         """Physical offset, size, write time and magic of each unit; the next delivery is the last one."""
         self.deleted = deleted
         """Physical offsets before which messages are deleted, by their names."""
+
+
+class _Reached(NamedTuple):
+    changes: int
+    """Number of changes up to then."""
+    checkpoint: TimerCheckpoint
 
 
 class Timers:
@@ -133,10 +140,23 @@ class Timers:
         self._slots = TimerSlots(
             store.path, 2 * config.slots_total, self._precision_ms, config.timer_log_file_size, self._files
         )
-        checkpoint = saved or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
-        self._progress = TimerProgress(store, self._slots, config, checkpoint, aside)
+        self._checkpoint = saved or TimerCheckpoint(read_time_ms=self._write_ms)  # as it was read, or written last
+        self._changes = self._saved_changes = 0
+        self.next_offset: int = self._checkpoint.queue_offset
+        """Queue offset of the first message of the timer topic that is not in the wheel."""
         # The clock can have been set back since the checkpoint.
-        self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))
+        self.read_ms: int = self._floor(min(max(self._checkpoint.read_time_ms, 0), now_ms))
+        """The time before which all slots are empty."""
+        self._saver: ProgressSaver[_Reached] = ProgressSaver(
+            "the timer's progress",
+            flush=self._write_checkpoint,
+            reached=self._reached,
+            note=self._saved,
+            now_ms=store.clock.now_ms,
+            save_every_s=config.save_every_s,
+            retry_s=config.retry_s,
+            aside=aside,
+        )
         if saved is not None or self._slots.has_wheel or size is not None:
             self._recover()
 
@@ -145,51 +165,51 @@ class Timers:
 
     def _recover(self) -> None:
         """Continue from the checkpoint, or from the beginning if it or the units can't belong to this log."""
-        slots, progress = self._slots, self._progress
-        position = slots.log.end_below(self._store.log.end, progress.checkpoint.log_position)
-        fits = slots.recover(position, progress.read_ms)
+        slots = self._slots
+        position = slots.log.end_below(self._store.log.end, self._checkpoint.log_position)
+        fits = slots.recover(position, self.read_ms)
         if fits and slots.was_cut and slots.last_unit is not None:
             # After a crash 5.3.3's queue offset can be ahead of the flushed timer log.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
             if message is not None and message.topic == SystemTopic.TIMER:
-                progress.queue_offset = min(progress.queue_offset, message.queue_offset + 1)
+                self.next_offset = min(self.next_offset, message.queue_offset + 1)
         _, end = self._store.queue_range(SystemTopic.TIMER, _QUEUE)
-        if progress.queue_offset > end:  # A crash took messages, and the next ones get their queue offsets.
+        if self.next_offset > end:  # A crash took messages, and the next ones get their queue offsets.
             _log.warning(
                 "the timer's queue offset was %(old)d, beyond the queue's end: set to %(queue_offset)d",
-                old=progress.queue_offset,
+                old=self.next_offset,
                 queue_offset=end,
             )
-            progress.queue_offset = end
+            self.next_offset = end
         damage: object = self._damage(position) if fits else "units do not fit into the wheel"
         if damage is not None:
             _log.error(
                 "the timer's checkpoint and log do not belong together, so all that waits gets a new place: %(damage)s",
                 damage=damage,
             )
-            progress.queue_offset, progress.read_ms = 0, self._write_ms
-            slots.recover(0, progress.read_ms)
+            self.next_offset, self.read_ms = 0, self._write_ms
+            slots.recover(0, self.read_ms)
 
     def _damage(self, position: int) -> CorruptionError | None:
         """Return what is wrong with the units before a position, or with the checkpoint, as their messages say.
 
         While the wheel agrees with the log, a unit is known to be in its slot, and its message need not be read.
         """
-        slots, progress, queue = self._slots, self._progress, self._store.queue(SystemTopic.TIMER, _QUEUE)
+        slots, queue = self._slots, self._store.queue(SystemTopic.TIMER, _QUEUE)
         last = self._store.log.last_write
         stored_ms = None if last is None else self._store.log.store_timestamp_ms(last)
-        if stored_ms is not None and stored_ms < progress.read_ms and slots.has_between(stored_ms, progress.read_ms):
+        if stored_ms is not None and stored_ms < self.read_ms and slots.has_between(stored_ms, self.read_ms):
             # Each delivery is a record, so nothing that was due after the last one has been delivered.
-            progress.read_ms = self._floor(stored_ms)
-            slots.recover(position, progress.read_ms)
+            self.read_ms = self._floor(stored_ms)
+            slots.recover(position, self.read_ms)
         if queue is None:
             return None
         try:
-            entries = timer_entries(queue, progress.queue_offset, self._store.log.begin)
+            entries = timer_entries(queue, self.next_offset, self._store.log.begin)
         except CorruptionError:
             return None  # putting messages into slots meets the damage, and says it
-        begin, read_ms = self._store.log.begin, progress.read_ms
-        return unit_damage(slots.log, position, read_ms, entries, begin, self._message, slots.other_slots)
+        begin = self._store.log.begin
+        return unit_damage(slots.log, position, self.read_ms, entries, begin, self._message, slots.other_slots)
 
     # ------------------------------------------------------------------------------------------------------ putting
 
@@ -256,9 +276,9 @@ class Timers:
         check_now(now_ms)
         write_ms = self._floor(now_ms)
         if write_ms < self._write_ms:  # The clock was set back, so new messages can be due before those that were read.
-            self._progress.read_ms = min(self._progress.read_ms, write_ms)
+            self.read_ms = min(self.read_ms, write_ms)
             self._retry_at_ms = None
-            self._progress.saver.put_back(now_ms)
+            self._saver.put_back(now_ms)
         self._write_ms = write_ms
         if self._retry_at_ms is not None:
             if now_ms < self._retry_at_ms:
@@ -267,7 +287,7 @@ class Timers:
         try:
             if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
                 return now_ms
-            save_ms = self._progress.saver.run_due(now_ms)
+            save_ms = self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
@@ -275,7 +295,7 @@ class Timers:
             self._states.failing(*_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
             return self._retry_at_ms
         self._states.works(*_DELIVERY)
-        next_slot_ms = self._slots.next_ms(self._progress.read_ms)
+        next_slot_ms = self._slots.next_ms(self.read_ms)
         dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, save_ms) if due is not None]
         return min(dues, default=None)
 
@@ -285,11 +305,11 @@ class Timers:
         while True:
             emptying = self._emptying
             if emptying is None:
-                time_ms = self._slots.next_ms(self._progress.read_ms)
+                time_ms = self._slots.next_ms(self.read_ms)
                 if time_ms is None or time_ms >= self._write_ms:
-                    self._progress.read_ms = max(self._progress.read_ms, self._write_ms)
+                    self.read_ms = max(self.read_ms, self._write_ms)
                     return True
-                self._progress.read_ms = time_ms
+                self.read_ms = time_ms
                 emptying = self._emptying = self._begin_slot(time_ms)
             units = emptying.units
             while units:
@@ -300,11 +320,11 @@ class Timers:
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
-            if self._progress.read_ms == emptying.time_ms:
+            if self.read_ms == emptying.time_ms:
                 # Otherwise the clock was set back meanwhile, and earlier slots come first.
-                self._progress.read_ms += self._precision_ms
+                self.read_ms += self._precision_ms
             self._emptying = None
-            self._progress.changes += 1
+            self._changes += 1
 
     def _begin_slot(self, time_ms: int) -> _Emptying:
         """Follow a slot's units from the last to the first, and read the deleting ones at once."""
@@ -342,7 +362,7 @@ class Timers:
 
     def _deliver_message(self, message: StoredMessage, enqueue_ms: int, now_ms: int, *, rolls: bool) -> None:
         if self._is_cancelled(message, now_ms):
-            self._progress.changes += 1
+            self._changes += 1
             return
         properties = {**message.properties, PropertyName.TIMER_ENQUEUE_MS: str(enqueue_ms)}
         topic, queue_id = SystemTopic.TIMER, _QUEUE  # where a rolled one waits
@@ -360,13 +380,13 @@ class Timers:
             if not rolls and topic in (SystemTopic.TIMER, SystemTopic.SCHEDULE, SystemTopic.HALF):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
             if self._earlier.concerns(message.physical_offset) and self._was_delivered(message, topic, properties):
-                self._progress.changes += 1
+                self._changes += 1
                 return
             result = self._store.copies.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return
-        self._progress.changes += 1
+        self._changes += 1
         if not rolls and self._delivered is not None:
             self._delivered(message, result)
 
@@ -415,29 +435,29 @@ class Timers:
         queue = self._store.queue(SystemTopic.TIMER, _QUEUE)
         if queue is None:
             return True
-        corrected = min(max(self._progress.queue_offset, queue.min_offset), queue.max_offset)
-        if corrected != self._progress.queue_offset:
-            if self._progress.queue_offset or queue.min_offset:
+        corrected = min(max(self.next_offset, queue.min_offset), queue.max_offset)
+        if corrected != self.next_offset:
+            if self.next_offset or queue.min_offset:
                 _log.error(
                     "the timer's queue offset was %(old)d, and is set to %(queue_offset)d",
-                    old=self._progress.queue_offset,
+                    old=self.next_offset,
                     queue_offset=corrected,
                 )
-            self._progress.queue_offset = corrected
+            self.next_offset = corrected
         left = self._config.most_at_once
-        while self._progress.queue_offset < queue.max_offset:
+        while self.next_offset < queue.max_offset:
             if left <= 0:
                 return False
-            batch = self._store.read(SystemTopic.TIMER, _QUEUE, self._progress.queue_offset, _READ)
+            batch = self._store.read(SystemTopic.TIMER, _QUEUE, self.next_offset, _READ)
             for message in batch.messages:
                 self._fill(message, now_ms)
-                self._progress.queue_offset = message.queue_offset + 1
-                self._progress.changes += 1
+                self.next_offset = message.queue_offset + 1
+                self._changes += 1
                 left -= 1
             if not batch.messages:
-                if batch.next_offset <= self._progress.queue_offset:
+                if batch.next_offset <= self.next_offset:
                     return True
-                self._progress.queue_offset = batch.next_offset
+                self.next_offset = batch.next_offset
         return True
 
     def _fill(self, message: StoredMessage, now_ms: int) -> None:
@@ -479,35 +499,56 @@ class Timers:
 
         Raises the errors of `MessageStore.flush`.
         """
-        self._progress.save()
+        if self._slots.has_wheel and self.read_ms != self._checkpoint.read_time_ms:
+            self._changes += 1  # Time alone is no change that needs a save, but a last save keeps it.
+        self._saver.save()
+
+    def _reached(self) -> _Reached | None:
+        """Return the progress to save, None if nothing has changed."""
+        if self._changes == self._saved_changes:
+            return None
+        before = self._checkpoint
+        checkpoint = replace(
+            before,
+            read_time_ms=self.read_ms,
+            log_position=self._slots.log.end,
+            queue_offset=self.next_offset,
+            master_queue_offset=self.next_offset,
+        )
+        if self.next_offset != before.queue_offset:
+            checkpoint.version_counter += 1
+            checkpoint.version_timestamp_ms = self._store.clock.now_ms()
+        return _Reached(self._changes, checkpoint)
+
+    def _write_checkpoint(self, reached: _Reached) -> None:
+        """Flush everything that a checkpoint covers, and write the checkpoint. Thread-safe."""
+        self._store.flush()
+        self._slots.flush()
+        reached.checkpoint.write(self._store.path, self._files)
+
+    def _saved(self, reached: _Reached) -> None:
+        """Release everything before a written checkpoint."""
+        self._checkpoint = reached.checkpoint
+        self._slots.log.trim(self._store.log.begin)
+        self._saved_changes = reached.changes  # This comes after the steps that can fail, so that they are tried again.
 
     def end_writing(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
-        self._progress.saver.end_writing(why)
+        self._saver.end_writing(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.
 
         They are given by queue offset. A cancelling message waits as long as the one that it cancels.
         """
-        queue, next_offset = self._store.queue(SystemTopic.TIMER, _QUEUE), self._progress.queue_offset
-        waiting = self._slots.waiting_below(before, self._progress.read_ms)
+        queue, next_offset = self._store.queue(SystemTopic.TIMER, _QUEUE), self.next_offset
+        waiting = self._slots.waiting_below(before, self.read_ms)
 
         def has_passed(queue_offset: int) -> bool:
             entry = None if queue is None else queue.entry(queue_offset)
             return entry is None or (queue_offset < next_offset and entry.physical_offset not in waiting)
 
         return has_passed
-
-    @property
-    def next_offset(self) -> int:
-        """Queue offset of the first message of the timer topic that is not in the wheel."""
-        return self._progress.queue_offset
-
-    @property
-    def read_ms(self) -> int:
-        """The time before which all slots are empty."""
-        return self._progress.read_ms
 
     def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
         """Yield the messages that wait in the wheel, slot by slot, with their times (ms)."""
