@@ -43,7 +43,7 @@ from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, aside_by
 from librmq.scheduling.waiting import Cancellations, destination_of
 from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.broker_tables import ConfigTable, unlisted_topics
+from librmq.store.format.broker_tables import ConfigTable, DelayedSave, unlisted_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -109,7 +109,7 @@ class BrokerContext:
         self.offsets = GroupOffsets(
             tables, self.writing, runner.now_ms, config.save_offsets_every_s, wake_saving, flush
         )
-        self._filters_saving = tables.filter_table.save_later(
+        self._filters_saving = DelayedSave(
             "the filters of consumers", self._save_filters, runner.now_ms, _FILTERS_S, wake_saving
         )
         if config.replica_of is None and self.cancellations.truncate(store.log.end):

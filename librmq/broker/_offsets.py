@@ -21,7 +21,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
 from librmq.store import BrokerTables
-from librmq.store.format.broker_tables import ConfigTable, progress_of, topic_and_group
+from librmq.store.format.broker_tables import ConfigTable, DelayedSave, progress_of, topic_and_group
 
 _log = EventLog("librmq.broker")
 
@@ -55,9 +55,7 @@ class GroupOffsets:
             writing.notify_watchers()
             wake(at_ms)
 
-        self.saving = saving = table.save_later(
-            "the progress of consumers", self._save, now_ms, save_every_s, wake_saver
-        )
+        self.saving = saving = DelayedSave("the progress of consumers", self._save, now_ms, save_every_s, wake_saver)
         """Saves the progress, which is durable when a later `TableWriter.write` returns."""
         self._starts = tables.starts
         self.moved_back = set[tuple[str, str]]()

@@ -30,7 +30,7 @@ from librmq.formatting import duration, moment, number, percent, size
 from librmq.message.delays import level_of_queue_id
 from librmq.message.topics import SystemTopic, kind_of_topic
 from librmq.store.format import directory
-from librmq.store.format.documents import StagedRun
+from librmq.store.format.spark_jobs import StagedRun
 from librmq.store.retention import Unread, UnreadInFile, first_behind, next_hour, unread_between
 
 _KINDS: Final = {

@@ -29,7 +29,7 @@ from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.documents import JobNote, StagedRun
+from librmq.store.format.spark_jobs import JobNote, StagedRun
 
 _STAGED: Final = re.compile(r"t[0-9][0-9a-f-]*\.(log|arrow)")
 """Names of staged files: a deletion removes no others."""

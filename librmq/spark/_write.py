@@ -44,7 +44,8 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.documents import OWN_FOLDER, JobNote
+from librmq.store.format.documents import OWN_FOLDER
+from librmq.store.format.spark_jobs import JobNote
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

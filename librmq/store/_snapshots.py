@@ -44,7 +44,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database, set_abort
-from librmq.store.format.documents import OWN_FOLDER, JobNote
+from librmq.store.format.documents import JOBS_FOLDER, OWN_FOLDER
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
 from librmq.store.recovery._copied_parts import flush_made, settle
@@ -95,9 +95,8 @@ def snapshot(
     acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
     hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
     Tables of ``config/`` are copied as they are, progress beyond the end of a queue too, with what groups have reached
-    since, but not what they have in work. Queues and index then agree
-    with the log; `Snapshot.changed` lists what that changed.
-    ``end()`` returns the end of the log; without it, the end is searched for.
+    since, but not what they have in work. Queues and index then agree with the log; `Snapshot.changed` lists what that
+    changed. ``end()`` returns the end of the log; without it, the end is searched for.
 
     Errors of opening a store are raised too; after an error there is no ``target``.
 
@@ -125,33 +124,23 @@ def snapshot(
         index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
-        for entry in () if kind.derives_queues else index:
-            files.make_folder(os.path.join(part, directory.INDEX))
-            _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
         timed = [directory.COMMITLOG, directory.CONSUMEQUEUE_EXT, directory.INDEX]
         if not kind.derives_queues:
-            timed += _copy_queues(path, part, config.consumequeue_file_size, files)
+            timed += _copy_derived(path, part, index, config.consumequeue_file_size, files)
         copy_config(path, part, files, without=_PROGRESS)
-        cuts: Sequence[Damage] = ()
         if kind.derives_queues:
-            begin, found_end = _check_log(part, config, files)
+            begin, found_end, cuts = *_check_log(part, config, files), list[Damage]()
         else:
             if has_abort(files, path) and not is_used:
                 set_abort(files, part)  # a crash can have changed the last records
             begin, found_end, cuts = settle(part, config, files, clock, keeps_deleted=keeps_deleted)
-        if found_end != log_end:
-            file = os.path.join(
-                path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
-            )
-            what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
-            raise CorruptionError(file, found_end, "record", what)
+        _check_end(path, config, found_end, log_end)
         of_queues = os.path.join(part, directory.CONSUMEQUEUE, "")
         timed += {os.path.dirname(os.path.relpath(cut.file, part)) for cut in cuts if cut.file.startswith(of_queues)}
         for folder in timed:
             _keep_times(path, part, files, folder)
-    return Snapshot(
-        target, begin, found_end, copied, linked, () if is_used else _changes(path, part, target, cuts, files)
-    )
+    changed = () if is_used else _changes(path, part, target, cuts, files)
+    return Snapshot(target, begin, found_end, copied, linked, changed)
 
 
 def _changes(path: str, part: str, target: str, cuts: Sequence[Damage], files: Files) -> tuple[Damage, ...]:
@@ -299,8 +288,15 @@ def _check_log(part: str, config: StoreConfig, files: Files) -> tuple[int, int]:
     """Return begin and end of the log of a copy whose queues are derived from it; read it as a whole."""
     folder = os.path.join(part, directory.COMMITLOG)
     with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
-        walk = log.walk(log.begin)
-        return log.begin, walk.physical_offset
+        return log.begin, log.walk(log.begin).physical_offset
+
+
+def _check_end(path: str, config: StoreConfig, found_end: int, log_end: int) -> None:
+    """Refuse a copy that ends before the log does."""
+    if found_end != log_end:
+        file = os.path.join(path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size))
+        what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
+        raise CorruptionError(file, found_end, "record", what)
 
 
 def _is_whole(path: str, files: Files) -> bool:
@@ -374,8 +370,11 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
     return copied, linked
 
 
-def _copy_queues(path: str, part: str, size: int, files: Files) -> list[str]:
-    """Copy the queues, and return the folders whose files did not get the times of the source."""
+def _copy_derived(path: str, part: str, index: Sequence[FolderEntry], size: int, files: Files) -> list[str]:
+    """Copy files of the index and the queues; return the queues' folders whose files did not get the times there."""
+    for entry in index:
+        files.make_folder(os.path.join(part, directory.INDEX))
+        _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
     made, others = list[str](), list[str]()
 
     def read_small(names: Iterable[QueueName]) -> Iterator[tuple[str, bytes]]:
@@ -462,7 +461,7 @@ def _copy_progress(path: str, part: str, files: Files, now_ms: int) -> None:
         copied.offsets.persist(now_ms)
     if file_size(files, TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
-    copy_config(path, part, files, JobNote.FOLDER, only=_NOTE)
+    copy_config(path, part, files, JOBS_FOLDER, only=_NOTE)
     copy_config(path, part, files, OWN_FOLDER, only=_OF_PLACES)
 
 

@@ -37,7 +37,8 @@ from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort
-from librmq.store.format.documents import OWN_FOLDER, JobNote, MovedJobs, noted_jobs, write_kept_config
+from librmq.store.format.documents import OWN_FOLDER, write_kept_config
+from librmq.store.format.spark_jobs import JobNote, MovedJobs, noted_jobs
 from librmq.store.recovery import salvage
 from librmq.store.recovery._copied_parts import CopiedParts, settle
 from librmq.store.recovery.salvage import Gap, LogPart, RecordBlock

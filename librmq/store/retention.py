@@ -55,7 +55,6 @@ from librmq.store.engine.saved_state import FILES_A_ROUND
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.documents import GROUPS_FOLDER
 
 # ---- unconsumed messages of a log file
 
@@ -159,13 +158,12 @@ def may_have_readers(path: str, files: Files) -> bool:
             SystemTopic.HALF,
         ):
             return True
-    tables = os.path.join(path, directory.CONFIG)
-    if not files.names(tables) and not files.names(os.path.join(path, GROUPS_FOLDER)):
+    if not directory.has_tables(path, files):
         return False
     from librmq.store.format.broker_tables import BrokerTables
 
     try:
-        return bool(BrokerTables.open(tables, files=files).offsets.rows)
+        return bool(BrokerTables.open(os.path.join(path, directory.CONFIG), files=files).offsets.rows)
     except CorruptionError:
         return True
 
@@ -357,7 +355,13 @@ class Retention:
 
         This takes no lock. When a group has consumed, the next call notices it, and `run_due` makes room.
         """
-        error = self._full_error()
+        error: StoreFullError | None = None
+        holder = self._holder() if self.is_full() else None
+        if holder is not None:
+            error = StoreFullError(
+                f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, and "
+                f"keep_unconsumed keeps its oldest file: {describe_holder(holder, self._path)}, or raise max_total_size"
+            )
         if (error is not None) != self._is_full_logged:
             self._is_full_logged = error is not None
             if error is None:
@@ -365,17 +369,6 @@ class Retention:
             else:
                 _log.error("%(refusal)s", refusal=error, path=self._path)
         return error
-
-    def _full_error(self) -> StoreFullError | None:
-        if not self.is_full():
-            return None
-        holder = self._holder()
-        if holder is None:
-            return None
-        return StoreFullError(
-            f"{self._path}: message refused: the log has reached max_total_size, {self._max_total_size} bytes, and "
-            f"keep_unconsumed keeps its oldest file: {describe_holder(holder, self._path)}, or raise max_total_size"
-        )
 
     def _holder(self) -> UnreadInFile | None:
         """Return the first unconsumed messages of the oldest file."""
@@ -430,9 +423,6 @@ class Retention:
             return iter(())
         progress = readers.never_read() if by_none else readers.unread(end)
         return unread_between(progress, self._store.written_queues().find, begin, end)
-
-    def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
-        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._store.readers() is None))
 
     @property
     def _any_hour(self) -> bool:
@@ -553,7 +543,7 @@ class Retention:
             if end >= self._settled_until:
                 break
             unread = list(self._unread(end - self._log.file_size, end))
-            if self._must_stay(unread):
+            if self._keeps_unconsumed and (unread or (self._may_have_readers and self._store.readers() is None)):
                 self.is_held = True
                 break
             never_read = list(self._unread(end - self._log.file_size, end, by_none=True))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from librmq.cli.commands.maintenance import broker_properties
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
 from librmq.files._disk import DiskFiles
@@ -375,7 +376,7 @@ def properties(text: str) -> dict[str, str]:
 
 
 def test_broker_conf_names_the_settings_of_file_sizes() -> None:
-    conf = properties(directory.broker_conf(ROOT, TINY))
+    conf = properties(broker_properties(ROOT, TINY))
     assert conf == {
         "storePathRootDir": os.path.abspath(ROOT),
         "storePathCommitLog": os.path.join(os.path.abspath(ROOT), "commitlog"),
@@ -394,10 +395,10 @@ def test_broker_conf_names_the_settings_of_file_sizes() -> None:
 
 def test_broker_conf_survives_any_path() -> None:
     path = os.path.abspath(os.path.join(ROOT, "订单 𝄞 back\\slash"))
-    assert properties(directory.broker_conf(path, TINY))["storePathRootDir"] == path
+    assert properties(broker_properties(path, TINY))["storePathRootDir"] == path
 
 
 @pytest.mark.parametrize("name", ["a,b", "a\nb", "a\x7fb"])
 def test_a_path_that_a_broker_can_not_read_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="move the store elsewhere"):
-        directory.broker_conf(f"/stores/{name}", StoreConfig())
+        broker_properties(f"/stores/{name}", StoreConfig())

@@ -13,6 +13,7 @@ import pytest
 
 from librmq import ManualClock, Message
 from librmq.broker.config import Promises
+from librmq.cli.commands.maintenance import broker_properties
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError
 from librmq.files._disk import DiskFiles
@@ -23,7 +24,7 @@ from librmq.store._snapshots import snapshot
 from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.saved_state import read_mark as read_mark_of_flush
 from librmq.store.extraction import rescue
-from librmq.store.format.directory import broker_conf, infer_config
+from librmq.store.format.directory import infer_config
 from librmq.store.format.documents import KeptSettings, RecordedRetention, ReplicaMark, resent_times, with_checksum
 from librmq.store.recovery._verify import verify
 from tests.budget import many
@@ -63,18 +64,18 @@ def test_delay_levels_are_kept(tmp_path: Path) -> None:
     for name in ("store", "copy", "rescued"):
         found = infer_config(str(tmp_path / name), DiskFiles())
         assert found.message_delay_level == LEVELS
-        assert f"messageDelayLevel={LEVELS}" in broker_conf(str(tmp_path / name), found)
+        assert f"messageDelayLevel={LEVELS}" in broker_properties(str(tmp_path / name), found)
     (tmp_path / "store" / "librmq" / "config.json").write_text("{")  # the store opens whatever the file contains
     assert infer_config(str(tmp_path / "store"), DiskFiles()).message_delay_level == StoreConfig().message_delay_level
 
 
 def test_broker_conf_has_all_needed_settings(tmp_path: Path) -> None:
-    lines = broker_conf(str(tmp_path), StoreConfig(commitlog_file_size=65_536)).splitlines()
+    lines = broker_properties(str(tmp_path), StoreConfig(commitlog_file_size=65_536)).splitlines()
     assert "enablePropertyFilter=true" in lines
     assert "maxMessageSize=65528" in lines
-    assert "enablePropertyFilter=false" in broker_conf(str(tmp_path), StoreConfig(enable_property_filter=False))
+    assert "enablePropertyFilter=false" in broker_properties(str(tmp_path), StoreConfig(enable_property_filter=False))
     with pytest.raises(ConfigError, match="comma"):
-        broker_conf(str(tmp_path / "a,b"), StoreConfig())
+        broker_properties(str(tmp_path / "a,b"), StoreConfig())
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -20,7 +20,7 @@ from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.extraction import rescue
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.documents import JobNote, noted_jobs
+from librmq.store.format.spark_jobs import JobNote, noted_jobs
 from librmq.store.recovery._verify import verify
 from tests.file_seams import FailingFiles
 from tests.stores import START_MS

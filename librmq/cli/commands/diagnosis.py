@@ -312,7 +312,7 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.store is not None:
         from librmq.files import DiskFiles
         from librmq.store.format.directory import check_kind
-        from librmq.store.format.documents import StagedRun
+        from librmq.store.format.spark_jobs import StagedRun
 
         files = DiskFiles()
         check_kind(arguments.store, files)

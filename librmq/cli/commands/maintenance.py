@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import unicodedata
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -25,10 +26,12 @@ from librmq.cli._stores import announced, files_and_config, recorded_settings, r
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files import DiskFiles, Files, is_folder
+from librmq.message import record
 from librmq.message.topics import SystemTopic
 from librmq.runtime.event_log import counted
 from librmq.store import recognise
 from librmq.store.format.directory import (
+    COMMITLOG,
     CONFIG,
     check_kind,
     is_made_by_librmq,
@@ -36,7 +39,6 @@ from librmq.store.format.directory import (
     queue_folder,
     tables_database,
 )
-from librmq.store.format.directory import broker_conf as broker_conf_of
 
 if TYPE_CHECKING:
     from librmq.cluster import Replica
@@ -49,7 +51,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.cli._rows import verify_row
     from librmq.store import verify as verify_store
     from librmq.store.format.broker_tables import repair_advice
-    from librmq.store.format.documents import StagedRun
+    from librmq.store.format.spark_jobs import StagedRun
 
     files, config = files_and_config(arguments)
     with log_bar("verify", arguments.store, 2):
@@ -127,7 +129,7 @@ def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     """Print the settings with which a RocketMQ broker opens the store."""
     files, config = files_and_config(arguments)
     check_kind(arguments.store, files, writable=True)
-    sys.stdout.write(broker_conf_of(arguments.store, config))
+    sys.stdout.write(broker_properties(arguments.store, config))
     if is_made_by_librmq(arguments.store, files):
         sys.stdout.write(_TIMER_NOTE)
         waiting = _count_timers(arguments.store, config, files)
@@ -137,6 +139,48 @@ def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
                 "would not deliver them: let them pass, cancel them, or run RocketMQ 5 with timerWheelEnable=true"
             )
     return 0
+
+
+def broker_properties(path: str, config: StoreConfig) -> str:
+    """Return the properties for a 4.9 broker to open the store in folder ``path`` with settings ``config``."""
+    root = os.path.abspath(path)
+    if any(unicodedata.category(character) == "Cc" for character in root):
+        raise ConfigError(f"{root!r}: expected a path without control characters: move the store elsewhere")
+    if "," in root:
+        raise ConfigError(
+            f"{root}: a broker reads a path with a comma as several, and deletes the queues: move the store elsewhere"
+        )
+    properties = {
+        "storePathRootDir": root,
+        "storePathCommitLog": os.path.join(root, COMMITLOG),
+        "mappedFileSizeCommitLog": config.commitlog_file_size,
+        "mappedFileSizeConsumeQueue": config.consumequeue_file_size,
+        "enableConsumeQueueExt": config.enable_consumequeue_ext,
+        "enableCalcFilterBitMap": config.enable_consumequeue_ext and config.enable_calc_filter_bitmap,
+        "mappedFileSizeConsumeQueueExt": config.consumequeue_ext_file_size,
+        "maxHashSlotNum": config.max_hash_slot_num,
+        "maxIndexNum": config.max_index_num,
+        "maxMessageSize": min(config.max_message_size, config.commitlog_file_size - record.BLANK_SIZE),
+        "messageDelayLevel": config.message_delay_level,
+        "enablePropertyFilter": config.enable_property_filter,
+    }
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in properties.items()}
+    return "".join(f"{name}={_property(text)}\n" for name, text in texts.items())
+
+
+def _property(value: str) -> str:
+    """Return a value as ``java.util.Properties`` reads it: in Latin-1, with escapes."""
+    escaped = []
+    for character in value:
+        if character == "\\":
+            escaped.append("\\\\")
+        elif " " <= character <= "~":
+            escaped.append(character)
+        else:
+            units = character.encode("utf-16-be", "surrogatepass").hex()
+            escaped.append("".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)))
+    text = "".join(escaped)
+    return f"\\{text}" if text.startswith(" ") else text
 
 
 _TIMER_NOTE: Final = (

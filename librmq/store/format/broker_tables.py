@@ -571,17 +571,6 @@ class ConfigTable:
         time_ms = version.get("timestamp") if isinstance(version, dict) else None
         return time_ms if type(time_ms) is int else 0
 
-    def save_later(
-        self,
-        what: str,
-        save: Callable[[], None],
-        now_ms: Callable[[], int],
-        save_every_s: float,
-        wake: Callable[[int], object],
-    ) -> DelayedSave:
-        """Return what saves this table some time after a change, as a `DelayedSave` says."""
-        return DelayedSave(what, save, now_ms, save_every_s, wake)
-
     def backup_rows(self) -> Rows:
         """Return the rows of the file's backup, which is a save older; none if it is missing or unreadable."""
         data = read_replaced(self._files, self.path + _BACKUP)

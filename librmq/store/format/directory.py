@@ -25,7 +25,6 @@ import dataclasses
 import itertools
 import json
 import os
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
@@ -37,7 +36,7 @@ from librmq.files import Damage, DiskFiles, Files, FolderEntry, file_size, is_fo
 from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_queue
-from librmq.store.format.documents import OWN_FOLDER, KeptSettings
+from librmq.store.format.documents import GROUPS_FOLDER, OWN_FOLDER, KeptSettings
 from librmq.store.format.indexfile import file_length
 
 COMMITLOG: Final = "commitlog"
@@ -82,7 +81,6 @@ _KNOWN: Final = frozenset((
 """Folders that hold no file of the log."""
 _QUEUE_IDS: Final = 1 << 31
 _INHERITED: Final = 7  # the topic is readable, writable, and a default for new topics
-_BLANK_SIZE: Final = 8  # this many bytes stay behind the last record of a log file
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_READ: Final = 64
 _FILES_READ: Final = 64
@@ -300,6 +298,11 @@ def tables_database(folder: str, files: Files) -> str | None:
     return None
 
 
+def has_tables(path: str, files: Files) -> bool:
+    """Return whether a broker has left tables in a store, or where its groups are."""
+    return bool(files.names(os.path.join(path, CONFIG)) or files.names(os.path.join(path, GROUPS_FOLDER)))
+
+
 def derived_remedy(file: str, files: Files, kind: str = "") -> str:
     """Return what to do about a damaged file of queues or index: the log has its messages, unless it has no file."""
     if kind == LOST:
@@ -374,10 +377,17 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
 
 def iter_queues(path: str, files: Files, *, ext: bool = False) -> Iterator[tuple[str, int]]:
     """Yield what `list_queues` returns, in the order of the disk, and list the next topic only when it is asked for."""
-    for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):
-        for entry in files.list(folder):
-            if entry.is_folder:
-                yield topic, _queue_id(folder, entry)
+    root = os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE)
+    for topic in files.list(root):
+        if topic.is_folder:
+            folder = os.path.join(root, topic.name)
+            try:
+                validate_queue(topic.name, 0)
+            except MessageIllegalError as error:
+                raise CorruptionError(folder, 0, "name", str(error)) from None
+            for entry in files.list(folder):
+                if entry.is_folder:
+                    yield topic.name, _queue_id(folder, entry)
 
 
 def known_topics(path: str, files: Files) -> set[str]:
@@ -406,18 +416,6 @@ def broker_names(path: str, files: Files) -> tuple[str, str]:
 
 def _only(names: list[str], otherwise: str) -> str:
     return names[0] if len(names) == 1 and names[0] and names[0].isprintable() else otherwise
-
-
-def _topics(path: str, name: str, files: Files) -> Iterator[tuple[str, str]]:
-    root = os.path.join(path, name)
-    for entry in files.list(root):
-        if entry.is_folder:
-            folder = os.path.join(root, entry.name)
-            try:
-                validate_queue(entry.name, 0)
-            except MessageIllegalError as error:
-                raise CorruptionError(folder, 0, "name", str(error)) from None
-            yield entry.name, folder
 
 
 def _queue_id(folder: str, entry: FolderEntry) -> int:
@@ -459,18 +457,13 @@ def infer_config(path: str, files: Files, kept: KeptSettings | None = None) -> S
     of that is warned of, and counts as missing.
     """
     kept = kept or KeptSettings.read_sound(path, files)
-    settings = {**kept.sizes, **kept.retention.in_force, **_file_settings(path, files, kept.sizes)}
-    defaults = StoreConfig()
-    if is_folder(files, os.path.join(path, COMMITLOG)):
-        if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
-            defaults = StoreConfig.broker()
-        defaults = dataclasses.replace(defaults, **kept.default_retention)
-        if not is_made_by_librmq(path, files, kept):
-            defaults = dataclasses.replace(defaults, **_BROKER_FLUSHES)
-    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
-    if total is not None and total < file_size:
-        del settings["max_total_size"]  # it was kept for files of another size
-    return dataclasses.replace(defaults, **settings)
+    settings, defaults = _stored_settings(path, files, kept, _file_settings(path, files, kept.sizes)), StoreConfig()
+    if (
+        is_folder(files, os.path.join(path, COMMITLOG))
+        and settings.get("commitlog_file_size") != defaults.commitlog_file_size
+    ):
+        defaults = StoreConfig.broker()
+    return dataclasses.replace(defaults, **_with_room(settings, defaults))
 
 
 def complete_config(path: str, config: StoreConfig, files: Files, kept: KeptSettings | None = None) -> StoreConfig:
@@ -484,19 +477,27 @@ def complete_config(path: str, config: StoreConfig, files: Files, kept: KeptSett
     """
     kept = kept or KeptSettings.read_sound(path, files)
     file_settings = _file_settings(path, files, kept.sizes)
+    stored = _stored_settings(path, files, kept, file_settings)
+    settings = {name: value for name, value in stored.items() if name not in config.named}
+    config = config.with_settings(_with_room(settings, config))
+    _check_file_settings(path, config, file_settings)
+    return config
+
+
+def _stored_settings(path: str, files: Files, kept: KeptSettings, file_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a store keeps or its files show, and the others of an existing store of its maker."""
     settings: dict[str, Any] = {}
     if is_folder(files, os.path.join(path, COMMITLOG)):
         settings = kept.default_retention
         if not is_made_by_librmq(path, files, kept):
             settings |= _BROKER_FLUSHES
-    settings |= {**kept.sizes, **kept.retention.in_force, **file_settings}
-    settings = {name: value for name, value in settings.items() if name not in config.named}
-    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", config.commitlog_file_size)
-    if total is not None and total < file_size:
-        settings["max_total_size"] = None  # it was kept beside files of another size
-    config = config.with_settings(settings)
-    _check_file_settings(path, config, file_settings)
-    return config
+    return {**settings, **kept.sizes, **kept.retention.in_force, **file_settings}
+
+
+def _with_room(settings: dict[str, Any], others: StoreConfig) -> dict[str, Any]:
+    """Return settings without a total size that was kept beside files of another size."""
+    total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", others.commitlog_file_size)
+    return settings if total is None or total >= file_size else {**settings, "max_total_size": None}
 
 
 def check_config(path: str, config: StoreConfig, files: Files) -> None:
@@ -589,50 +590,6 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
                         remaining -= 1
                         if not remaining:
                             return
-
-
-# ------------------------------------------------------------------------------------------------ broker.conf
-
-
-def broker_conf(path: str, config: StoreConfig) -> str:
-    """Return the properties for a 4.9 broker to open the store in folder ``path`` with settings ``config``."""
-    root = os.path.abspath(path)
-    if any(unicodedata.category(character) == "Cc" for character in root):
-        raise ConfigError(f"{root!r}: expected a path without control characters: move the store elsewhere")
-    if "," in root:
-        raise ConfigError(
-            f"{root}: a broker reads a path with a comma as several, and deletes the queues: move the store elsewhere"
-        )
-    properties = {
-        "storePathRootDir": root,
-        "storePathCommitLog": os.path.join(root, COMMITLOG),
-        "mappedFileSizeCommitLog": config.commitlog_file_size,
-        "mappedFileSizeConsumeQueue": config.consumequeue_file_size,
-        "enableConsumeQueueExt": config.enable_consumequeue_ext,
-        "enableCalcFilterBitMap": config.enable_consumequeue_ext and config.enable_calc_filter_bitmap,
-        "mappedFileSizeConsumeQueueExt": config.consumequeue_ext_file_size,
-        "maxHashSlotNum": config.max_hash_slot_num,
-        "maxIndexNum": config.max_index_num,
-        "maxMessageSize": min(config.max_message_size, config.commitlog_file_size - _BLANK_SIZE),
-        "messageDelayLevel": config.message_delay_level,
-        "enablePropertyFilter": config.enable_property_filter,
-    }
-    return "".join(f"{name}={_property(_json(value))}\n" for name, value in properties.items())
-
-
-def _property(value: str) -> str:
-    """Return a value as ``java.util.Properties`` reads it: in Latin-1, with escapes."""
-    escaped = []
-    for character in value:
-        if character == "\\":
-            escaped.append("\\\\")
-        elif " " <= character <= "~":
-            escaped.append(character)
-        else:
-            units = character.encode("utf-16-be", "surrogatepass").hex()
-            escaped.append("".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)))
-    text = "".join(escaped)
-    return f"\\{text}" if text.startswith(" ") else text
 
 
 def set_abort(files: Files, root: str) -> None:

@@ -31,7 +31,6 @@ from librmq.store.engine.saved_state import (
 )
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexFile, IndexHeader
 
 if TYPE_CHECKING:
@@ -92,16 +91,20 @@ def lacking_queues(
             spans[name] = _unknown_spans(queues[name], log, until, has_no_end)
         elif has_no_end:
             spans[name] = [(end, until)]
-    with suppress(CorruptionError):  # a damaged table is reported where it is read
-        tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-        topics = {topic for topic, _ in queues}
-        for (_, topic), offsets in tables.progress().items():
-            absent = {(topic, queue_id) for queue_id, at in offsets.items() if at > 0} - queues.keys()
-            if absent and topic in topics:
-                of_topic = (queues[name] for name in queues if name[0] == topic)
-                firsts = (queue.entry(queue.min_offset) for queue in of_topic)  # of holes it knows nothing
-                first = min((entry.physical_offset for entry in firsts if entry is not None), default=_LARGEST_PLACE)
-                spans.update({name: [(first, until)] for name in absent})
+    if directory.has_tables(path, files):
+        from librmq.store.format.broker_tables import BrokerTables
+
+        with suppress(CorruptionError):  # a damaged table is reported where it is read
+            tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+            topics = {topic for topic, _ in queues}
+            for (_, topic), offsets in tables.progress().items():
+                absent = {(topic, queue_id) for queue_id, at in offsets.items() if at > 0} - queues.keys()
+                if absent and topic in topics:
+                    of_topic = (queues[name] for name in queues if name[0] == topic)
+                    firsts = (queue.entry(queue.min_offset) for queue in of_topic)  # of holes it knows nothing
+                    places = (entry.physical_offset for entry in firsts if entry is not None)
+                    first = min(places, default=_LARGEST_PLACE)
+                    spans.update({name: [(first, until)] for name in absent})
     searched = {(topic.encode(), queue_id): spans for (topic, queue_id), spans in spans.items() if spans}
     return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
 
