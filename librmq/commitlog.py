@@ -386,10 +386,6 @@ class LogReader(LogState):
         return frames.items(file.buffer, path, start, place, end, self.file_size, check_body, data_end)
 
 
-def _no_check() -> None:
-    """Check nothing: the log has no lock."""
-
-
 def _record_of(message: Message) -> bytes:
     """Return the record of a message that is born and stored now."""
     validate_topic(message.topic)
@@ -438,7 +434,7 @@ class CommitLog(LogReader, Closing):
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
         """Begin of this handle's last write, of one record or several."""
-        self.check_owner: Callable[[], object] = _no_check
+        self.check_owner: Callable[[], object] = lambda: None
         """Called before a write reaches another file; raises if another process may write here too."""
         self.check_turn: Callable[[], object] | None = None
         """Called before a write beyond `fits`; raises if other processes may write here at this moment."""

@@ -35,7 +35,7 @@ from librmq.consumequeue_entries import (
     places_and_sizes,
 )
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files import DiskFiles, Files
+from librmq.files import Advice, DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
@@ -427,7 +427,7 @@ class ConsumeQueue(Closing):
         elif start == files.end:
             files.create(start)
         if start != self._tail:
-            files.no_read_ahead(start, position - start)
+            files.file(start).advise(position - start, files.file_size, Advice.RANDOM_READS)
         self._tail = start
         self._sure = start + files.reserve(start, position - start, position - start + length)
 

@@ -18,17 +18,14 @@ Mirrors 4.9.4's ``ConsumeQueueExt``.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
+from librmq.consumequeue_entries import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.override import override
 from librmq.runtime.closing import Closing
-
-if TYPE_CHECKING:
-    pass
-from librmq.consumequeue_entries import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ExtUnit, is_ext_address
 
 __all__ = ["ConsumeQueueExt"]
 

@@ -29,11 +29,10 @@ if sys.platform != "win32":
 
 _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x")
 """``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
-_HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
+HAS_PEER_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
+"""Whether locks can belong to an open file, so that peers of a share can hold parts of one lock, and append."""
 _CONTENT: Final = b"lock"
 """What a broker writes into the file at each start."""
-HAS_PEER_LOCKS: Final = _HAS_OWN_LOCKS
-"""Whether several processes can hold parts of one lock, so that peers of a share can append."""
 _OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _CONFLICTS: Final = (errno.EACCES, errno.EAGAIN)
 
@@ -70,8 +69,9 @@ class DiskLock:
     def _open_locked(self, path: str, folder: int | None) -> tuple[int, _Key]:
         """Return the descriptor of the locked file (-1 if the file was replaced meanwhile) and the file's identity."""
         name = path if folder is None else os.path.basename(path)
-        if not _may_be_opened(name, folder):
-            raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
+        with suppress(OSError):
+            if _key_of(os.stat(name, dir_fd=folder)) in _held:  # closing the file could end that lock
+                raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
         descriptor = open_regular(path, _OPEN, 0o644, name=name, folder=folder)
         try:
             status = os.fstat(descriptor)
@@ -236,14 +236,6 @@ def lock_process(path: str, *, is_whole: bool = False) -> int | None:
                 os.close(descriptor)
 
 
-def _may_be_opened(name: str, folder: int | None) -> bool:
-    """Return whether this process has no lock on the file, which closing the file could end."""
-    try:
-        return _key_of(os.stat(name, dir_fd=folder)) not in _held
-    except OSError:
-        return True
-
-
 def _is_at(name: str, key: _Key, folder: int | None = None) -> bool:
     try:
         return _key_of(os.lstat(name, dir_fd=folder)) == key
@@ -257,7 +249,7 @@ def _key_of(status: os.stat_result) -> _Key:
 
 def _set_lock(descriptor: int, kind: int) -> None:
     """Lock or unlock the first byte, by the open file description where the system can."""
-    if _HAS_OWN_LOCKS:
+    if HAS_PEER_LOCKS:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(kind))
             return

@@ -297,7 +297,13 @@ class MappedFileQueue:
         with self._noting(changed):
             if not self.starts:
                 self._files.make_folder(self.folder)
-            file = self._create_file(path)
+            try:
+                file = self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
+            except StoreIOError as error:
+                if error.errno != errno.EEXIST:
+                    raise
+                self._files.delete(path)  # an interrupted call left it, because there is only one writer
+                file = self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
         if self._durable:
             try:
                 self._files.flush(file)
@@ -342,15 +348,6 @@ class MappedFileQueue:
             made = {folder for folder in folders if is_folder(self._files, folder)}
             with self._guard:
                 self._changed_folders |= made
-
-    def _create_file(self, path: str) -> File:
-        try:
-            return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
-        except StoreIOError as error:
-            if error.errno != errno.EEXIST:
-                raise
-        self._files.delete(path)  # an interrupted call left it, because there is only one writer
-        return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
 
     def reserve(self, start: int, begin: int, end: int) -> int:
         """Allocate blocks for bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.
@@ -404,10 +401,6 @@ class MappedFileQueue:
         """Write much data at once into the file at ``start``."""
         self.reserve(start, at, at + len(data))
         self._files.overwrite(self.file(start), at, data)
-
-    def no_read_ahead(self, start: int, begin: int) -> None:
-        """Let reads of the file at ``start`` from byte ``begin`` to its end load only the pages that they touch."""
-        self.file(start).advise(begin, self.file_size, Advice.RANDOM_READS)
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Unmap positions ``begin`` to ``end`` that were read once; a writer of shared files keeps its pages."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from librmq.store._read_only_view import ReadOnlyView
     from librmq.store._snapshots import Snapshot
     from librmq.store.engine.copies import CopyWriter
+    from librmq.store.engine.derivation import BitmapOf
     from librmq.store.engine.store_times import StoreTimes
     from librmq.store.recovery._condition import Condition
     from librmq.store.recovery._verify import Verdict
@@ -82,6 +83,35 @@ def _done_by(attribute: str) -> Callable[[_Method], _Method]:
     return declare
 
 
+def _check_arguments(
+    path: object,
+    config: object,
+    files: object,
+    clock: object,
+    filters: object,
+    wait: float | timedelta,
+    at: object,
+    *,
+    read_only: bool,
+) -> float:
+    """Check what `MessageStore.open` gets, and return the seconds to wait."""
+    check_path("path", path, "the folder of a store")
+    check_kind("config", config, StoreConfig, "StoreConfig()")
+    for name, value, needed, example in (
+        ("files", files, "flush_folder", "MemoryFiles()"),
+        ("clock", clock, "now_ms", "ManualClock()"),
+        ("filters", filters, "bitmap", "Registrations()"),
+    ):
+        if value is not None and not hasattr(value, needed):
+            raise wrong_kind(name, value, f"one such as {example}")
+    wait_s = to_seconds("wait", wait)
+    if at is not None and type(at) is not int and not isinstance(at, datetime):
+        raise wrong_kind("at", at, "a time with a time zone or a physical offset")
+    if at is not None and not read_only:
+        raise ConfigError("at: expected read_only=True with it, because the past can't be written to")
+    return wait_s
+
+
 class MessageStore(Closing):
     """The open store in a directory.
 
@@ -100,7 +130,7 @@ class MessageStore(Closing):
     """What a recovery or a refresh replaces: a `Writer` or a `ReadOnlyView`."""
     writer: Writer
     """The writing side, with retention, durability and thread, for parts of the library; not where ``read_only``."""
-    _view: ReadOnlyView | None
+    _view: ReadOnlyView | None = None
     """The reading side where ``read_only``."""
     _append: Callable[..., AppendResult]
     _append_batch: Callable[..., list[AppendResult]]
@@ -139,11 +169,9 @@ class MessageStore(Closing):
             clock: The clock; the machine's by default.
             background: Flush and delete expired files periodically in a thread, which the first append starts. If
                 false, the caller calls `run_due`. None means true, unless ``clock`` is given.
-            filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They
-                can change while it is open.
+            filters: The groups' SQL filters, which can change later, for bitmaps if the store has extension files.
             wait: Seconds to wait for another writer to release the store.
-            replica_of: Name of the master whose log this store copies. It takes no appends, only copies;
-                `librmq.cluster.Replica` opens it so.
+            replica_of: Name of the master whose log it copies, by `librmq.cluster.Replica`; it takes copies alone.
             at: Show the store as it was at this moment, for ``read_only``: a time with a time zone, or the physical
                 offset at which its log ended. Log, queues and index end there, and `refresh` finds nothing new. Files
                 that retention has deleted since are not there, and the progress of groups is not kept by time.
@@ -159,45 +187,30 @@ class MessageStore(Closing):
                 ``thorough``, and `librmq.store.recovery.salvage` keeps them.
             TypeError: An argument has a wrong type.
         """
-        check_path("path", path, "the folder of a store")
-        check_kind("config", config, StoreConfig, "StoreConfig()")
-        for name, value, needed, example in (
-            ("files", files, "flush_folder", "MemoryFiles()"),
-            ("clock", clock, "now_ms", "ManualClock()"),
-            ("filters", filters, "bitmap", "Registrations()"),
-        ):
-            if value is not None and not hasattr(value, needed):
-                raise wrong_kind(name, value, f"one such as {example}")
-        seconds = to_seconds("wait", wait)
-        if at is not None and type(at) is not int and not isinstance(at, datetime):
-            raise wrong_kind("at", at, "a time with a time zone or a physical offset")
-        if at is not None and not read_only:
-            raise ConfigError("at: expected read_only=True with it, because the past can't be written to")
+        wait_s = _check_arguments(path, config, files, clock, filters, wait, at, read_only=read_only)
         store = object.__new__(cls)
-        store.path = os.fspath(path)
-        store.read_only = read_only
-        store.files = files or DiskFiles()
-        store.clock = clock or SystemClock()
-        store.filters = filters
+        store.path, store.read_only, store.filters = os.fspath(path), read_only, filters
+        store.files, store.clock = files or DiskFiles(), clock or SystemClock()
         bitmap_of = None if filters is None else filters.bitmap
         if read_only:
-            if replica_of is not None:
-                raise ReplicaError(f"{store.path}: a replica copies, so it is not opened for reading only")
-            from librmq.store._read_only_view import ReadOnlyView
-
-            store._handle = store._view = view = ReadOnlyView(store.path, store.files, store.clock, bitmap_of, at)
-            store._append = store._append_batch = store._refuse_append
-            view.open(config)
-            return store
-        in_background = clock is None if background is None else background
-        store._handle = store.writer = writer = Writer(
-            store.path, store.files, store.clock, bitmap_of, in_background=in_background, replica_of=replica_of
-        )
-        store._view = None
+            return store._open_view(config, bitmap_of, replica_of, at)
+        store._handle = store.writer = writer = Writer(store.path, store.files, store.clock, bitmap_of, replica_of)
         store.appender = writer.appender
         store._append, store._append_batch = writer.appender.append_methods()
-        writer.open(config, thorough=thorough, wait_s=seconds)
+        writer.open(config, thorough, wait_s, in_background=clock is None if background is None else background)
         return store
+
+    def _open_view(
+        self, config: StoreConfig | None, bitmap_of: BitmapOf | None, replica_of: str | None, at: datetime | int | None
+    ) -> Self:
+        if replica_of is not None:
+            raise ReplicaError(f"{self.path}: a replica copies, so it is not opened for reading only")
+        from librmq.store._read_only_view import ReadOnlyView
+
+        self._handle = self._view = ReadOnlyView(self.path, self.files, self.clock, bitmap_of, at)
+        self._append = self._append_batch = self._refuse_append
+        self._view.open(config)
+        return self
 
     @classmethod
     def temporary(cls, config: StoreConfig | None = None, *, clock: Clock | None = None) -> Self:

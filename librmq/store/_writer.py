@@ -27,7 +27,7 @@ from librmq.store.engine._durability import Durability, Housekeeping, Housekeepi
 from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.dispatch import TimeOrder
-from librmq.store.engine.saved_state import MarkWriter, delete_mark, noted_order, write_closed_state
+from librmq.store.engine.saved_state import MarkWriter, delete_state, noted_order, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueName, QueueTable, Recovered
 from librmq.store.format import directory
 from librmq.store.format.directory import clear_abort, has_abort
@@ -55,14 +55,7 @@ class Writer(StoreHandle):
     housekeeping: Housekeeping
 
     def __init__(
-        self,
-        path: str,
-        files: Files,
-        clock: Clock,
-        bitmap_of: BitmapOf | None,
-        *,
-        in_background: bool,
-        replica_of: str | None = None,
+        self, path: str, files: Files, clock: Clock, bitmap_of: BitmapOf | None, replica_of: str | None = None
     ) -> None:
         """Prepare a handle that accepts no calls until `open`."""
         super().__init__(path, files, clock)
@@ -76,15 +69,15 @@ class Writer(StoreHandle):
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
         self._bitmap_of = bitmap_of
-        self._in_background = in_background
         self._file_lock: FileLock | None = None
         self._disk_error = ""
 
     # --------------------------------------------------------------------------------------------------------- opening
 
-    def open(self, config: StoreConfig | None, *, thorough: bool, wait_s: float) -> None:
+    def open(self, config: StoreConfig | None, thorough: bool, wait_s: float, *, in_background: bool) -> None:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
+        self._in_background = in_background
         kind, mark = self._look()  # a folder that is refused stays as it is
         try:
             if kind is directory.StoreKind.NEW:
@@ -228,7 +221,7 @@ class Writer(StoreHandle):
         super().accept_calls()
         self.appender.accepts = self.replica_of is None
         if self._in_background:
-            self.thread.allow_start()
+            self.thread.may_start = True
 
     # ------------------------------------------------------------------------------------------------------ while open
 
@@ -285,7 +278,7 @@ class Writer(StoreHandle):
 
     def _write_corrected(self) -> None:
         """Write the entries that reads have derived again."""
-        if self.checks.has_corrected:
+        if self.checks.corrected:
             self.appender.lock.check_reentry()
             with critical, self.appender.lock.mutex:
                 self.checks.write_corrected()
@@ -469,7 +462,7 @@ class Writer(StoreHandle):
                     self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
                     self._close_parts()
                 try:
-                    delete_mark(self.path, self.files)
+                    delete_state(self.path, self.files)
                     if between is not None:
                         between()
                     recovered = self._load_parts(RecoveryMode.LIVING)
@@ -500,7 +493,7 @@ class Writer(StoreHandle):
                 write_closed_state(
                     self.path, self.files, self.log, self.queues, self.index, self.appender.dispatcher.order
                 )
-                delete_mark(self.path, self.files)  # it names the machine, and equal stores have equal files
+                delete_state(self.path, self.files)  # it names the machine, and equal stores have equal files
                 clear_abort(self.files, self.path)
             finally:
                 self._release_store()
@@ -631,29 +624,24 @@ def lock_store(handle: Writer, path: str, files: Files, wait_s: float) -> FileLo
 
 def _lock(handle: Writer, path: str, files: Files) -> FileLock:
     """Take the lock; first release the lock of a handle that Ctrl-C lost."""
-    place = directory.lock_path(path)
-    try:
-        lock = _lock_with_folder(place, files)
-    except StoreLockedError:
-        gc.collect()
-        lost_locks = [lock for lock, holder in list(_held.items()) if holder() is None]
-        if not lost_locks:
-            raise
-        for lost_lock in lost_locks:
-            unlock_store(lost_lock)
-        lock = _lock_with_folder(place, files)
-    _held[lock] = weakref.ref(handle)
-    return lock
-
-
-def _lock_with_folder(place: str, files: Files) -> FileLock:
-    lock = files.lock(place)
-    try:
-        lock.hold_folder()
-    except BaseException:
-        lock.release()
-        raise
-    return lock
+    while True:
+        try:
+            lock = files.lock(directory.lock_path(path))
+            try:
+                lock.hold_folder()
+            except BaseException:
+                lock.release()
+                raise
+        except StoreLockedError:
+            gc.collect()
+            lost_locks = [lock for lock, holder in list(_held.items()) if holder() is None]
+            if not lost_locks:
+                raise
+            for lost_lock in lost_locks:
+                unlock_store(lost_lock)
+        else:
+            _held[lock] = weakref.ref(handle)
+            return lock
 
 
 def unlock_store(lock: FileLock) -> None:

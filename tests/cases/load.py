@@ -47,7 +47,7 @@ from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.saved_state import delete_mark
+from librmq.store.engine.saved_state import delete_state
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig
@@ -458,7 +458,7 @@ class _Operations:
         return {}
 
     def _crash(self, row: Row) -> Row:
-        delete_mark(self._store.path, self._store.files)  # it names the machine, and equal runs leave equal files
+        delete_state(self._store.path, self._store.files)  # it names the machine, and equal runs leave equal files
         self._store.abandon()
         return {}
 

@@ -70,7 +70,7 @@ def open_store(
         store.flush()
         store.writer.thread.stop()
         if more.get("background"):
-            store.writer.thread.allow_start()
+            store.writer.thread.may_start = True
         store.writer.housekeeping.alarm = -1  # as it was before the first append
     if isinstance(files, HeldFiles):
         files.flushes = 0

@@ -500,7 +500,8 @@ class HousekeepingThread:
         self._clock = clock
         self._guard = Lock()
         self._background: Background | None = None
-        self._may_start = False
+        self.may_start = False
+        """Whether the next `wake` can start the thread."""
         self._is_warned = False
 
     def wake(self) -> None:
@@ -508,41 +509,33 @@ class HousekeepingThread:
         background = self._background
         if background is not None:
             background.wake()
-        elif self._may_start:
+        elif self.may_start:
             with calls_later(), critical, self._guard:
-                if self._background is None and self._may_start:
+                if self._background is None and self.may_start:
                     try:
                         self._background = Background(self._run_due, self._clock, "librmq-store")
+                        self._is_warned = False
                     except RuntimeError as error:
-                        # No thread can start for the flush, but the messages are written, so the append succeeds.
-                        self._warn_not_started(error)
-                        return
-                    self._is_warned = False
-
-    def _warn_not_started(self, error: RuntimeError) -> None:
-        """Log that no thread can be started; the next append with work for one tries again."""
-        if not self._is_warned:
-            _log.warning(
-                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or deleted "
-                "periodically; call flush(), or raise the limit of threads",
-                path=self._path,
-                error=error,
-            )
-        self._is_warned = True
-
-    def allow_start(self) -> None:
-        """Allow the next `wake` to start the thread."""
-        self._may_start = True
+                        # No thread can start for the flush, but the messages are written, so the append succeeds. The
+                        # next one with work for a thread tries again.
+                        if not self._is_warned:
+                            _log.warning(
+                                "%(path)s: no thread can be started (%(error)s), so stored messages are not flushed or "
+                                "deleted periodically; call flush(), or raise the limit of threads",
+                                path=self._path,
+                                error=error,
+                            )
+                        self._is_warned = True
 
     def stop(self) -> None:
-        """Stop the thread and return when it has ended; none starts until `allow_start`."""
+        """Stop the thread and return when it has ended; none starts until `may_start` is set."""
         with critical:
             with self._guard:
-                background, self._background, self._may_start = self._background, None, False
+                background, self._background, self.may_start = self._background, None, False
             if background is not None:
                 background.stop()
 
     def after_fork(self) -> None:
         """Leave the thread to the parent, in a forked child."""
-        self._background, self._may_start = None, False
+        self._background, self.may_start = None, False
         self._guard = Lock()

@@ -89,7 +89,8 @@ class EntryChecks:
         self.queues: QueueTable = parts.queues
         self.transfer: Transfer = transfer
         self._levels = parts.levels
-        self._corrected: dict[QueueName, dict[int, bytes]] = {}
+        self.corrected: dict[QueueName, dict[int, bytes]] = {}
+        """Corrected entries that the files do not have."""
         self._resolved: dict[QueueName, _Neighbour] = {}
         """The last entry of a queue that was derived: a search for the next one begins there."""
         self._told: set[QueueName] = set()
@@ -104,7 +105,7 @@ class EntryChecks:
         Raises:
             CorruptionError: The record is damaged, or the log has none for this entry.
         """
-        if self._corrected and (corrected := self._corrected.get(name, {}).get(queue_offset)):
+        if self.corrected and (corrected := self.corrected.get(name, {}).get(queue_offset)):
             physical_offset, size, _ = ENTRY.unpack(corrected)
         if size == HOLE_SIZE:
             return None  # filler, or a message that recovery found lost
@@ -192,7 +193,7 @@ class EntryChecks:
         for number in range(queue_offset - 1, queue.min_offset - 1, -1):
             if number == resolved.queue_offset:
                 return resolved
-            stored = self._corrected.get(name, {}).get(number) or queue.read(number, 1)
+            stored = self.corrected.get(name, {}).get(number) or queue.read(number, 1)
             place, size, _ = ENTRY.unpack(stored) if stored else (-1, 0, 0)
             with suppress(CorruptionError, RecordError):
                 raw = self.log.read(place, size)
@@ -226,7 +227,7 @@ class EntryChecks:
         stored = queue.read(queue_offset, 1)
         if queue.ext is not None and stored and is_ext_address(ENTRY.unpack(stored)[2]):
             code = ENTRY.unpack(stored)[2]
-        self._corrected.setdefault(name, {})[queue_offset] = ENTRY.pack(physical_offset, len(raw), code)
+        self.corrected.setdefault(name, {})[queue_offset] = ENTRY.pack(physical_offset, len(raw), code)
 
     def _tell(
         self, queue: ConsumeQueue, name: QueueName, queue_offset: int, entry: tuple[int, int], place: int
@@ -253,18 +254,13 @@ class EntryChecks:
 
     # ---- for the writer
 
-    @property
-    def has_corrected(self) -> bool:
-        """Whether there are corrected entries that the files do not have."""
-        return bool(self._corrected)
-
     def write_corrected(self) -> None:
         """Write the corrected entries into the files; only the writer calls it, under its lock."""
-        for name in list(self._corrected):
+        for name in list(self.corrected):
             with suppress(CorruptionError):  # a queue that can't be opened is refused to its readers too
-                for queue_offset, entry in self._corrected[name].items():
+                for queue_offset, entry in self.corrected[name].items():
                     self.queues[name]._correct(queue_offset, entry)
-            del self._corrected[name]
+            del self.corrected[name]
 
 
 def is_usual(raw: bytes, physical_offset: int, queue_offset: int, name: QueueName) -> bool:

@@ -73,6 +73,7 @@ _STATE_KINDS: Final = {**dict.fromkeys(_NUMBERS, (int,)), "last_record": (int, N
 _CLOSED_KINDS: Final = {**_STATE_KINDS, "times": (list, NoneType)}
 _MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": (str,)}
 _LARGEST_FILE: Final = 256 << 20
+_MARK_FILE: Final = os.path.join(OWN_FOLDER, "flushed.json")
 WORTH_A_MARK: Final = 8 << 20
 """Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
 FILES_A_ROUND: Final = 10
@@ -153,10 +154,6 @@ _UNREADABLE: Final = (ValueError, TypeError, KeyError, CorruptionError)
 # ---- at a close
 
 
-def _closed_path(path: str) -> str:
-    return os.path.join(path, CLOSED_FILE)
-
-
 def write_closed_state(
     path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex, order: TimeOrder | None = None
 ) -> None:
@@ -164,6 +161,7 @@ def write_closed_state(
 
     If the disk has no room for it, the store still closes cleanly, without it.
     """
+    place = os.path.join(path, CLOSED_FILE)
     states = {
         name: state
         for name, state in queues.states().items()
@@ -174,12 +172,12 @@ def write_closed_state(
         last = fields["last_record"]
         if order is not None and last is not None and order.begin <= last < order.end:
             fields["times"] = order.fields
-        write_document(_closed_path(path), files, fields)
+        write_document(place, files, fields)
     except StoreIOError as error:
         if not is_full(error):
             raise
         _log.warning("the next open takes longer: %(error)s", error=error)
-        files.delete(_closed_path(path))  # an earlier close may have left one
+        files.delete(place)  # an earlier close may have left one
 
 
 def read_closed_state(path: str, files: Files) -> StoreState | None:
@@ -188,7 +186,7 @@ def read_closed_state(path: str, files: Files) -> StoreState | None:
     The queues of topics that were deleted on a broker since then are left out.
     """
     try:
-        data = read_replaced(files, _closed_path(path), _LARGEST_FILE)
+        data = read_replaced(files, os.path.join(path, CLOSED_FILE), _LARGEST_FILE)
         return _without_deleted(_parsed_state(data), path, files) if data else None
     except _UNREADABLE:
         return None  # it only saves time
@@ -273,15 +271,7 @@ def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
             begin=log.begin,
             end=log.end,
         )
-    delete_closed_state(path, files)
-
-
-def delete_closed_state(path: str, files: Files) -> None:
-    """Delete the state of the last close, durably; call it before retention deletes a file of the log."""
-    place = _closed_path(path)
-    if file_size(files, place) is not None:
-        files.delete(place)
-        files.flush_folder(os.path.dirname(place))
+    delete_state(path, files, CLOSED_FILE)
 
 
 def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
@@ -390,22 +380,18 @@ class Mark(NamedTuple):
                 raise MarkError(lacks) from None
 
 
-def _mark_path(path: str) -> str:
-    return os.path.join(path, OWN_FOLDER, "flushed.json")
-
-
 def take_mark(path: str, files: Files) -> Mark | None:
     """Delete the mark, durably, before any file is changed, and return it; None if there is none.
 
     Raises:
         MarkError: It can't count.
     """
-    if file_size(files, _mark_path(path)) is None:
+    if file_size(files, os.path.join(path, _MARK_FILE)) is None:
         return None
     try:
         mark, machine = _stored_mark(path, files)
     finally:
-        delete_mark(path, files)
+        delete_state(path, files)
     if machine != identity_of(files, path):
         raise MarkError("the last flush was before a restart of the machine, or in another folder")
     return mark
@@ -428,7 +414,7 @@ def _stored_mark(path: str, files: Files) -> tuple[Mark, str]:
     Raises:
         MarkError: It is unreadable.
     """
-    place = _mark_path(path)
+    place = os.path.join(path, _MARK_FILE)
     try:
         fields = read_document(place, files, _MARK_KINDS, max_size=_LARGEST_FILE)
         if fields is None:
@@ -444,9 +430,12 @@ def _stored_mark(path: str, files: Files) -> tuple[Mark, str]:
     return Mark(state, index_file, state.last_record), machine
 
 
-def delete_mark(path: str, files: Files) -> None:
-    """Delete the mark of the store in ``path``, durably; call it before what it promises can change."""
-    place = _mark_path(path)
+def delete_state(path: str, files: Files, name: str = _MARK_FILE) -> None:
+    """Delete the mark of the store in ``path``, or another state by its file, before what it says can change; durably.
+
+    That of the last close changes when retention deletes a file of the log.
+    """
+    place = os.path.join(path, name)
     if file_size(files, place) is not None:
         files.delete(place)
         files.flush_folder(os.path.dirname(place))
@@ -492,7 +481,7 @@ class MarkWriter:
         parts = self._parts
         queues = {name: state for name, state in parts.queues.states().items() if state.max_offset}
         try:
-            write_document(_mark_path(self._path), self._files, _complete(fields, parts.log, queues))
+            write_document(os.path.join(self._path, _MARK_FILE), self._files, _complete(fields, parts.log, queues))
             self._is_written = True
         except StoreIOError as error:  # the mark before still holds
             _log.warning("a recovery after a kill would take longer: %(error)s", error=error, path=self._path)
@@ -500,9 +489,9 @@ class MarkWriter:
     def withdraw(self) -> None:
         """Delete the mark, because the index may never reach the device, or a file that it names is to be deleted."""
         with suppress(StoreIOError):
-            delete_mark(self._path, self._files)
+            delete_state(self._path, self._files)
 
     def withdraw_all(self) -> None:
         """Delete the mark and the state of the last close, because a file that both name is to be deleted."""
         self.withdraw()
-        delete_closed_state(self._path, self._files)
+        delete_state(self._path, self._files, CLOSED_FILE)

@@ -252,11 +252,8 @@ class KeyIndex(Closing):
         tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
         if tail.count + keys < tail.max_entries and keys < BLOCK:
             if keys:
-                tail._put_many(records, keys)
-        else:
-            self._append_arrays(records)
-
-    def _append_arrays(self, records: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+                tail.put_many(records, keys)
+            return
         hashes = [record[2] for record in records]
         self.append_block(
             np.array([record[0] for record in records], np.int64),

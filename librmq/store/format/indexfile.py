@@ -583,36 +583,30 @@ class IndexFile(Closing):
             return False
         if physical_offset < self.end_physical:
             raise ValueError(f"{self.path}: {physical_offset} is before the last, {self.end_physical}")
-        self._put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
+        self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
         return True
 
-    def _put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
-        """Add all keys of records, for which there is room; skip records before that of the last entry."""
-        self._make_room(keys)
-        try:
-            self._writer.put_many((self._file or self._map()).buffer, records)
-        except BaseException:
-            self._load_header()
-            raise
-        self._dirty, self._announced = True, 0
+    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
+        """Add all ``keys`` of records, for which there is room; skip records before that of the last entry."""
+        self._put(keys, self._writer.put_many, records)
 
     def put_block(self, physical: NDArray[np.int64], timestamps: NDArray[np.int64], hashes: NDArray[np.int64]) -> None:
         """Add an entry for each place of the arrays, none before the last entry's; there is room for all."""
-        self._make_room(len(hashes))
-        try:
-            self._writer.put_block((self._file or self._map()).buffer, physical, timestamps, hashes)
-        except BaseException:
-            self._load_header()
-            raise
-        self._dirty, self._announced = True, 0
+        self._put(len(hashes), self._writer.put_block, physical, timestamps, hashes)
 
-    def _make_room(self, keys: int) -> None:
-        """Let the next entries have blocks, and queries follow slots to them."""
+    def _put(self, keys: int, put: Callable[..., None], *columns: object) -> None:
+        """Let the next entries have blocks, and queries follow slots to them; then write them."""
         end = self.count + keys
         if end > self._reserved:
             self._reserve(end)
         if self.count > 1:
             self._announced = end
+        try:
+            put((self._file or self._map()).buffer, *columns)
+        except BaseException:
+            self._load_header()
+            raise
+        self._dirty, self._announced = True, 0
 
     def _reserve(self, end: int) -> None:
         """Reserve blocks for the entries below number ``end`` and for a growing number of further ones."""

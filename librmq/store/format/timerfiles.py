@@ -33,7 +33,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
@@ -68,25 +68,13 @@ _PAGE: Final = 4096
 @cache
 def unit_dtype() -> np.dtype[np.void]:
     """Return the type of an array of units of the log."""
-    return np.dtype(
-        [
-            ("size", ">i4"),
-            ("previous", ">i8"),
-            ("magic", ">i4"),
-            ("write_time_ms", ">i8"),
-            ("delay_ms", ">i4"),
-            ("physical_offset", ">i8"),
-            ("message_size", ">i4"),
-            ("topic_hash", ">i4"),
-            ("reserved", ">i8"),
-        ]
-    )
+    return np.dtype([(name, f">{code}") for name, code in zip(Unit._fields, _UNIT.format[1:], strict=True)])
 
 
 @cache
 def slot_dtype() -> np.dtype[np.void]:
     """Return the type of an array of slots of the wheel."""
-    return np.dtype([("time", ">i8"), ("first", ">i8"), ("last", ">i8"), ("messages", ">i4"), ("magic", ">i4")])
+    return np.dtype([(name, f">{code}") for name, code in zip(Slot._fields, _SLOT.format[1:], strict=True)])
 
 
 class Unit(NamedTuple):
@@ -659,13 +647,4 @@ class TimerCheckpoint:
         """Write the checkpoint; durable when it returns."""
         path = self.path_in(store)
         make_folders(files, os.path.dirname(path))
-        data = _CHECKPOINT.pack(
-            self.read_time_ms,
-            self.log_position,
-            self.queue_offset,
-            self.master_queue_offset,
-            self.state_version,
-            self.version_timestamp_ms,
-            self.version_counter,
-        )
-        files.write(path, data.ljust(TimerCheckpoint.FILE_SIZE, b"\0"))
+        files.write(path, _CHECKPOINT.pack(*astuple(self)).ljust(TimerCheckpoint.FILE_SIZE, b"\0"))

@@ -362,17 +362,12 @@ def kept_cuts(path: str, files: Files | None = None) -> list[KeptCut]:
         if named is None or not named[0].isascii() or not entry.is_folder:
             continue
         place = os.path.join(folder, entry.name)
-        manifest = _manifest(os.path.join(place, MANIFEST), files)
+        manifest: dict[str, Any] = {}
+        with contextlib.suppress(StoreError):  # an unreadable one has no fields
+            manifest = read_document(os.path.join(place, MANIFEST), files, _MANIFEST_KINDS) or {}
         size, count, why = (manifest.get(name) for name in _MANIFEST_KINDS)
         cuts.append(KeptCut(place, int(named[1]), int(named[2]), size, count, why or ""))
     return sorted(cuts, key=lambda cut: (cut.cut_timestamp_ms, cut.physical_offset))
-
-
-def _manifest(path: str, files: Files) -> dict[str, Any]:
-    """Return the fields of a manifest, none if it is unreadable."""
-    with contextlib.suppress(StoreError):
-        return read_document(path, files, _MANIFEST_KINDS) or {}
-    return {}
 
 
 def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: str, files: Files, now_ms: int) -> str:
