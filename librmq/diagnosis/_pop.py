@@ -53,7 +53,7 @@ from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_queue
 from librmq.runtime.event_log import counted
-from librmq.scheduling.timer_slots import waiting_timers
+from librmq.scheduling.timer import waiting_timers
 from librmq.store.format.broker_tables import ConfigTable, topic_and_group
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.rocksdb import pop_records

@@ -249,7 +249,7 @@ def topic_uses(view: StoreView) -> list[TopicUse]:
 def _known(view: StoreView, topic: str, waiting: int) -> int | None:
     """Return the unread bytes of a topic; None if progress is unknown."""
     if topic == SystemTopic.TIMER:
-        from librmq.scheduling.timer_slots import waiting_timers  # few stores have a timer
+        from librmq.scheduling.timer import waiting_timers  # few stores have a timer
 
         return sum(message.size for _, message in waiting_timers(view.store))
     if (view.unknown_delays if topic == SystemTopic.SCHEDULE else view.unknown_progress) is not None:

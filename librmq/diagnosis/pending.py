@@ -40,7 +40,7 @@ from librmq.runtime.event_log import counted
 from librmq.scheduling import Schedule
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, transaction_of
 from librmq.scheduling.schedules import ScheduleRule
-from librmq.scheduling.timer_slots import waiting_timers
+from librmq.scheduling.timer import waiting_timers
 from librmq.scheduling.waiting import HOP_GROUP, Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.derivation import derived_tags_code

@@ -503,7 +503,7 @@ class StoreView(_LiveView, Closing):
         is_unlisted = not revive and SystemTopic.TIMER in self.topics
         lacks_table = is_unlisted and not self.tables.topics.rows
         if lacks_table or (is_unlisted and directory.is_of_5(self.store.path, self.store.files)):
-            from librmq.scheduling.timer_slots import waiting_timers  # loads what few stores need
+            from librmq.scheduling.timer import waiting_timers  # loads what few stores need
 
             waiting = (message.properties.get(PropertyName.REAL_TOPIC, "") for _, message in waiting_timers(self.store))
             revive.update(topic for topic in waiting if topic.startswith(TopicPrefix.REVIVE))

@@ -2,7 +2,7 @@
 
 Its face: `timer` and `timer_config` deliver at any time, `relay` by hops of delay levels, and `half_messages` asks
 about open transactions; `schedules` says when a schedule is due; `waiting` says of a record that waits where it goes
-and when, has the cancelled ones, and finds what a killed process wrote; `timer_slots.waiting_timers` reads the timers
+and when, has the cancelled ones, and finds what a killed process wrote; `timer.waiting_timers` reads the timers
 of any store.
 `librmq.delay` and `librmq.txn` stand on it.
 """

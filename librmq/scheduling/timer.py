@@ -11,8 +11,8 @@ A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey`` or ``unique
 the same slot, so it must name the same time. It delivers nothing itself.
 
 Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_config` reads a message's time,
-`librmq.scheduling.timer_slots` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
-that waits makes the files, so a 4.9 store without timers stays as it is.
+`librmq.scheduling._timer_slots` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first
+message that waits makes the files, so a 4.9 store without timers stays as it is.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
+from librmq.scheduling._timer_slots import TimerSlots
+from librmq.scheduling._timer_slots import waiting_timers as waiting_timers
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
-from librmq.scheduling.timer_slots import TimerSlots
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_entries, unit_damage

@@ -191,7 +191,7 @@ _TIMER_NOTE: Final = (
 
 def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
     """Return the number of messages that wait in a store's timer."""
-    from librmq.scheduling.timer_slots import waiting_timers
+    from librmq.scheduling.timer import waiting_timers
     from librmq.store import MessageStore
 
     if not is_folder(files, queue_folder(path, SystemTopic.TIMER, 0)):

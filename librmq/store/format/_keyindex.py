@@ -252,7 +252,7 @@ class KeyIndex(Closing):
         tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
         if tail.count + keys < tail.max_entries and keys < BLOCK:
             if keys:
-                tail.put_many(records, keys)
+                tail._put_many(records, keys)
             return
         hashes = [record[2] for record in records]
         self.append_block(

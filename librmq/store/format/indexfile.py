@@ -583,10 +583,10 @@ class IndexFile(Closing):
             return False
         if physical_offset < self.end_physical:
             raise ValueError(f"{self.path}: {physical_offset} is before the last, {self.end_physical}")
-        self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
+        self._put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
         return True
 
-    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
+    def _put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
         """Add all ``keys`` of records, for which there is room; skip records before that of the last entry."""
         self._put(keys, self._writer.put_many, records)
 
