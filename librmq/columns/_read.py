@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -143,22 +144,14 @@ class Malformed:
         """Number of damaged places that mode ``DROPMALFORMED`` left out."""
         self._first_left_out = ""
 
-    def found_before(self, damage: Sequence[Damage]) -> Iterator[pa.RecordBatch]:
-        """Handle what the plan found."""
-        return self._batches(damage, [{}] * len(damage))
-
     def bad_entries(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         """Handle entries that lead to no record."""
-        return self._batches([self._in_queue(rows, at) for at in range(len(rows))], self._known_columns(rows))
+        return self.batches([self._in_queue(rows, at) for at in range(len(rows))], self._known_columns(rows))
 
     def records(self, rows: Rows, reasons: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Handle records that cannot be read, each with its reason."""
-        damage = [self._in_log(place, why) for place, why in zip(rows.places.tolist(), reasons, strict=True)]
-        return self._batches(damage, self._known_columns(rows))
-
-    def places(self, bad: Sequence[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
-        """Handle places of the log where no record begins, each with its reason."""
-        return self._batches([self._in_log(place, why) for place, why in bad], [{}] * len(bad))
+        damage = [self.in_log(place, why) for place, why in zip(rows.places.tolist(), reasons, strict=True)]
+        return self.batches(damage, self._known_columns(rows))
 
     def log_left_out(self) -> None:
         if self._left_out:
@@ -169,8 +162,11 @@ class Malformed:
                 error=self._first_left_out,
             )
 
-    def _batches(self, damages: Sequence[Damage], columns: Sequence[dict[str, Any]]) -> Iterator[pa.RecordBatch]:
+    def batches(
+        self, damages: Sequence[Damage], columns: Sequence[dict[str, Any]] | None = None
+    ) -> Iterator[pa.RecordBatch]:
         """Raise `CorruptionError`, count, or yield a row about each; ``columns`` has the other columns of each row."""
+        columns = columns or [{}] * len(damages)
         mode = self._options.mode
         predicate = None if self._options.reports_all_damage else self._options.predicate
         if mode == "FAILFAST":
@@ -203,7 +199,8 @@ class Malformed:
             for place, queue, queue_offset in zip(places, queues, rows.queue_offsets.tolist(), strict=True)
         ]
 
-    def _in_log(self, place: int, what: str) -> Damage:
+    def in_log(self, place: int, what: str) -> Damage:
+        """Return damage at a place of the log where no record can be read."""
         start = max(place, 0) // self._part.log_file_size * self._part.log_file_size
         return Damage(os.path.join(self._store, directory.COMMITLOG, file_name(start)), place, "record", what)
 
@@ -307,7 +304,7 @@ class _Task:
                 "both"
             )
         if self._part.damage:
-            yield from self.malformed.found_before(self._part.damage)
+            yield from self.malformed.batches(self._part.damage)
         entries, deleted = self._entries()
         if deleted and self._options.fail_on_data_loss:
             raise DataLossError(f"{self._part.path}: {deleted[0]} was deleted after the read was planned; {REST}")
@@ -320,7 +317,7 @@ class _Task:
         if self._part.walk is not None:
             rows, bad = self._walk(rows, *self._part.walk)
             if bad:
-                yield from self.malformed.places(bad)
+                yield from self.malformed.batches([self.malformed.in_log(place, why) for place, why in bad])
         else:
             for codes in self._wanted_codes():
                 rows = rows.take(_candidates(rows.codes, codes) | self._has_times_as_codes(rows))
@@ -508,26 +505,21 @@ class _Task:
     def _passing(self, rows: Rows, block: Block) -> Mask | None:
         """Return which rows pass, None for all; the cheapest test comes first."""
         conditions = self._options.selection
-        keep: Mask | None = None
-        if conditions.has_times:
-            stored = block.field("store_timestamp")
-            keep = np.ones(len(rows), np.bool_)
-            if conditions.begin_ms is not None:
-                keep &= stored >= conditions.begin_ms
-            if conditions.end_ms is not None:
-                keep &= stored < conditions.end_ms
+        masks: list[Mask] = []
+        if conditions.begin_ms is not None:
+            masks.append(block.field("store_timestamp") >= conditions.begin_ms)
+        if conditions.end_ms is not None:
+            masks.append(block.field("store_timestamp") < conditions.end_ms)
         if self._part.walk is not None and not conditions.takes_all:
-            passing = self._passing_in_log(block)
-            keep = passing if keep is None else keep & passing
+            masks.append(self._passing_in_log(block))
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            passing = _is_in(block.property(PropertyName.TAGS), sorted(self._tags.tags))
-            keep = passing if keep is None else keep & passing
+            masks.append(_is_in(block.property(PropertyName.TAGS), sorted(self._tags.tags)))
         if self._filter is not None:
             names = self._filter.selector.properties()
             columns = {name: block.property(name) for name in names} or {"": pa.nulls(len(rows), pa.string())}
             matched = self._filter.match_arrow(pa.RecordBatch.from_pydict(columns))
-            passing = matched.to_numpy(zero_copy_only=False)
-            keep = passing if keep is None else keep & passing
+            masks.append(matched.to_numpy(zero_copy_only=False))
+        keep = reduce(np.logical_and, masks) if masks else None
         return None if keep is None or keep.all() else keep
 
     def _passing_in_log(self, block: Block) -> Mask:

@@ -268,7 +268,6 @@ HEADER: Final = record.header_dtype()
 """`record.LAYOUT` as a numpy type: everything before the body, with IPv4 hosts."""
 LAST_MS: Final = ((1 << 63) - 1) // 1000
 """The largest time that Spark's timestamp can hold."""
-_UNLIMITED: Final = 1 << 62
 _SHORT_BODY: Final = 512
 """Most bytes of a body that is copied to compute its checksum, on average of a block."""
 
@@ -443,7 +442,7 @@ class Block:
         return self._slices(self._body)
 
     def bodies(
-        self, most_bytes: int = _UNLIMITED, *, checksums: bool = False
+        self, most_bytes: int, *, checksums: bool
     ) -> Iterator[tuple[slice, pa.BinaryArray, dict[int, RecordError]]]:
         """Yield runs of rows with their bodies as sent, and the reasons by row of those that can't be restored.
 
@@ -574,7 +573,7 @@ COLUMNS: Final[dict[str, _Column]] = {name: _number(field) for name, field in FI
     "keys": _property(PropertyName.KEYS),
     "uniqueKey": _property(PropertyName.UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
-    "body": (pa.binary(), lambda block: pa.concat_arrays([bodies for _, bodies, _ in block.bodies()])),
+    "body": (pa.binary(), lambda block: block.stored_body),  # `Block.bodies` restores compressed ones
     "bornHost": (pa.string(), lambda block: block.host("born_host")),
     "storeHost": (pa.string(), lambda block: block.host("store_host")),
     "bodyCrc": (pa.int64(), lambda block: numbers(block.field("body_crc").astype(np.int64))),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
@@ -166,18 +167,15 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
     files = settings.get("files")
     options = settings.get("storage_options")
     check_storage_options(options)
-    if files is None:
-        places = [at if isinstance(at, RemoteStore) else located(os.fspath(at), options) for at in stores]
-        remote = {place.url: place for place in places if isinstance(place, RemoteStore)}
-        paths = tuple(place.url if isinstance(place, RemoteStore) else place for place in places)
-        files = RemoteFiles(remote) if remote else None
-        use_options = any(isinstance(place, RemoteStore) and place not in stores for place in places)
-    elif not all(callable(getattr(files, name, None)) for name in ("open", "list", "status")):
+    if files is not None and not all(callable(getattr(files, name, None)) for name in ("open", "list", "status")):
         raise ConfigError(f"files: expected Files such as MemoryFiles, found {files!r:.80}; leave it out for the disk")
-    else:
-        paths = tuple(place.url if isinstance(place, RemoteStore) else os.fspath(place) for place in stores)
-        use_options = False
-    if options and not use_options:
+    locate = partial(located, storage_options=options) if files is None else os.fspath
+    places = [at if isinstance(at, RemoteStore) else locate(os.fspath(at)) for at in stores]
+    paths = tuple(place.url if isinstance(place, RemoteStore) else place for place in places)
+    remote = {place.url: place for place in places if isinstance(place, RemoteStore)}
+    if files is None and remote:
+        files = RemoteFiles(remote)
+    if options and not any(isinstance(place, RemoteStore) and place not in stores for place in places):
         raise ConfigError(
             "storage_options: they are for URLs, and no store is one; leave them out (a RemoteStore has its own)"
         )

@@ -108,8 +108,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._renaming = renaming
         self._stores: dict[str, PlannedStore] = {}
-        self._mirrors: dict[str, tuple[RemoteFiles, float]] = {}
-        """The mirror of each store behind a URL, and when it was made."""
+        self._mirrored_at: dict[str, float] = {}
+        """When the mirror of each store behind a URL was made."""
         self._warned: set[str] = set()
         self._target: dict[Key, int] | None = None
         self._waiting_since: float | None = None
@@ -117,7 +117,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_stores": {}, "_mirrors": {}, "_target": None}
+        return vars(self) | {"_stores": {}, "_mirrored_at": {}, "_target": None}
 
     # --------------------------------------------------------------------------------------------------- on the driver
 
@@ -252,7 +252,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Close the stores."""
         for store in self._stores.values():
             store.close()
-        self._stores, self._mirrors = {}, {}
+        self._stores, self._mirrored_at = {}, {}
 
     def _loss_of(self, store: PlannedStore, name: QueueName, offsets: range) -> RmqError:
         """Return the error for a batch with ``offsets`` of a queue that the stream does not have."""
@@ -290,12 +290,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _mirror(self, url: str) -> None:
         """Open a store behind a URL as it is now, unless that was done a moment ago: a mirror costs many requests."""
         now, former = SystemClock().monotonic(), self._stores.get(url)
-        if former is not None and now - self._mirrors[url][1] < MIRROR_SECONDS:
+        if former is not None and now - self._mirrored_at[url] < MIRROR_SECONDS:
             return
         files = RemoteFiles({url: RemoteStore(url, self._options.storage_options)})
         options = files.mirrored(replace(self._options, paths=(url,)))
         self._stores[url] = PlannedStore.open(options.paths[0], options, files)
-        self._mirrors[url] = files, now
+        self._mirrored_at[url] = now
         if former is not None:
             former.close()
 
