@@ -52,19 +52,18 @@ class _Run(NamedTuple):
     """The header of the file before."""
 
 
-def _runs(index: KeyIndex, begin: int, begin_file: IndexFile | None = None, begin_number: int = 1) -> Iterator[_Run]:
+def _runs(index: KeyIndex, begin: int, following: tuple[IndexFile, int] | None = None) -> Iterator[_Run]:
     """Yield the entries of records from ``begin`` on, record by record; those of one record can be in two files.
 
-    ``begin_file`` and ``begin_number`` are the entry to begin with, by default the first one.
+    ``following`` is the entry to begin with, by default the first one.
     """
     run: _Run | None = None
     for before, file in itertools.pairwise((None, *index.files)):
         assert file is not None
         header = None if before is None else before.header
-        if file.header.end_physical_offset < begin or (begin_file is not None and file is not begin_file):
+        if file.header.end_physical_offset < begin or (following is not None and file is not following[0]):
             continue
-        number = file.first_from(begin) if begin_file is None else begin_number
-        begin_file = None
+        number, following = file.first_from(begin) if following is None else following[1], None
         for first in range(number, file.header.index_count, COMPARED):
             block = file.entries(first, first + COMPARED)
             rows = zip(block["hash"].tolist(), block["physical"].tolist(), block["time_diff"].tolist(), strict=True)
@@ -148,7 +147,7 @@ class IndexCheck:
 
     def _find_run(self) -> None:
         if self._following is not None:
-            self._runs = _runs(self._index, self._begin, *self._following)
+            self._runs = _runs(self._index, self._begin, self._following)
             self._run, self._following = next(self._runs, None), None
 
     def _are_next(self, keys: KeyBlock) -> bool:
