@@ -203,6 +203,9 @@ cdef extern from *:
 
 cdef extern from "sys/file.h":
     int flock(int descriptor, int operation) nogil
+
+cdef extern from "sched.h":
+    int sched_yield() nogil
     int LOCK_EX, LOCK_NB, LOCK_UN
 
 cdef extern from "sys/mman.h":
@@ -262,6 +265,7 @@ cdef enum:
     PAGE_ASLEEP = 11
     PAGE_OPEN = 2
     PAGE_OWNERS = -1
+    MOST_TRIES = 64  # to take the lock of the page
     LATER = 4  # number of the message after this one of a batch whose body is fetched
 
 rmq_crc32_init()
@@ -1150,7 +1154,7 @@ cdef object _append_in_turn(
     cdef TurnState turn = self.shared
     cdef Py_buffer view, offsets
     cdef int64_t *numbers
-    cdef int descriptor
+    cdef int descriptor, tries = 0
     cdef int64_t end_before = self.log.end, tail
     page, result = turn._page, None
     if turn._has_turn or turn._drops or not self.accepts:
@@ -1160,8 +1164,11 @@ cdef object _append_in_turn(
     PyObject_GetBuffer(page.offsets, &offsets, PyBUF_SIMPLE | PyBUF_WRITABLE)
     numbers = <int64_t *>view.buf
     try:
-        if flock(descriptor, LOCK_EX | LOCK_NB):
-            return None
+        while flock(descriptor, LOCK_EX | LOCK_NB):
+            if tries == MOST_TRIES:
+                return None
+            tries += 1
+            sched_yield()  # an append of another process takes some microseconds
         tail = numbers[PAGE_TAIL]
         if (
             numbers[PAGE_WRITING] or numbers[PAGE_ROOM] < 0 or numbers[PAGE_STATE] != PAGE_OPEN

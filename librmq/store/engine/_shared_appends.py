@@ -18,8 +18,9 @@ from contextlib import suppress
 from threading import Thread, get_ident
 from typing import Any, Final
 
-from librmq.errors import BrokerUnreachableError, CorruptionError, RmqError, StoreError, StoreIOError
-from librmq.message import StoredMessage
+from librmq.errors import BrokerUnreachableError, RecordError, RmqError, StoreError, StoreIOError
+from librmq.java.lang import java_decode
+from librmq.message import record
 from librmq.runtime import StateLog, critical
 from librmq.runtime.compiled_core import TurnState
 from librmq.runtime.event_log import EventLog
@@ -305,15 +306,17 @@ class SharedAppends(TurnState):
             untold, self._untold = self._untold, []
         log = self._appender.log
         self._appender.finish_append(log.end, wait=False)
-        records: defaultdict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        sums: defaultdict[tuple[bytes, bytes], tuple[int, int]] = defaultdict(lambda: (0, 0))
         for begin, end in untold:
-            with suppress(CorruptionError):  # found where it is read
-                for place, size, raw in log.scan(begin, check_body=False):
-                    if raw is None or place >= end:
-                        break
-                    message = StoredMessage(raw)
-                    count, total = records[message.topic, message.queue_id]
-                    records[message.topic, message.queue_id] = count + 1, total + size
+            data, at = log.data_at(begin, end - begin), 0
+            with suppress(RecordError):  # damage is found where it is read
+                while at < len(data):
+                    _, _, topic_at, topic_end, _, record_end = record.frame(data, at, len(data))
+                    name = data[topic_at:topic_end], data[at + record.QUEUE_ID_AT : at + record.QUEUE_ID_AT + 4]
+                    count, size = sums[name]
+                    sums[name] = count + 1, size + record_end - at
+                    at = record_end
+        records = {(java_decode(topic), int.from_bytes(queue_id)): found for (topic, queue_id), found in sums.items()}
         self._arrived(records)
         return True
 
