@@ -16,7 +16,7 @@ from librmq.files import DiskFiles
 from librmq.store import verify
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
-from librmq.store.engine.copies import AdoptedRecords
+from librmq.store.engine._shared_appends import PeersRecords
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import killed_at_line
 
@@ -53,7 +53,7 @@ class WritersWorld:
         self.appends.offer("orders", QUEUES, lambda: True)
         self._writers = [self._writer() for _ in range(WRITERS)]
 
-    def _note_records(self, records: AdoptedRecords) -> None:
+    def _note_records(self, records: PeersRecords) -> None:
         self._told += sum(count for count, _ in records.values())
 
     def _writer(self) -> PeerAppender:
