@@ -74,7 +74,7 @@ class Writer(StoreHandle):
 
     # --------------------------------------------------------------------------------------------------------- opening
 
-    def open(self, config: StoreConfig | None, thorough: bool, wait_s: float, *, in_background: bool) -> None:
+    def open(self, config: StoreConfig | None, wait_s: float, *, thorough: bool, in_background: bool) -> None:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
         self._in_background = in_background
