@@ -201,11 +201,11 @@ cdef extern from *:
     PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) noexcept
     Py_ssize_t rmq_slot(object descriptor)
 
-cdef extern from "sys/file.h":
-    int flock(int descriptor, int operation) nogil
-
 cdef extern from "sched.h":
     int sched_yield() nogil
+
+cdef extern from "sys/file.h":
+    int flock(int descriptor, int operation) nogil
     int LOCK_EX, LOCK_NB, LOCK_UN
 
 cdef extern from "sys/mman.h":
@@ -265,7 +265,7 @@ cdef enum:
     PAGE_ASLEEP = 11
     PAGE_OPEN = 2
     PAGE_OWNERS = -1
-    MOST_TRIES = 64  # to take the lock of the page
+    MOST_TRIES = 64  # to take the lock of the page, as in that module
     LATER = 4  # number of the message after this one of a batch whose body is fetched
 
 rmq_crc32_init()

@@ -92,7 +92,7 @@ class SharedAppends(TurnState):
         self.moved: list[Lane] = []
         """Queues to which this process has appended in its turn."""
         self._untold: list[tuple[int, int]] = []
-        """Stretches of the log, from peers, of which nobody was told."""
+        """Begins and ends of what peers have written to the log and the broker does not know of yet."""
         self.taken = -1
         """Where the log ended when this process last took what peers had written."""
         self._sure = -1
