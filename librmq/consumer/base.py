@@ -186,7 +186,7 @@ class Consumer(Instance, Member, Generic[C]):
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
-        self.started_ms = self.runner.now_ms()
+        self.started_ms: int = self.runner.now_ms()
         self._maximum_set_ms = self.started_ms
         self.client.join(self)
         self._turns.join(self)

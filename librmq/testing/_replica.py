@@ -60,7 +60,8 @@ class KitReplica:
         config: ReplicaConfig | None,
     ) -> None:
         """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
-        self.master_name, self.name = master_name, name
+        self.master_name: str = master_name
+        self.name: str = name
         self.path: str = os.path.join(kit.path, "replicas", name)
         """The folder of the copy."""
         self._link = _MasterLink(kit, master_name, name)

@@ -500,7 +500,7 @@ class HousekeepingThread:
         self._clock = clock
         self._guard = Lock()
         self._background: Background | None = None
-        self.may_start = False
+        self.may_start: bool = False
         """Whether the next `wake` can start the thread."""
         self._is_warned = False
 

@@ -93,7 +93,7 @@ class SharedAppends(TurnState):
         """Queues to which this process has appended in its turn."""
         self._untold: list[tuple[int, int]] = []
         """Begins and ends of what peers have written to the log and the broker does not know of yet."""
-        self.taken = -1
+        self.taken: int = -1
         """Where the log ended when this process last took what peers had written."""
         self._sure = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
