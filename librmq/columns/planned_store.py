@@ -222,9 +222,8 @@ class PlannedStore(Closing):
             if self.options.selection.has_queue(*name):
                 try:
                     queue = self._queue(name)
-                    if self._cut is not None or self._past_end is not None:
-                        queue.end = queue.first_from(self.log_end)
-                    self.queues[name] = queue
+                    if queue is not None:
+                        self.queues[name] = queue
                 except CorruptionError as error:
                     if self._fails:
                         raise
@@ -291,15 +290,22 @@ class PlannedStore(Closing):
             queue.close()
         self._opened = []
 
-    def _queue(self, name: QueueName) -> QueueRange:
-        queue = self.store.queues[name]
+    def _queue(self, name: QueueName) -> QueueRange | None:
+        """Return what is to be read of a queue; None if there is none any more."""
+        queue = self.store.queues.find(name)
+        if queue is None:
+            return None
         begin, end = queue.min_offset, queue.max_offset
         kept_to = self.store.queues.kept_to(name)  # opening it can have shown that a file is damaged
         if kept_to is not None and (stored := self._beyond_log(name, end)) is not None:
-            return QueueRange(begin, stored.max_offset, stored.max_offset, stored)
-        if self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
-            return QueueRange(begin, end, begin, queue)
-        return QueueRange(begin, end, queue.stored_end if kept_to is None else kept_to, queue)
+            planned = QueueRange(begin, stored.max_offset, stored.max_offset, stored)
+        elif self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
+            planned = QueueRange(begin, end, begin, queue)
+        else:
+            planned = QueueRange(begin, end, queue.stored_end if kept_to is None else kept_to, queue)
+        if self._cut is not None or self._past_end is not None:
+            planned.end = planned.first_from(self.log_end)
+        return planned
 
     def _beyond_log(self, name: QueueName, end: int) -> ConsumeQueue | None:
         """Return the queue in its files if they have records behind ``end``, and not because of a crash.

@@ -481,7 +481,9 @@ class StoreView(_LiveView, Closing):
         for name in sorted(queues):
             state = states.get(name)
             if state is None:
-                queue = queues[name]
+                queue = queues.find(name)
+                if queue is None:  # it was deleted meanwhile
+                    continue
                 state = QueueState(queue.min_offset, queue.max_offset, queue.max_physic_offset)
             ranges[name] = state
         return ranges

@@ -208,19 +208,25 @@ class LiveQueues(QueueTable):
         config = self._config
         files = sequence(config.consumequeue_file_size, ext=False)
         ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
-        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.pop((topic, queue_id), (0, bytearray())))
+        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.get((topic, queue_id), (0, bytearray())))
         queue.advance(self._log.begin)
+        self._unwritten.pop((topic, queue_id), None)
         return queue
 
     @override
     def find(self, name: QueueName) -> ConsumeQueue | None:
         """Return a queue, opened on first use; None if there is none."""
-        queue = self._open.get(name)
-        if queue is None and name in self:
+        queue, attempts = self._open.get(name), 0
+        while queue is None and name in self:
             with self._guard:
                 queue = self._open.get(name)
                 if queue is None:
-                    queue = self._open[name] = self.open_queue(*name)
+                    try:
+                        queue = self._open[name] = self.open_queue(*name)
+                    except StoreIOError:  # a file can be deleted between the listing and its opening
+                        attempts += 1
+                        if attempts >= ATTEMPTS:
+                            raise
         return queue
 
     @override

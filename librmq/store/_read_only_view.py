@@ -358,6 +358,7 @@ class ReadOnlyView(StoreHandle):
         return self.files.lock_holder(directory.lock_path(self.path))
 
     def _open(self) -> None:
+        marks: tuple[object, ...] | None = None
         for attempt in itertools.count():
             holder = self._lock_holder()
             try:
@@ -379,8 +380,9 @@ class ReadOnlyView(StoreHandle):
                 self.derives_queues = True
                 continue
             except (StoreIOError, CorruptionError):
-                # A writer makes and deletes files between the listing and their opening.
-                if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
+                # A writer makes and deletes files between the listing and their opening, and so does who cleans up.
+                is_written = holder is not None or self._lock_holder() is not None
+                if attempt >= ATTEMPTS or not (is_written or self._read_marks() != marks):
                     raise
                 continue
             if not changed or attempt >= ATTEMPTS:

@@ -55,9 +55,9 @@ def fill_recorded(store: MessageStore, history: JobHistory, topic: str, first: i
 
 def delete_log_files(path: Path, count: int) -> None:
     """Delete the first files of the log, as a broker does: librmq would note the new begin."""
+    (path / "librmq" / "closed.json").unlink(missing_ok=True)  # before, so that no reader misses the files
     for file in sorted((path / "commitlog").iterdir())[:count]:
         file.unlink()
-    (path / "librmq" / "closed.json").unlink(missing_ok=True)
 
 
 def store_of(path: Path, first: int, count: int, topic: str = "A", at_ms: int = START_MS) -> Path:

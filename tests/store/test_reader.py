@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from collections.abc import Callable
@@ -642,6 +643,55 @@ def test_files_that_vanish_when_they_are_opened(where: str, fresh: bool) -> None
         files.then = None
         agree(pair.reader, pair.writer)
     assert pair.writer.log.begin > begin
+
+
+@pytest.mark.parametrize("again", [0, 3])
+def test_a_queue_that_vanishes_when_it_is_opened(again: int) -> None:
+    """It is no queue then, another one of the same name, or as it was when the reader looked at the log."""
+    files = Meanwhile()
+    pair = Pair(files, replace(SMALL, max_total_size=3 * 4096))
+    for number in range(200):
+        pair.writer.append(Message("TopicA" if number < 10 else "Other", b"x" * 100), 0)
+    pair.writer.flush()
+    pair.reader = pair.open_reader()
+
+    def make_again() -> None:
+        pair.writer.run_due(pair.clock.now_ms())
+        assert pair.writer.clean_unused_topics({"Other"}) == [("TopicA", 0)]
+        for _ in range(again):
+            pair.writer.append(Message("TopicA", b"again"), 0)
+        pair.writer.flush()
+
+    files.where, files.then = "consumequeue/TopicA/0", make_again
+    queue = pair.reader.queues.find(("TopicA", 0))
+    assert files.then is None
+    assert (0 if queue is None else queue.max_offset) in {10, again}
+    pair.reader.refresh()
+    assert [message.body for message in pair.reader.messages("TopicA")] == [b"again"] * again
+
+
+def test_a_queue_that_could_not_be_opened_has_all_entries_later() -> None:
+    """Those too of which only the reader knows so far."""
+    files = Meanwhile()
+    pair = Pair(files)
+    for number in range(8):
+        if number == 5:
+            pair.writer.flush()
+            pair.reader = pair.open_reader()
+        pair.writer.append(Message("TopicA", b"x"), 0)
+    pair.reader.refresh()
+
+    def refuse() -> None:
+        files.then = refuse
+        raise StoreIOError("open", "file", OSError(errno.EMFILE, "Too many open files"))
+
+    files.where, files.then = "consumequeue/TopicA/0/0", refuse
+    with pytest.raises(StoreIOError, match="Too many open files"):
+        pair.reader.queues.find(("TopicA", 0))
+    files.then = None
+    queue = pair.reader.queues.find(("TopicA", 0))
+    assert queue is not None
+    assert queue.max_offset == 8
 
 
 def test_files_that_vanish_during_the_walk_over_the_log(pair: Pair) -> None:
