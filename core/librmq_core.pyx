@@ -201,9 +201,6 @@ cdef extern from *:
     PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) noexcept
     Py_ssize_t rmq_slot(object descriptor)
 
-cdef extern from "sched.h":
-    int sched_yield() nogil
-
 cdef extern from "sys/file.h":
     int flock(int descriptor, int operation) nogil
     int LOCK_EX, LOCK_NB, LOCK_UN
@@ -265,7 +262,7 @@ cdef enum:
     PAGE_ASLEEP = 11
     PAGE_OPEN = 2
     PAGE_OWNERS = -1
-    MOST_TRIES = 64  # to take the lock of the page, as in that module
+    MOST_TRIES = 64  # to take the lock of the page: some microseconds, as long as an append of another process
     LATER = 4  # number of the message after this one of a batch whose body is fetched
 
 rmq_crc32_init()
@@ -791,7 +788,7 @@ cdef class TurnState:
     """What appends need of `SharedAppends`, which inherits from it."""
 
     cdef public bint is_open, _has_turn, _drops
-    cdef public int64_t _sure, taken
+    cdef public int64_t _sure, adopted_end
     cdef public object _page
     cdef public dict _numbers
     cdef public list _untold
@@ -1150,12 +1147,16 @@ cdef object _append(AppendState self, object message, object queue_id, Fields *f
 cdef object _append_in_turn(
     AppendState self, object message, object queue_id, Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
-    """The same to a store to which other processes append, behind what they have written, unless one is writing."""
+    """The same to a store to which other processes append, behind what they have written.
+
+    It is left to the Python code while one of them has the lock of the page, was killed in a write, or has written
+    where this process has not prepared the log, or while the thread that tells of their messages has to be woken.
+    """
     cdef TurnState turn = self.shared
     cdef Py_buffer view, offsets
     cdef int64_t *numbers
     cdef int descriptor, tries = 0
-    cdef int64_t end_before = self.log.end, tail
+    cdef int64_t end_before = self.log.end, adopted_before = turn.adopted_end, tail
     page, result = turn._page, None
     if turn._has_turn or turn._drops or not self.accepts:
         return None
@@ -1167,8 +1168,7 @@ cdef object _append_in_turn(
         while flock(descriptor, LOCK_EX | LOCK_NB):
             if tries == MOST_TRIES:
                 return None
-            tries += 1
-            sched_yield()  # an append of another process takes some microseconds
+            tries += 1  # not by giving up the processor, which could last, and this thread has the interpreter
         tail = numbers[PAGE_TAIL]
         if (
             numbers[PAGE_WRITING] or numbers[PAGE_ROOM] < 0 or numbers[PAGE_STATE] != PAGE_OPEN
@@ -1183,13 +1183,13 @@ cdef object _append_in_turn(
         page.holds, turn._has_turn, self.log.sure = True, True, turn._sure
         if tail > end_before:
             turn._untold.append((end_before, tail))
-            self.log.end = turn.taken = tail
+            self.log.end = turn.adopted_end = tail
         result = _write(self, message, queue_id, fields, now, end, advanced, <int64_t *>offsets.buf)
         if result is not None:
             in_order()
             numbers[PAGE_TAIL] = self.log.end
         elif tail > end_before:  # left to the Python code
-            self.log.end = end_before
+            self.log.end, turn.adopted_end = end_before, adopted_before
             turn._untold.pop()
         self.log.sure, turn._has_turn, page.holds = -1, False, False
         in_order()
@@ -1401,12 +1401,13 @@ cdef object _write(
     if lane is None:
         return None
     # First everything that can fail.
+    queue_offset = lane.next_queue_offset
     if shared_offsets != NULL:
         number = self.shared._numbers.get(lane)
         if number is not None:
             shared_offset = shared_offsets + <Py_ssize_t>number
-            lane.next_queue_offset = shared_offset[0]
-    py_now, queue_offset = time_now(&now), lane.next_queue_offset
+            queue_offset = shared_offset[0]
+    py_now = time_now(&now)
     memcpy(scratch + HEADER, PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body))
     size = pack_message(
         self, lane, message, &found, fields, queue_offset, physical_offset, now, scratch,
@@ -1421,7 +1422,7 @@ cdef object _write(
     result = new_result(self, True, py_offset, size, queue_offset, py_now, self._host)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
     copy_in(self.log, py_offset, scratch, size, False)
-    lane.next_queue_offset += 1
+    lane.next_queue_offset = queue_offset + 1
     if shared_offset != NULL:
         shared_offset[0] = lane.next_queue_offset
     dispatcher.due += 1

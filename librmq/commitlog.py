@@ -433,7 +433,7 @@ class CommitLog(LogReader, Closing):
         self._settled = -1  # up to this physical offset blocks have been written once
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
-        """Begin of this handle's last write, of one record or several."""
+        """Begin of this handle's last write, or of what it has adopted: one record or several."""
         self.check_owner: Callable[[], object] = lambda: None
         """Called before a write reaches another file; raises if another process may write here too."""
         self.check_turn: Callable[[], object] | None = None

@@ -16,7 +16,8 @@ import pytest
 
 from librmq import Message, MessageStore
 from librmq.clock import ManualClock
-from librmq.errors import BrokerUnreachableError
+from librmq.errors import BrokerUnreachableError, CorruptionError
+from librmq.message import record
 from librmq.store import AppendResult
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
@@ -250,6 +251,24 @@ def test_all_ways_to_a_message_find_that_of_a_peer(shared: Shared, tmp_path: Pat
     store.snapshot(tmp_path / "copy")
     with MessageStore.open(tmp_path / "copy", read_only=True) as copy:
         assert [*copy.messages("orders", 0)][-1].body == b"snapshot"
+
+
+def test_a_record_that_does_not_continue_its_queue_is_an_error_each_time(tmp_path: Path) -> None:
+    """An opening repairs it; until then nothing that follows it passes for whole."""
+    shared, result = Shared(tmp_path), None
+    while result is None:
+        shared.direct(b"x")
+        with shared.store.writer.appender.lock.mutex:
+            result = shared.peers[0].append(Message("orders", b"x"), 0)
+            if result is not None:
+                with open(shared.store.log.sequence.path_at(result.physical_offset), "r+b") as file:
+                    file.seek(result.physical_offset % shared.store.config.commitlog_file_size + record.QUEUE_OFFSET_AT)
+                    file.write((result.queue_offset + 3).to_bytes(8))
+    for step in (shared.store.flush, shared.store.flush, shared.close):
+        with pytest.raises(CorruptionError, match="a record that continues its queue"):
+            step()
+    with MessageStore.open(shared.path) as store:
+        assert store.queue_range("orders", 0) == (0, result.queue_offset + 1)
 
 
 def test_the_time_of_an_append_is_that_under_the_lock(shared: Shared) -> None:

@@ -80,6 +80,35 @@ def test_what_a_reader_of_the_owner_has_followed_is_flushed_too(shared: Shared) 
         assert shared.peers[0].reach(end, 20)
 
 
+def test_what_is_adopted_while_the_thread_looks_at_what_to_flush(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that follows may lose the interpreter at any instruction; here an append of the owner adopts then."""
+    looks, goes_on = threading.Event(), threading.Event()
+    lock = shared.store.writer.appender.lock
+
+    def late_min(*values: int) -> int:
+        if threading.current_thread().name == "librmq share follow" and lock.owner != threading.get_ident():
+            looks.set()
+            goes_on.wait(20)
+        return min(*values)
+
+    appended(shared)
+    monkeypatch.setattr("librmq.store.engine._shared_appends.min", late_min, raising=False)
+    appended(shared)
+    assert looks.wait(20)
+    of_peer = appended(shared, 1)
+    of_owner = shared.store.append(Message("orders", b"x"), 0, wait=False)
+    goes_on.set()
+    assert shared.peers[1].reach(end_of(of_peer), 20)
+    offsets = [
+        of_peer.queue_offset,
+        of_owner.queue_offset,
+        shared.store.append(Message("orders", b"x"), 0).queue_offset,
+    ]
+    assert offsets == [*range(offsets[0], offsets[0] + 3)]
+
+
 def test_threads_of_peers_share_flushes(shared: Shared) -> None:
     reached: list[bool] = []
 

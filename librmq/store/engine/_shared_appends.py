@@ -1,7 +1,8 @@
 """Appends of the owner of a shared store beside those of its peers, and the thread that follows theirs.
 
-The owner has its turn within an append, under the append lock: it takes the lock of the page, follows what peers have
+The owner has its turn within an append, under the append lock: it takes the lock of the page, adopts what peers have
 written, writes, and shows them where the log ends. The log asks for the turn, because it has no room outside of one.
+An append of the core leaves it to others to derive what it has adopted.
 
 A reader follows too, whatever locks its caller holds. So it only adopts the records, and rings: the thread alone tells
 those who wait for messages, because that takes the lock of the runner.
@@ -93,8 +94,8 @@ class SharedAppends(TurnState):
         """Queues to which this process has appended in its turn."""
         self._untold: list[tuple[int, int]] = []
         """Begins and ends of what peers have written to the log and the broker does not know of yet."""
-        self.taken: int = -1
-        """Where the log ended when this process last took what peers had written."""
+        self.adopted_end: int = -1
+        """Where the log ended when this process last adopted what peers had written. Changes in a turn only."""
         self._sure = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
         self.is_open: bool = False
@@ -197,7 +198,7 @@ class SharedAppends(TurnState):
         """
         parts, tail = self._appender.open_parts(), self._page.numbers[page_format.TAIL]
         log = parts.log
-        self.taken = max(tail, log.end)  # before the end: who finds the end there knows by it what to wait for
+        self.adopted_end = max(tail, log.end)  # before the end: who finds the end there knows by it what to wait for
         if tail > log.end:
             self._untold.append((log.end, tail))
             log.last_write, log.end = log.end, tail
@@ -259,8 +260,12 @@ class SharedAppends(TurnState):
         if not self.is_open:
             return True
         appender = self._appender
-        is_taken = self._page.numbers[page_format.TAIL] == appender.log.end
-        return is_taken and appender.dispatcher.followed >= self.taken
+        is_adopted = self._page.numbers[page_format.TAIL] == appender.log.end
+        return is_adopted and appender.dispatcher.followed >= self._adopted()
+
+    def _adopted(self) -> int:
+        """Return up to where the log has what peers have written; a recovery can have cut it since."""
+        return min(self.adopted_end, self._appender.log.end)
 
     def _wake(self) -> None:
         with suppress(OSError):  # it has been woken so often that it wakes in any case, or has ended
@@ -323,12 +328,12 @@ class SharedAppends(TurnState):
     def _is_unflushed(self) -> bool:
         """Return whether senders of peers wait for a flush."""
         flushed = self._page.numbers[page_format.FLUSHED]
-        return self._appender.is_sync and 0 <= flushed < self.taken
+        return self._appender.is_sync and 0 <= flushed < self._adopted()
 
     def _flush(self) -> None:
         """Flush with the next group what peers have written, and let their senders know."""
         numbers = self._page.numbers
-        end = self.taken = min(self.taken, self._appender.log.end)  # a recovery can have cut the log
+        end = self._adopted()
         try:
             self._appender.finish_append(end)
             numbers[page_format.FLUSHED] = min(end, self._appender.flushed)

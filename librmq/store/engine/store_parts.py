@@ -449,9 +449,9 @@ class Parts:
             dispatcher, log, self._lanes_of_records, UNUSUAL_IN_BLOCKS, self.levels.delays_ms
         ):
             self.dispatch_rest()
-            if self.irregular_at >= 0:
-                what = "expected a record that continues its queue: close the store, and open it again"
-                raise CorruptionError(log.sequence.path_at(self.irregular_at), self.irregular_at, "queue offset", what)
+        if self.irregular_at >= 0:
+            what = "expected a record that continues its queue: close the store, and open it again"
+            raise CorruptionError(log.sequence.path_at(self.irregular_at), self.irregular_at, "queue offset", what)
         if dispatcher.collected >= Dispatcher.BATCH:
             dispatcher.drain()
         dispatcher.due = dispatcher.collected
