@@ -284,7 +284,11 @@ class TableWriter:
         wake: Callable[[], None],
         aside: Aside | None,
     ) -> None:
-        """``wake()`` makes the runner call ``saver.run_due``; without ``aside`` `save` writes before it returns."""
+        """Save tables; without ``aside`` `save` writes before it returns.
+
+        ``flush`` returns when the messages of the store are on the device. ``wake``, called under the runner's lock,
+        makes the runner call ``saver.run_due``.
+        """
         self._flush = flush
         self._wake = wake
         self._waits = aside is None

@@ -39,20 +39,23 @@ R = TypeVar("R")
 
 
 class _Link(Endpoint):
-    """The connection to one broker, which is cut while the broker's name is among those ``cut``."""
+    """The connection to one broker, which is cut while the broker's name is among those ``cut``.
 
-    __slots__ = ("_broker_name", "_call", "_cut", "_why")
+    The error of a cut connection ends with ``suffix``.
+    """
 
-    def __init__(self, behind: Endpoint, broker_name: str, cut: set[str], why: str) -> None:
+    __slots__ = ("_broker_name", "_call", "_cut", "_suffix")
+
+    def __init__(self, behind: Endpoint, broker_name: str, cut: set[str], suffix: str) -> None:
         self._call = behind.call
         self._broker_name = broker_name
         self._cut = cut
-        self._why = why
+        self._suffix = suffix
 
     @override
     def call(self, request: Request[R], /) -> R:
         if self._broker_name in self._cut:
-            raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached{self._why}")
+            raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached{self._suffix}")
         return self._call(request)
 
 

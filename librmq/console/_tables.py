@@ -377,7 +377,7 @@ class Query:
         return self.values.get(name, "")[:1024].strip()
 
     def required(self, name: str) -> str:
-        """Return a parameter."""
+        """Return a parameter, which has to be there."""
         if not (text := self.text(name)):
             raise ConfigError(f"{name}: missing in the page's address")
         return text

@@ -54,6 +54,8 @@ class Instance(Watched):
     """
 
     _config: ConsumerConfig
+    kind: str
+    """``push`` or ``pull``."""
 
     def __init__(self, route: Route, group: str, client: Client) -> None:
         self.client: Client = client
@@ -205,7 +207,6 @@ class ConsumerCounts:
 
 def instance_state(
     member: Instance,
-    kind: str,
     *,
     listeners: tuple[ListenerCall, ...] = (),
     running: int = 0,
@@ -217,11 +218,11 @@ def instance_state(
     return InstanceState(
         client_id=member.client.client_id,
         group=member.group,
-        kind=kind,
+        kind=member.kind,
         model=config.model,
         is_orderly=config.orderly,
         is_paused=is_paused,
-        threads=config.threads if kind == "push" else 0,
+        threads=config.threads if member.kind == "push" else 0,
         running=running,
         strategy=getattr(config.strategy, "__name__", repr(config.strategy)),
         queues=tuple(_held_queue(assigned, config.orderly) for assigned in held),

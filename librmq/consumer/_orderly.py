@@ -95,7 +95,8 @@ class OrderlyDelivery:
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
             return False
-        self._rests.times.pop(assigned.queue, None)  # without what is kept for it
+        # Its rest ends, but what is kept of the queue stays, because a later owner of it goes on with that.
+        self._rests.times.pop(assigned.queue, None)
         if self.locks is not None:
             self.locks.release(assigned, now_ms)
         return True

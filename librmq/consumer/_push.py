@@ -763,7 +763,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     @override
     def _state(self) -> InstanceState:
         calls = self.calls
-        return instance_state(self, self.kind, listeners=calls.shown(), running=calls.running, is_paused=self.is_paused)
+        return instance_state(self, listeners=calls.shown(), running=calls.running, is_paused=self.is_paused)
 
     @property
     @override

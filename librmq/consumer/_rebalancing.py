@@ -79,7 +79,7 @@ class Rebalancing:
         release: Callable[[AssignedQueue, int], bool],
         lock: Callable[[MessageQueue], bool],
     ) -> None:
-        """``take`` begins with a queue after its ``lock``; ``release`` ends with it, or returns False."""
+        """``lock`` locks a queue, ``take`` begins with it, ``release`` ends with it or returns False."""
         self._member = member
         self._take = take
         self._release = release

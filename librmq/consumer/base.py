@@ -52,8 +52,6 @@ class Consumer(Instance, Member, Generic[C]):
     """One instance of a consumer group. Its state changes under the runner's lock."""
 
     _config: C
-    kind: str
-    """``push`` or ``pull``."""
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
         validate_group(group)
@@ -386,7 +384,7 @@ class Consumer(Instance, Member, Generic[C]):
         return cast(R, result)
 
     def _state(self) -> InstanceState:
-        return instance_state(self, self.kind)
+        return instance_state(self)
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""

@@ -255,7 +255,7 @@ class Link:
     # ---- whose block it is
 
     def enter_block(self, worker: object, connection: Any = None) -> None:
-        """Note that a block of ``worker``, a thread's number or a task, begins on a connection; this link's."""
+        """Note that a block of ``worker``, a thread's number or a task, begins on ``connection`` or this link's."""
         if connection is None:
             connection = self.connection
         entry = (connection, worker)

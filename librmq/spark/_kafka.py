@@ -71,7 +71,11 @@ def _field(name: str, kind: DataType) -> StructField:
 
 
 def plain_schema(schema: StructType) -> StructType:
-    """Return the columns to read for columns that may have Kafka's names, each once."""
+    """Return the columns to read for columns that may have Kafka's names, each once.
+
+    Raises:
+        ConfigError: A column has not the type that Kafka's source gives it.
+    """
     fields: dict[str, StructField] = {}
     for field in schema:
         kind = field.dataType
@@ -117,7 +121,11 @@ def _headers_of(properties: pa.Array) -> pa.Array:
 
 
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the names and types of columns to write as librmq names them."""
+    """Return the names and types of columns to write as librmq names them.
+
+    Raises:
+        ConfigError: A column is Kafka's ``offset``.
+    """
     if any(name == "offset" for name, _ in columns):
         raise ConfigError("column 'offset': the store gives a message its offset; drop the column before the write")
     return [

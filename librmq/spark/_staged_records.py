@@ -47,7 +47,11 @@ class Staged:
 
 
 def run_folder(path: str, job: str, staging: str | None, began_ms: int) -> str:
-    """Return a new folder in which tasks of a run of ``job`` stage records."""
+    """Return a new folder in which tasks of a run of ``job`` stage records.
+
+    Raises:
+        ConfigError: ``job`` is not the name of a folder.
+    """
     base = staging or os.path.join(path, JobNote.FOLDER)
     folder = os.path.join(base, StagedRun.NAME.format(job=job, began_ms=began_ms, random=uuid4().hex[:8]))
     if "\0" in job or os.path.dirname(os.path.normpath(folder)) != os.path.normpath(base):

@@ -262,7 +262,11 @@ _OPTIONS: Final = {
 
 
 def source_options(settings: Settings) -> dict[str, str]:
-    """Return the options of the data source for ``settings``; it prunes by them."""
+    """Return the options of the data source for ``settings``; it prunes by them.
+
+    Raises:
+        ConfigError: A time is none, or ``since`` is after ``until``.
+    """
     times = {name: parse_time(name, settings[name]) for name in TIMES if name in settings}
     if len(times) == len(TIMES) and times["since"] > times["until"]:
         raise ConfigError(

@@ -292,7 +292,7 @@ def _check_log(part: str, config: StoreConfig, files: Files) -> tuple[int, int]:
 
 
 def _check_end(path: str, config: StoreConfig, found_end: int, log_end: int) -> None:
-    """Refuse a copy that ends before the log does."""
+    """Refuse a copy that does not end where the log does."""
     if found_end != log_end:
         file = os.path.join(path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size))
         what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"

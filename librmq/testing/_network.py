@@ -114,7 +114,7 @@ class Copy(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Network:
-    """The brokers of one test behind one route table, and the links to them. Made, it opens the first broker."""
+    """The brokers of one test behind one route table, and the links to them. Making one opens the first broker."""
 
     path: str
     """Folder of the first broker's store."""

@@ -119,7 +119,7 @@ class _TurnChannel(Channel):
             self.end()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _TurnTransport:
     """A `Transport` whose requests are answered within the call."""
 
@@ -233,7 +233,7 @@ class FrameLinks:
         remote = RemoteBroker(
             name=broker.name,
             address=broker.name,
-            lines=connections,
+            transports=connections,
             runner=runner,
             later=later,
             stored=lambda topic: None,

@@ -558,6 +558,8 @@ def test_a_message_with_a_delivery_time_is_recalled(timed: Served) -> None:
         assert sent.recall_handle is not None
         assert producer.cancel(sent).cancelled
         assert producer.cancel(sent).cancelled, "a second time"
+        frame = Frame(RequestCode.RECALL_MESSAGE, {"topic": "orders", "recallHandle": sent.recall_handle})
+        assert timed.route.broker(timed.broker.name).request(frame).fields == {"msgId": sent.message_id}
     assert list(timed.broker.messages("orders")) == []
 
 

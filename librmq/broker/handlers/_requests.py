@@ -67,7 +67,7 @@ def request_table(
     deliveries: Deliveries,
     progress: Progress,
 ) -> tuple[dict[type[Any], Callable[[Any], Any]], LaterPart[ReceiveHandler], LaterPart[Schedules]]:
-    """Return the function that answers each kind of request to one broker, by its class; and two of its parts."""
+    """Return what answers requests, by their class, and the parts that receive and that send on schedules."""
     clients, locks, offsets, store = context.clients, context.locks, context.offsets, context.store
 
     @LaterPart
@@ -185,9 +185,10 @@ def _refuse(name: str, master: str, request: Request[Any]) -> object:
 
 
 def _wrapped(context: BrokerContext, free: _Handlers, locked: _Handlers, durable: _Handlers | None = None) -> _Handlers:
-    """Wrap handlers: the ``free`` need no lock, or take what they need; others run under it, on an open broker.
+    """Wrap handlers by how they run.
 
-    Those that are ``durable`` change tables; the changes are written before they are answered.
+    Those that are ``free`` take the locks that they need themselves. The others run under the runner's lock, on an open
+    broker. Those that are ``durable`` change tables; the changes are written before they are answered.
     """
     wrapped = free | {kind: _locked(context, handler, writes=False) for kind, handler in locked.items()}
     return wrapped | {kind: _locked(context, handler, writes=True) for kind, handler in (durable or {}).items()}

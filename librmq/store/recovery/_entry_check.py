@@ -216,7 +216,7 @@ class Strays:
 
     def passed_first(self) -> list[Stray]:
         """Return the records that name queue offset 0, have no entry, and that no queue needs."""
-        return [stray for place, stray in sorted(self._strays[0].items()) if place in self.passed]
+        return [stray for place, stray in sorted(self._strays.get(0, {}).items()) if place in self.passed]
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that can belong to another queue, at the same queue offset."""
@@ -224,18 +224,18 @@ class Strays:
 
     def is_stray(self, queue_offset: int, physical_offset: int) -> bool:
         """Return whether the record at this place can belong to another queue."""
-        return physical_offset in self._strays[queue_offset]
+        return physical_offset in self._strays.get(queue_offset, ())
 
     def pop_stray(self, queue_offset: int, physical_offset: int) -> Stray | None:
         """Return the stray record at this place, if it is one, and forget it."""
-        return self._strays[queue_offset].pop(physical_offset, None)
+        return self._strays.get(queue_offset, {}).pop(physical_offset, None)
 
     def pop_stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> Stray | None:
         """Return a record between two physical offsets that a changed byte took from the queue ``name``.
 
         It has the same queue offset in a queue that does not need it.
         """
-        for physical_offset, stray in self._strays[queue_offset].items():
+        for physical_offset, stray in self._strays.get(queue_offset, {}).items():
             if after < physical_offset < before and _is_one_byte_off(name, stray.name):
                 return self.pop_stray(queue_offset, physical_offset)
         return None

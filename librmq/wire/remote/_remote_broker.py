@@ -175,7 +175,7 @@ class RemoteBroker(Endpoint):
     name: str
     address: str
     """Its ``host:port``, which may change."""
-    lines: Connections
+    transports: Connections
     """The connections of the route."""
     runner: Runner
     later: Callable[[Callable[[], None]], None]
@@ -206,7 +206,7 @@ class RemoteBroker(Endpoint):
             broker_name=name,
             clock=runner.clock,
             ask=self.request,
-            send=lambda frame, ended: self.lines.get(self.address).send(frame, ended),
+            send=lambda frame, ended: self.transports.get(self.address).send(frame, ended),
             later=later,
             run_at=self._run_at,
             is_ordered=self._is_ordered,
@@ -258,10 +258,10 @@ class RemoteBroker(Endpoint):
             return cast("R", self._store_progress(self._pulls.after_reset(cast("UpdateOffset", request))))
         frame = form.write(request)
         if kind is EndTransaction and not self.has_receives:  # a client of 4.x awaits no answer
-            self.lines.get(self.address).send_one_way(frame)
+            self.transports.get(self.address).send_one_way(frame)
             return cast("R", None)
         if isinstance(request, Acknowledge) and request.is_one_way:
-            self.lines.get(self.address).send_one_way(frame)
+            self.transports.get(self.address).send_one_way(frame)
             return cast("R", (True,) * len(request.receipts))
         if kind is Unregister:
             self._unregister(cast("Unregister", request), frame)
@@ -308,7 +308,7 @@ class RemoteBroker(Endpoint):
 
     def _send_messages(self, request: Any) -> object:  # noqa: ANN401 SendMessage | SendBatch | SendReply
         send: SendMessage | SendBatch = request.send if type(request) is SendReply else request
-        transport = self.lines.get(self.address)
+        transport = self.transports.get(self.address)
         timeout_s = self.timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
         if isinstance(send, SendMessage) and send.message._delays is not None:
             begin_s, now_ms = self.runner.clock.monotonic(), self.runner.now_ms()
@@ -329,7 +329,7 @@ class RemoteBroker(Endpoint):
 
     def _send_later(self, request: SendLater) -> bool:
         """Send messages together, if that need not wait; return whether they were sent."""
-        transport = self.lines.get_open(self.address)
+        transport = self.transports.get_open(self.address)
         if transport is None or any(pending.send.message._delays is not None for pending in request.sends):
             return False
         frames = [send_frame(pending.send) for pending in request.sends]
@@ -390,7 +390,7 @@ class RemoteBroker(Endpoint):
 
         They are asked for once a connection, and those of a group that has none again after a while: it may get some.
         """
-        transport, now_ms = self.lines.get(self.address), self.runner.now_ms()
+        transport, now_ms = self.transports.get(self.address), self.runner.now_ms()
         learnt = self._groups.get(group)
         if learnt is not None and learnt[0] is transport:
             age_ms = now_ms - learnt[1]
@@ -432,7 +432,7 @@ class RemoteBroker(Endpoint):
 
     def _of_client(self, client_id: str) -> Transport:
         """Return the connection of a client, on which the broker knows it."""
-        transport = self.lines.get(self.address, client_id)
+        transport = self.transports.get(self.address, client_id)
         if self._knows.get(client_id) is not transport and (beat := self._beats.get(client_id)) is not None:
             check(self._ask(heartbeat_frame(beat), transport))
             with self._lock:
@@ -449,7 +449,7 @@ class RemoteBroker(Endpoint):
                 its = [beat.client_id for beat in beats for data in beat.consumers if data.group == request.group]
             if len(its) == 1:
                 return self._of_client(its[0])
-        return self.lines.get(self.address)
+        return self.transports.get(self.address)
 
     def _note_heartbeat(self, request: Heartbeat) -> None:
         with self._lock:
@@ -529,7 +529,7 @@ class RemoteBroker(Endpoint):
                 check(self._ask(frame, transport))
         finally:
             if remaining is None:
-                self.lines.drop(client_id, self.address)
+                self.transports.drop(client_id, self.address)
 
     def _call_otherwise(self, request: object) -> object:
         if isinstance(request, ChannelClosed):
@@ -537,7 +537,7 @@ class RemoteBroker(Endpoint):
                 self._beats.pop(request.client_id, None)
                 self._knows.pop(request.client_id, None)
             self._pulls.drop_client(request.client_id)
-            self.lines.drop(request.client_id, self.address)
+            self.transports.drop(request.client_id, self.address)
             return None
         if self.has_receives and isinstance(request, Receive):
             return self._receives.receive(request)
@@ -619,11 +619,11 @@ class RemoteBroker(Endpoint):
         Raises:
             BrokerUnreachableError: It can't be reached, or does not answer in time.
         """
-        return self._ask(frame, self.lines.get(self.address))
+        return self._ask(frame, self.transports.get(self.address))
 
     def request_within(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request that the broker passes on to a client, whose silence says nothing about the broker."""
-        return self.lines.get(self.address).request(frame, timeout_s)
+        return self.transports.get(self.address).request(frame, timeout_s)
 
     def read(self, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         """Send a request like `request`, and read the body of its answer.
@@ -645,7 +645,7 @@ class RemoteBroker(Endpoint):
         """Note another address, and end the connections of clients to the old one."""
         before, self.address = self.address, address
         for client_id in list(self._beats):
-            self.lines.drop(client_id, before)
+            self.transports.drop(client_id, before)
 
     def close(self) -> None:
         """Remove all clients, and end their connections, by which the broker removes them too."""
@@ -655,7 +655,7 @@ class RemoteBroker(Endpoint):
             self._knows.clear()
         for beat in beats:
             self._pulls.drop_client(beat.client_id)
-            self.lines.drop(beat.client_id, self.address)
+            self.transports.drop(beat.client_id, self.address)
 
 
 # ---- a broker with its slaves

@@ -486,7 +486,7 @@ class RemoteRoute(AdministeredRoute):
         broker = RemoteBroker(
             name=name,
             address=address,
-            lines=self._connections,
+            transports=self._connections,
             runner=self.runner,
             later=self._later,
             stored=self._stored,

@@ -1,6 +1,6 @@
 """Bodies: the JSON of requests and answers, without spaces, and with objects as keys where Java needs them.
 
-What reads a body, or a part of one, raises `MalformedError` with what it expected and what it found.
+What reads a body, or a part of one, raises `MalformedError` if it can't.
 
 Mirrors ``RemotingSerializable`` and the classes of ``org.apache.rocketmq.common.protocol.body``.
 """
@@ -97,7 +97,7 @@ def read_body(body: bytes, what: str) -> dict[str, Any]:
     except (MalformedError, RecursionError) as error:
         raise MalformedError(f"the body of {what}: {error}") from None
     if not isinstance(parsed, dict):
-        raise MalformedError(f"the body of {what}: expected an object")
+        raise MalformedError(f"the body of {what}: expected an object, found {type(parsed).__name__}")
     return parsed
 
 

@@ -235,7 +235,7 @@ class RemotingCall(NamedTuple):
         fields = {} if header is None else to_fields(header)
         return encode(answer_to(self.frame, code, remark, fields=fields, body=body))
 
-    def answer_fields(self, fields: Mapping[str, object], body: bytes = b"") -> bytes:
+    def answer_fields(self, fields: Mapping[str, str | int], body: bytes = b"") -> bytes:
         """Return the bytes of an answer with these fields."""
         texts = {name: str(value) for name, value in fields.items()}
         return encode(answer_to(self.frame, fields=texts, body=body))

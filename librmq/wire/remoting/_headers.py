@@ -1,8 +1,8 @@
-"""The fields of requests and answers, and `REQUESTS`: the only table of the 4.x protocol.
+"""The headers of the 4.x protocol, and `REQUESTS`, the table of the headers of requests by code.
 
-The table lists the headers of requests by code. A header is a request of `librmq.protocol` where that has the same
-fields, or else a class of its own. The attribute ``queue_id: int`` is the field ``queueId``, a whole number. An
-attribute with a default may be absent.
+An answer of one field has none: the field stands where the answer is made. A header is a request of `librmq.protocol`
+where that has the same fields, or else a class of its own. The attribute ``queue_id: int`` is the field ``queueId``, a
+whole number. An attribute with a default may be absent.
 
 Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
 """
