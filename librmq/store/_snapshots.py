@@ -96,11 +96,10 @@ def snapshot(
     hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
     Tables of ``config/`` are copied as they are, progress beyond the end of a queue too, with what groups have reached
     since, but not what they have in work. Queues and index then agree with the log; `Snapshot.changed` lists what that
-    changed. ``end()`` returns the end of the log; without it, the end is searched for.
-
-    Errors of opening a store are raised too; after an error there is no ``target``.
+    changed. ``end()`` returns the end of the log; without it, the end is searched for. An error leaves no ``target``.
 
     Raises:
+        RmqError: As of an opening of the store.
         CorruptionError: The log is damaged.
         StoreIOError: For example, the disk is full, or ``target`` is not empty.
         ConfigError: ``target`` is in the store.
@@ -137,8 +136,7 @@ def snapshot(
         _check_end(path, config, found_end, log_end)
         of_queues = os.path.join(part, directory.CONSUMEQUEUE, "")
         timed += {os.path.dirname(os.path.relpath(cut.file, part)) for cut in cuts if cut.file.startswith(of_queues)}
-        for folder in timed:
-            _keep_times(path, part, files, folder)
+        _keep_times(path, part, files, timed)
     changed = () if is_used else _changes(path, part, target, cuts, files)
     return Snapshot(target, begin, found_end, copied, linked, changed)
 
@@ -424,16 +422,17 @@ def _unless_deleted(source: str, files: Files) -> Iterator[None]:
             raise
 
 
-def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
-    """Give the files of a folder the modification times of the source, by which a broker finds messages by time."""
-    for entry in files.list(os.path.join(part, folder)):
-        name = os.path.join(folder, entry.name)
-        source = os.path.join(path, name)
-        if entry.is_folder:
-            _keep_times(path, part, files, name)
-            continue
-        with _unless_deleted(source, files):
-            _copy_time(files, source, os.path.join(part, name))
+def _keep_times(path: str, part: str, files: Files, folders: Iterable[str]) -> None:
+    """Give the files of folders the modification times of the source, by which a broker finds messages by time."""
+    for folder in folders:
+        for entry in files.list(os.path.join(part, folder)):
+            name = os.path.join(folder, entry.name)
+            if entry.is_folder:
+                _keep_times(path, part, files, [name])
+                continue
+            source = os.path.join(path, name)
+            with _unless_deleted(source, files):
+                _copy_time(files, source, os.path.join(part, name))
 
 
 def _copy_time(files: Files, source: str, target: str) -> None:

@@ -197,8 +197,7 @@ class MessageStore(Closing):
         store._handle = store.writer = writer = Writer(store.path, store.files, store.clock, bitmap_of, replica_of)
         store.appender = writer.appender
         store._append, store._append_batch = writer.appender.append_methods()
-        in_background = clock is None if background is None else background
-        writer.open(config, wait_s, thorough=thorough, in_background=in_background)
+        writer.open(config, wait_s, thorough=thorough, background=clock is None if background is None else background)
         return store
 
     def _open_view(

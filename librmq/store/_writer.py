@@ -74,10 +74,10 @@ class Writer(StoreHandle):
 
     # --------------------------------------------------------------------------------------------------------- opening
 
-    def open(self, config: StoreConfig | None, wait_s: float, *, thorough: bool, in_background: bool) -> None:
+    def open(self, config: StoreConfig | None, wait_s: float, *, thorough: bool, background: bool) -> None:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
-        self._in_background = in_background
+        self._in_background = background
         kind, mark = self._look()  # a folder that is refused stays as it is
         try:
             if kind is directory.StoreKind.NEW:
