@@ -17,7 +17,7 @@ from librmq.errors import CorruptionError, FlushFailedError, ReadOnlyError, Repl
 from librmq.files import Damage, FileLock, Files
 from librmq.files.interface import flush_all, make_folders
 from librmq.override import override
-from librmq.runtime import critical
+from librmq.runtime import calls_later, critical
 from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import call_in_child
@@ -449,7 +449,7 @@ class Writer(StoreHandle):
         appender.lock.check_reentry()
         self.thread.stop()
         thread = get_ident()
-        with appender.lock.flushing, appender.lock.mutex:
+        with calls_later(), appender.lock.flushing, appender.lock.mutex:
             try:
                 appender.lock.owner = thread
                 if self.closed is not None:

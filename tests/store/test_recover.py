@@ -813,6 +813,20 @@ def test_recovering_an_open_store_mends_it() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
+def test_a_recovery_of_an_open_store_logs_without_a_lock_that_the_log_lacks_a_part(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another thread's handler can wait for the store meanwhile."""
+    files = MemoryFiles()
+    with opened(files) as store:
+        places = [store.append(Message("TopicA", b"%d" % number)).physical_offset for number in range(3)]
+    with opened(files) as store:
+        files.open(f"{ROOT}/commitlog/{0:020d}", writable=True).buffer[places[2] + record.BODY_AT] ^= 1
+        assert [cut.offset for cut in store.recover() if cut.kind == "record"] == [places[2]]
+        assert [message.body for message in store.messages("TopicA")] == [b"0", b"1"]
+    assert "the log lacks a part: it reached from 0 to" in caplog.text
+
+
 def test_a_refused_recovery_ends_the_handle() -> None:
     files = in_memory(filled(SMALL, 60))
     store = opened(files)
