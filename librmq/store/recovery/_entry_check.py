@@ -230,15 +230,19 @@ class Strays:
         """Return the stray record at this place, if it is one, and forget it."""
         return self._strays.get(queue_offset, {}).pop(physical_offset, None)
 
-    def pop_stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> Stray | None:
-        """Return a record between two physical offsets that a changed byte took from the queue ``name``.
+    def stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> int:
+        """Return the place of a record between two that a changed byte took from the queue ``name``; -1 if none is.
 
         It has the same queue offset in a queue that does not need it.
         """
         for physical_offset, stray in self._strays.get(queue_offset, {}).items():
             if after < physical_offset < before and _is_one_byte_off(name, stray.name):
-                return self.pop_stray(queue_offset, physical_offset)
-        return None
+                return physical_offset
+        return -1
+
+    def pop_stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> Stray | None:
+        """Return that record, if there is one, and forget it."""
+        return self.pop_stray(queue_offset, self.stray_between(queue_offset, after, before, name))
 
 
 def _is_one_byte_off(first: QueueName, second: QueueName) -> bool:

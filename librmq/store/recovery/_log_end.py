@@ -38,10 +38,17 @@ from librmq.store.recovery._listed_queues import ListedQueues, Scope
 
 # ---- plan
 
-_MISSING_ONE: Final = "a missing one"
+_MISSING_ONE: Final = "beyond a missing one"
+_NO_RECORD: Final = "that ends at no record"
 _SECTOR: Final = 512
 _WORD: Final = 8
 _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was never written; headers have 15
+
+
+def _has_record(log: CommitLog, place: int) -> bool:
+    """Return whether the log has a record at a place, or has had one that was deleted since."""
+    magic = int.from_bytes(log.data_at(place + record.MAGIC_AT, 4))
+    return place < log.begin or magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 
 
 class Suspect(NamedTuple):
@@ -293,14 +300,19 @@ class Recovery:
         if not case.is_clean:
             from librmq.store.recovery.missing_files import missing_keys
 
-            stale |= dict.fromkeys(uncovered_index_files(parts), "the checkpoint")
+            stale |= dict.fromkeys(uncovered_index_files(parts), "beyond the checkpoint")
             kept = [file for file in files if file not in stale]
             if (gap := missing_keys(kept, parts.log, parts.levels)) is not None:  # only a rebuild returns its keys
                 behind = [file for file in kept if file.header.begin_physical_offset >= gap[1]]
                 stale |= dict.fromkeys(behind, _MISSING_ONE)
         log_end = self.end.physical_offset
         ahead = [file for file in files if file not in stale and file.header.end_physical_offset >= log_end]
-        return stale | dict.fromkeys(ahead, "the log's end")
+        stale |= dict.fromkeys(ahead, "beyond the log's end")
+        last = next((file for file in reversed(files) if file not in stale), None)
+        # The walk over records that the index may lack begins there.
+        if last is not None and not _has_record(parts.log, last.header.end_physical_offset):
+            stale[last] = _NO_RECORD
+        return stale
 
     def _bytes_behind(self, end: LogEnd) -> int:
         """Return the number of bytes to cut; after a clean exit they are searched only if there is a hint of any."""
@@ -482,10 +494,10 @@ class Recovery:
             return log.begin, self._scope(log.begin, absent_before)
         if case.recovered.is_brief or case.mark is not None:
             return case.begin, Scope(case.begin)
-        if _MISSING_ONE in self._stale.values():
+        if {_MISSING_ONE, _NO_RECORD} & {*self._stale.values()}:
             self._before_index()
-        for file, than in self._stale.items():  # they are made again
-            parts.recovered.cuts.append(Damage(file.path, 0, "ahead", f"an index file beyond {than}, made again"))
+        for file, which in self._stale.items():  # they are made again
+            parts.recovered.cuts.append(Damage(file.path, 0, "ahead", f"an index file {which}, made again"))
             parts.index.delete(file.name)
         begin, scope = case.begin, Scope(case.begin)
         if case.is_clean:

@@ -36,6 +36,7 @@ _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58
 _LARGEST_GAP: Final = 100_000  # where more entries are missing, the queue starts again
+_MOST_STRAYS: Final = 16  # before the last record of a queue
 _SMALLEST: Final = record.FIXED_SIZE + 1
 """Bytes of a record with nothing but a topic of one character."""
 
@@ -342,7 +343,7 @@ class QueueCheck:
             return
         elif possible:
             points = self.points_at(claimed, entry.packed)
-            jumps = following == claimed + 1 if following is not None else points
+            jumps = following == claimed + 1 if following is not None else points or self._are_strays(claimed, entry)
             if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
             due = claimed if jumps else due
@@ -357,6 +358,16 @@ class QueueCheck:
         if claimed or self.points_at(claimed, entry.packed):
             return self.points_at(claimed, entry.packed)
         return not self.points_at(claimed, self.entries[-1])
+
+    def _are_strays(self, claimed: int, entry: ExpectedEntry) -> bool:
+        """Return whether the records that would be missing before this one, the last, name other queues by a byte."""
+        due = self._due
+        assert due is not None
+        if self._is_light or self._delayed or not due < claimed <= due + _MOST_STRAYS:
+            return False
+        after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(due)
+        before = entry.physical_offset
+        return all(self._strays.stray_between(at, after, before, self.name) >= 0 for at in range(due, claimed))
 
     def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
         """Return whether the log has room for the records that would be missing before this one."""
