@@ -9,7 +9,7 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
@@ -23,20 +23,16 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.consumequeue_entries import ENTRY
-from librmq.errors import CorruptionError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage
 from librmq.message.delays import DelayLevels
 from librmq.message.record import (
     INNER_BATCH,
     MESSAGE_MAGIC,
-    PHYSICAL_OFFSET_AT,
     QUEUE_ID_AT,
     QUEUE_OFFSET_AT,
     SYS_FLAG_AT,
-    TRANSACTION_COMMIT,
     TRANSACTION_PREPARED,
-    TRANSACTION_ROLLBACK,
     Record,
     encode_record,
 )
@@ -138,51 +134,11 @@ def parts(request: pytest.FixtureRequest) -> Parts:
     return Parts(ext=request.param)
 
 
-def test_queues_and_index_are_built_from_the_log(parts: Parts) -> None:
-    places = [parts.record(n) for n in range(12)]
-    other = parts.record(0, "U", 7)
-    found = parts.reconcile()
-    assert {damage.kind for damage in found} == {"missing"}
-    assert parts.entries() == list(enumerate(places))
-    assert parts.entries("U", 7) == [(0, other)]
-    assert [parts.index.query("T", f"k{n}") for n in range(12)] == [[place] for place in places]
-    parts.settled()
-
-
 def test_without_repair_nothing_is_written(parts: Parts) -> None:
     parts.record(0)
     before = len(parts.files.list("/"))
     assert {damage.kind for damage in parts.reconcile(repair=False)} == {"missing"}
     assert (len(parts.files.list("/")), parts.queues) == (before, {})
-
-
-def test_a_queue_that_begins_above_0(parts: Parts) -> None:
-    places = [parts.record(n) for n in (7, 8, 9)]
-    parts.reconcile()
-    assert parts.entries() == [(7, places[0]), (8, places[1]), (9, places[2])]
-    assert parts.queues["T", 0].min_offset == 7
-    parts.settled()
-
-
-@many
-@pytest.mark.parametrize("wrong", [0, 3, 99, 1 << 60, -1, 7])
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_one_misaddressed_record_is_corrected(parts: Parts, wrong: int, at: int) -> None:
-    """Queue offsets are consecutive: a single record that breaks the sequence is wrong, not its neighbours."""
-    places = [parts.record(n) for n in range(7)]
-    parts.reconcile()
-    if wrong == at:
-        return
-    parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", wrong))
-    damage = parts.reconcile(repair=False)
-    assert [(one.offset, one.kind) for one in damage] == [(places[at], "record")]
-    assert f"expected {at}, found {wrong}" in damage[0].what
-    assert parts.reconcile() == damage
-    assert parts.entries() == list(enumerate(places))
-    message = parts.log.message(places[at])
-    assert message is not None
-    assert message.queue_offset == at
-    parts.settled()
 
 
 IMPOSSIBLE = [-1, -2, 1 - (1 << 63), -(1 << 63), (1 << 63) - 1, (1 << 63) - 2, 1 << 62, 1 << 58]
@@ -200,55 +156,6 @@ def test_no_record_follows_an_impossible_queue_offset(parts: Parts, wrong: int, 
     assert [damage.offset for damage in records] == [places[at]]
     assert f"expected {first + at}, found {wrong}" in records[0].what
     assert parts.entries() == list(enumerate(places, first))
-    parts.settled()
-
-
-@pytest.mark.parametrize("ahead", [100_000, 65_536, 40])
-@pytest.mark.parametrize("has_queue", [False, True])
-def test_no_queue_gets_entries_for_records_that_were_never_written(parts: Parts, ahead: int, has_queue: bool) -> None:
-    """Between two records next to each other the log has no room for others, so the offsets are wrong."""
-    places = [parts.record(0), parts.record(1), parts.record(2), parts.record(3)]
-    if has_queue:
-        parts.reconcile()
-    for number in (1, 2, 3):
-        parts.log.patch(places[number] + QUEUE_OFFSET_AT, struct.pack(">q", ahead + number))
-    said = parts.reconcile(repair=False)
-    assert [damage.offset for damage in said if damage.kind == "record"] == places[1:]
-    assert f"expected 1, found {ahead + 1}" in next(damage.what for damage in said if damage.kind == "record")
-    assert parts.reconcile() == said
-    assert parts.entries() == list(enumerate(places))
-    assert parts.queues["T", 0].max_offset == 4
-    parts.settled()
-
-
-def test_a_lone_first_record_gives_way_to_the_others(parts: Parts) -> None:
-    """Its queue began far above 0, and the log has no room between its record and the next one."""
-    parts.fill(40 * 92)
-    places = [parts.record(number) for number in (3, 31, 32, 33)]
-    said = [damage for damage in parts.reconcile() if damage.kind == "record"]
-    assert [damage.offset for damage in said] == places[:1]
-    assert "expected 30, found 3" in said[0].what
-    assert parts.entries() == list(enumerate(places, 30))
-    parts.settled()
-
-
-def test_a_first_record_above_the_others_is_corrected(parts: Parts) -> None:
-    places = [parts.record(number) for number in (99, 1, 2, 3)]
-    said = [damage for damage in parts.reconcile() if damage.kind == "record"]
-    assert [(damage.offset, damage.what) for damage in said] == [(0, "queue offset: expected 0, found 99")]
-    assert parts.entries() == list(enumerate(places))
-    parts.settled()
-
-
-def test_a_gap_takes_no_record_of_a_topic_with_another_name(parts: Parts) -> None:
-    """A record that is out of its own count has the place that is free in a queue which lost one."""
-    places = {0: parts.record(0)}
-    parts.fill(400)
-    others = [parts.record(0, "Another"), parts.record(1, "Another"), parts.record(1, "Another")]
-    places |= {number: parts.record(number) for number in (2, 3)}
-    parts.reconcile()
-    assert parts.entries() == list(places.items())
-    assert parts.entries("Another") == list(enumerate(others))
     parts.settled()
 
 
@@ -341,25 +248,6 @@ def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:
     parts.settled()
 
 
-@pytest.mark.parametrize(("count", "at"), [(7, 0), (7, 3), (7, 6), (1, 0)])
-@pytest.mark.parametrize(("flag", "changed"), [(0, TRANSACTION_PREPARED), (TRANSACTION_COMMIT, TRANSACTION_ROLLBACK)])
-def test_a_record_whose_flag_denies_its_entry(parts: Parts, count: int, at: int, flag: int, changed: int) -> None:
-    half = parts.record(0, sys_flag=TRANSACTION_PREPARED, properties_raw=b"")
-    places = [parts.record(n, sys_flag=flag) for n in range(count)]
-    parts.reconcile()
-    parts.log.patch(places[at] + SYS_FLAG_AT, changed.to_bytes(4, "big"))
-    (damage,) = parts.reconcile(repair=False)[:1]
-    assert damage.what == f"system flag: expected {flag}, found {changed}, of a record that has a queue entry"
-    assert damage.offset == places[at]
-    parts.reconcile()
-    assert parts.entries() == list(enumerate(places))
-    assert {message.physical_offset: message.sys_flag for message in parts.log} == {
-        half: TRANSACTION_PREPARED, **dict.fromkeys(places, flag)
-    }  # fmt: skip
-    assert parts.index.query("T", f"k{at}") == [places[at]]
-    parts.settled()
-
-
 def test_a_batch_with_a_damaged_flag_is_reported_once(parts: Parts) -> None:
     properties = b"KEYS\x01k1\x02TAGS\x01A\x02INNER_NUM\x013"
     places = [parts.record(number, properties_raw=properties) for number in range(3)]
@@ -368,44 +256,6 @@ def test_a_batch_with_a_damaged_flag_is_reported_once(parts: Parts) -> None:
         parts.log.patch(places[1] + SYS_FLAG_AT, flag.to_bytes(4, "big"))
         damages = parts.reconcile(repair=False)
         assert sorted(damage.kind for damage in damages if damage.offset == places[1]) == expected
-
-
-@pytest.mark.parametrize("is_before", [False, True])
-def test_a_record_that_names_another_queue_takes_no_message_from_it(parts: Parts, is_before: bool) -> None:
-    """Both records name one place there; the entries of the queues show which of them is wrong."""
-    mine, others = [parts.record(0)], [parts.record(0, "U")]
-    if not is_before:
-        mine.append(parts.record(1))
-    others.append(parts.record(1, "U"))
-    mine += [parts.record(number) for number in range(len(mine), 4)]
-    others.append(parts.record(2, "U"))
-    parts.reconcile()
-    raw = parts.log.data_at(others[1], 100)
-    parts.log.patch(others[1] + raw.index(b"\1U\0") + 1, b"T")
-    parts.reconcile()
-    assert parts.entries() == list(enumerate(mine))
-    assert parts.entries("U") == list(enumerate(others))
-    parts.settled()
-
-
-@pytest.mark.parametrize("at", [0, 6])
-def test_the_queue_finds_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
-    """The queue's entries show that its first or last record has a wrong queue offset."""
-    places = [parts.record(n) for n in range(7)]
-    parts.reconcile()
-    parts.log.patch(places[at] + QUEUE_OFFSET_AT, struct.pack(">q", 40))
-    assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[at], "record")]
-    assert parts.entries() == list(enumerate(places))
-    parts.settled()
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 1 << 62, -1])
-def test_a_record_with_a_wrong_address_is_corrected(parts: Parts, wrong: int) -> None:
-    places = [parts.record(n) for n in range(5)]
-    parts.reconcile()
-    parts.log.patch(places[2] + PHYSICAL_OFFSET_AT, struct.pack(">q", wrong))
-    assert [(one.offset, one.kind) for one in parts.reconcile()] == [(places[2], "record")]
-    parts.settled()
 
 
 def test_a_power_cut_that_leaves_entries_behind_a_lost_one_moves_no_record(parts: Parts) -> None:
@@ -421,17 +271,6 @@ def test_a_power_cut_that_leaves_entries_behind_a_lost_one_moves_no_record(parts
         parts.files.open(path, writable=True).buffer[position : position + 20] = bytes(20)
     assert "record" not in {damage.kind for damage in parts.reconcile(begin)}
     assert parts.entries() == list(enumerate(places))
-    parts.settled()
-
-
-def test_a_gap_is_filled_so_that_the_later_keep_their_offsets(parts: Parts) -> None:
-    """The log has room for the lost records, and the progress of groups refers to the offsets behind them."""
-    places = {n: parts.record(n) for n in (0, 1)}
-    parts.fill(300)
-    places |= {n: parts.record(n) for n in (4, 5, 6)}
-    assert not [damage for damage in parts.reconcile() if damage.kind == "record"]
-    assert parts.entries() == list(places.items())
-    assert parts.queues["T", 0].max_offset == 7
     parts.settled()
 
 
@@ -469,25 +308,6 @@ def test_only_the_end_of_the_log_is_checked(parts: Parts) -> None:
     parts.settled()
 
 
-@many
-@pytest.mark.parametrize("at", range(6))
-@pytest.mark.parametrize("entry", [(1, 91, 5), (0, 0, 0), (-1, 91, 0), (1 << 50, 91, 0), (0, 0x7FFFFFFF, 0)])
-def test_a_wrong_entry_is_rewritten(parts: Parts, at: int, entry: tuple[int, int, int]) -> None:
-    places = [parts.record(n) for n in range(6)]
-    parts.reconcile()
-    queue = parts.queues["T", 0]
-    path, position = queue.place_of(at)
-    parts.files.open(path, writable=True).buffer[position : position + 20] = struct.pack(">qiq", *entry)
-    queue.close()
-    parts.queues["T", 0] = parts.open_queue("T", 0)
-    damage = parts.reconcile(repair=False)
-    assert damage
-    assert all(one.file.startswith("/queues/T/0/") for one in damage)
-    parts.reconcile()
-    assert parts.entries() == list(enumerate(places))
-    parts.settled()
-
-
 def test_entries_of_deleted_messages_stay(parts: Parts) -> None:
     places: list[int] = []
     while len(parts.log.sequence.starts) < 3:
@@ -505,16 +325,6 @@ def test_entries_of_deleted_messages_stay(parts: Parts) -> None:
         assert {one.kind for one in damage} == {"entry"}
         assert parts.reconcile(LOG_SIZE) == []
         assert [place for n, place in parts.entries() if n >= first] == places[first:]
-
-
-def test_entries_without_a_record_are_cut(parts: Parts) -> None:
-    places = [parts.record(n) for n in range(3)]
-    parts.reconcile()
-    parts.queues["T", 0].append(3, places[1], 40, 0)
-    assert [damage.kind for damage in parts.reconcile(repair=False)] == ["ahead"]
-    parts.reconcile()
-    assert parts.entries() == list(enumerate(places))
-    parts.settled()
 
 
 @pytest.mark.parametrize("has_own", [True, False], ids=["a stale entry", "a lost message"])
@@ -541,87 +351,6 @@ def test_zeros_in_a_queue_are_not_an_entry(parts: Parts) -> None:
     assert {damage.kind for damage in parts.reconcile()} == {"entry"}
     assert parts.entries() == list(enumerate(places, 3))
     parts.settled()
-
-
-@pytest.mark.parametrize("what", ["tags code", "time", "one unit twice", "out of order"])
-def test_units_are_those_of_their_records(what: str) -> None:
-    """Records with the same time and tag have equal units, and only their order tells them apart."""
-    parts = Parts(ext=True)
-    for n in range(4):
-        parts.record(n, store_timestamp_ms=START_MS)
-    parts.reconcile()
-    queue = parts.queues["T", 0]
-    before = queue.entries().tolist()
-    entries = parts.files.open(f"/queues/T/0/{0:020d}", writable=True).buffer
-    units = parts.files.open(f"/ext/T/0/{0:020d}", writable=True).buffer
-    if what == "tags code":
-        units[22:30] = struct.pack(">q", 77)
-    elif what == "time":
-        units[30:38] = struct.pack(">q", START_MS + 1)
-    elif what == "one unit twice":
-        entries[32:40] = entries[12:20]
-    else:
-        entries[12:20], entries[32:40] = entries[32:40], entries[12:20]
-    assert {damage.kind for damage in parts.reconcile(repair=False)} == {"entry"}
-    parts.reconcile()
-    parts.settled()
-    found = queue.entries().tolist()
-    assert [entry[:2] for entry in found] == [entry[:2] for entry in before]
-    codes = [code for _, _, code in found]
-    assert sorted(set(codes)) == codes
-    assert len({(unit.tags_code, unit.store_timestamp_ms) for code in codes if (unit := queue.ext_unit(code))}) == 1
-
-
-@pytest.mark.parametrize("topic", ["", "a/b", "..", "x" * 120 + "消息消"])
-def test_a_record_that_names_no_queue(parts: Parts, topic: str) -> None:
-    parts.record(0)
-    encoded = topic.encode()
-    if len(encoded) > 127:
-        return
-    place = parts.record(0, topic)
-    with pytest.raises(CorruptionError) as told:
-        parts.reconcile()
-    assert (told.value.offset, told.value.kind) == (place, "record")
-
-
-def test_a_negative_queue_id(parts: Parts) -> None:
-    place = parts.record(0, queue_id=-1)
-    with pytest.raises(CorruptionError) as told:
-        parts.reconcile()
-    assert told.value.offset == place
-
-
-def rot(parts: Parts, at: int, new: bytes) -> None:
-    file = parts.index.files[0]
-    parts.files.open(file.path, writable=True).buffer[at : at + len(new)] = new
-
-
-ROTTEN: dict[str, Callable[[Parts], None]] = {
-    "hash": lambda parts: rot(parts, 40 + 16 + 20 * 3, b"\0\0\0\7"),
-    "place": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 4, struct.pack(">q", 1)),
-    "time": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 12, b"\0\0\1\0"),
-    "previous": lambda parts: rot(parts, 40 + 16 + 20 * 3 + 16, b"\0\0\0\7"),
-    "slot": lambda parts: rot(parts, 40, b"\0\0\0\1"),
-    "begin time": lambda parts: rot(parts, 0, struct.pack(">q", 1)),
-    "end time": lambda parts: rot(parts, 8, struct.pack(">q", START_MS * 2)),
-    "begin place": lambda parts: rot(parts, 16, struct.pack(">q", 1)),
-    "slots": lambda parts: rot(parts, 32, b"\0\0\0\1"),
-    "count": lambda parts: rot(parts, 36, b"\0\0\0\5"),
-}
-
-
-@pytest.mark.parametrize("what", ROTTEN)
-def test_a_wrong_index_is_rebuilt(parts: Parts, what: str) -> None:
-    places = [parts.record(n) for n in range(10)]
-    parts.reconcile()
-    ROTTEN[what](parts)
-    damage = parts.reconcile(repair=False)
-    assert damage
-    assert {one.file for one in damage} <= {file.path for file in parts.index.files} | {"/index"}
-    parts.index = parts.open_index()
-    parts.reconcile()
-    parts.settled()
-    assert [parts.index.query("T", f"k{n}") for n in range(10)] == [[place] for place in places]
 
 
 @pytest.mark.parametrize("is_first_there", [False, True])

@@ -7,7 +7,6 @@ import random
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from librmq.files.interface import Damage, File, file_size, is_folder
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import Checkpoint, MessageStore
-from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.recovery import salvage
 from librmq.store.recovery._verify import verify
 from librmq.store.recovery.open import clear_leftovers
@@ -109,34 +107,6 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
     assert file_size(replay, f"{ROOT}/abort") is None
 
 
-def torn(found: Contents) -> tuple[Contents, int]:
-    """Return the contents with one more record, torn in its body, and the record's place."""
-    files = in_memory(found)
-    store = opened(files)
-    result = store.append(Message("TopicA", b"z" * 200))
-    found = {**found, **{path: data for path, data in contents(files).items() if path.startswith("commitlog/")}}
-    path = f"commitlog/{result.physical_offset - result.physical_offset % 4096:020d}"
-    data = found[path]
-    at = result.physical_offset % 4096
-    found[path] = data[: at + 150] + bytes(len(data) - at - 150)
-    return found, result.physical_offset
-
-
-def test_a_torn_record_ends_the_log() -> None:
-    before = filled(SMALL, 40, clean=False)
-    found, place = torn(before)
-    files = in_memory(found)
-    with opened(files) as store:
-        assert store.log.end == place
-        assert len(served(store)) == records_of(before)
-        (cut,) = (cut for cut in store.recovered if "commitlog" in cut.file)
-        assert (cut.file, cut.offset, cut.kind) == (f"{ROOT}/{last_log_file(found)}", place, "record")
-        assert cut.bytes == 150
-        assert store.log.data_behind(store.log.end) == 0
-        assert store.append(Message("TopicA", b"more")).physical_offset == place
-    assert verify(ROOT, SMALL, files).sound
-
-
 def test_long_retry_topics_of_5_are_kept(tmp_path: Path) -> None:
     """Such a record has two bytes for the length of its topic, which is that of a group and another topic."""
     topic = f"%RETRY%{'g' * 120}_{'t' * 127}"
@@ -160,77 +130,10 @@ def test_long_retry_topics_of_5_are_kept(tmp_path: Path) -> None:
     assert verify(tmp_path).sound
 
 
-def test_later_files_are_deleted_with_a_cut() -> None:
-    found = filled(SMALL, 120, clean=False)
-    paths = sorted(path for path in found if path.startswith("commitlog/"))
-    data = found[paths[-2]]
-    found[paths[-2]] = b"\xff" * 8 + data[8:]
-    files = in_memory(found)
-    with opened(files, thorough=True) as store:
-        assert store.log.end == int(paths[-2].split("/")[1])
-        served(store)
-    assert last_log_file(contents(files)) == paths[-2]
-    assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize("checkpoint", [b"", bytes(4096), b"\0\0\0\x7f" * 1024], ids=["none", "zero", "ahead"])
-def test_any_checkpoint_is_accepted(checkpoint: bytes) -> None:
-    found = filled(SMALL, 80, clean=False)
-    wanted = records_of(found)
-    if checkpoint:
-        found["checkpoint"] = checkpoint
-    else:
-        del found["checkpoint"]
-    files = in_memory(found)
-    with opened(files) as store:
-        assert len(served(store)) == wanted
-    assert verify(ROOT, SMALL, files).sound
-
-
-def test_a_torn_end_is_found_without_an_abort_marker() -> None:
-    before = filled(SMALL, 80, clean=False)
-    found, place = torn(before)
-    del found["abort"]
-    files = in_memory(found)
-    with opened(files) as store:
-        assert store.log.end == place
-        assert len(served(store)) == records_of(before)
-    assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize("thorough", [False, True])
-def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) -> None:
-    found = filled(SMALL, 80, clean=False)
-    with opened(in_memory(found), read_only=True) as store:
-        *_, last = store
-    path = last_log_file(found)
-    data = found[path]
-    at = last.physical_offset % 4096 + (56 if not last.sys_flag & record.BORN_HOST_V6 else 68)
-    found[path] = data[:at] + b"\x80" + data[at + 1 :]
-    files = in_memory(found)
-    with opened(files, thorough=thorough) as store:
-        assert len(served(store)) == records_of(found)
-    assert verify(ROOT, SMALL, files).sound
-    with opened(files) as store:
-        assert store.recovered == []
-
-
-@pytest.mark.parametrize("clean", [False, True])
-def test_a_checkpoint_ahead_of_the_log_is_repaired_on_demand(clean: bool) -> None:
-    found = filled(SMALL, 80, clean=clean)
-    found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
-    files = in_memory(found)
-    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS * 3), thorough=True) as store:
-        assert "checkpoint" in kinds(store.recovered)
-    assert verify(ROOT, SMALL, files).sound
-
-
 def test_after_a_recovery_the_checkpoint_covers_all() -> None:
-    before = filled(SMALL, 80, clean=False)
-    found, place = torn(before)
+    found = filled(SMALL, 80, clean=False)
     files = in_memory({**found, "checkpoint": struct.pack(">qqq", *3 * (START_MS,)) + bytes(4072)})
     with opened(files) as store:
-        assert store.log.end == place
         *_, last = store
         checkpoint = Checkpoint.open(f"{ROOT}/checkpoint", files=files)
         assert checkpoint.physic_timestamp_ms == checkpoint.logics_timestamp_ms == last.store_timestamp_ms
@@ -241,25 +144,6 @@ def zeroed(found: Contents, begin: int, size: int = 8) -> Contents:
     path = f"commitlog/{begin - begin % 4096:020d}"
     data, at = found[path], begin % 4096
     return {**found, path: data[:at] + bytes(size) + data[at + size :]}
-
-
-@pytest.mark.parametrize("is_in_last_file", [True, False])
-def test_queues_or_later_files_show_that_the_log_continued(is_in_last_file: bool) -> None:
-    """The log seems to end at the zeros: in its last file, or before later files of a store without queues."""
-    found = filled(SMALL, 80)
-    with opened(in_memory(found), read_only=True) as store:
-        records = [message.physical_offset for message in store]
-    last_file = records[-1] // 4096 * 4096
-    if is_in_last_file:
-        begin = next(place for place in records if place > last_file)
-        files = in_memory(zeroed(found, begin))
-    else:
-        begin = max(place for place in records if place < last_file)
-        without_queues = {path: data for path, data in found.items() if not path.startswith("consumequeue")}
-        files = in_memory(zeroed(without_queues, begin, 4096 - begin % 4096))
-    with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
-        opened(files)
-    assert told.value.offset == begin
 
 
 @pytest.mark.parametrize("at", [3, 4], ids=["size", "magic"])
@@ -532,21 +416,6 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
-@configs
-def test_the_missing_queue_of_the_last_record_is_noticed(config: StoreConfig) -> None:
-    """In a store that a broker closed, records after the dispatched end were never dispatched."""
-    found = filled(config, 80)
-    with opened(in_memory(found), config, read_only=True) as store:
-        records = [message for message in store if has_queue_entry(message.sys_flag)]
-    for last in records[-1:]:
-        folder = f"consumequeue/{last.topic}/{last.queue_id}"
-        files = in_memory({path: data for path, data in found.items() if not path.startswith(folder)})
-        with opened(files, config) as store:
-            result = store.read(last.topic, last.queue_id, last.queue_offset)
-            assert [message.physical_offset for message in result.messages][:1] == [last.physical_offset]
-        assert verify(ROOT, config, files).sound
-
-
 @many
 @configs
 @pytest.mark.parametrize("clean", [True, False])
@@ -609,37 +478,6 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
             assert "ahead" in kinds(store.recovered)["consumequeue"]
             fill(store, ManualClock(START_MS), random.Random(3), 20)
         assert verify(ROOT, config, again).sound
-
-
-@configs
-def test_bytes_behind_the_last_entry_of_a_queue_are_cleared(config: StoreConfig) -> None:
-    """A sector reached the device before the one in front of it."""
-    found = filled(config, 120, clean=False)
-    wanted = records_of(found, config)
-    spoilt = 0
-    for path in sorted(path for path in found if path.startswith("consumequeue/")):
-        data = found[path]
-        if data and not any(data[-40:]):
-            found[path] = data[:-20] + b"\0\0\0\0\0\0\0\5" + b"\7" * 12
-            spoilt += 1
-    assert spoilt > 3
-    files = in_memory(found)
-    with opened(files, config) as store:
-        assert len(served(store)) == wanted
-        assert "tail" in kinds(store.recovered)["consumequeue"]
-    assert verify(ROOT, config, files).sound
-
-
-@configs
-def test_queues_of_deleted_log_files_are_cut(config: StoreConfig) -> None:
-    found = {path: data for path, data in filled(config, 80).items() if not path.startswith("commitlog/")}
-    files = in_memory(found)
-    with opened(files, config) as store:
-        assert list(store) == []
-        assert "ahead" in kinds(store.recovered)["consumequeue"]
-        assert all(queue.min_offset == queue.max_offset for queue in store.queues.values())
-        store.append(Message("TopicA", b"more"))
-    assert verify(ROOT, config, files).sound
 
 
 def test_a_clean_store_is_not_scanned_again() -> None:
@@ -726,79 +564,6 @@ def test_the_first_of_index_files_with_one_end_is_covered() -> None:
 # -------------------------------------------------------------------------------------- damaged or missing files
 
 
-def spoil_length(data: bytes) -> bytes:
-    return data[:-1]
-
-
-def spoil_header(data: bytes) -> bytes:
-    return data[:36] + b"\x7f\xff\xff\xff" + data[40:]
-
-
-@many
-@pytest.mark.parametrize(
-    ("part", "spoil"),
-    [
-        ("index/", spoil_length),
-        ("index/", spoil_header),
-        ("consumequeue/", spoil_length),
-        ("consumequeue_ext/", spoil_length),
-        ("checkpoint", spoil_length),
-    ],
-)
-@pytest.mark.parametrize("which", [0, -1])
-def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[[bytes], bytes], which: int) -> None:
-    found = filled(SMALL_EXT, 80, seed=6)
-    wanted = records_of(found, SMALL_EXT)
-    path = sorted(path for path, data in found.items() if data is not None and path.startswith(part))[which]
-    data = found[path]
-    found[path] = spoil(data)
-    files = in_memory(found)
-    with pytest.raises(CorruptionError) as told:
-        opened(files, SMALL_EXT)
-    assert told.value.file == f"{ROOT}/{path}"
-    assert contents(files) == found
-    with opened(files, SMALL_EXT, thorough=True) as store:
-        assert len(served(store)) == wanted
-        cut = next(cut for cut in store.recovered if cut.file == f"{ROOT}/{path}")
-        assert (cut.kind, cut.offset) == (told.value.kind, told.value.offset)
-    assert verify(ROOT, SMALL_EXT, files).sound
-
-
-def test_a_gap_between_queue_files_is_repaired_by_recovering() -> None:
-    found = filled(SMALL, 120, seed=6)
-    wanted = records_of(found)
-    folder = next(os.path.dirname(path) for path in found if path.endswith(f"/{320:020d}"))
-    del found[f"{folder}/{160:020d}"]
-    files = in_memory(found)
-    with pytest.raises(CorruptionError):
-        opened(files)
-    with opened(files, thorough=True) as store:
-        assert len(served(store)) == wanted
-    assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "consumequeue/TopicA/0/x",
-        f"consumequeue/TopicA/0/{0:019d}",
-        "consumequeue/TopicA/0/" + "\u0660" * 20,  # Arabic digits
-        "consumequeue/TopicA/x/y",
-        "index/123",
-        "index/20239999221320001",
-    ],
-)
-def test_foreign_names_are_not_removed(name: str) -> None:
-    found = {**filled(SMALL, 40), name: b"mine"}
-    files = in_memory(found)
-    before = contents(files)
-    for thorough in (False, True):
-        with pytest.raises(CorruptionError) as told:
-            opened(files, thorough=thorough)
-        assert told.value.kind == "name"
-    assert contents(files) == before
-
-
 def test_recovering_an_open_store_mends_it() -> None:
     files = in_memory(filled(SMALL, 60))
     with opened(files) as store:
@@ -848,50 +613,6 @@ def test_a_refused_recovery_ends_the_handle() -> None:
 
 
 # ------------------------------------------------------------------------------------------ leftovers of a kill
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        f"commitlog/{8 * 4096:020d}",
-        "index/20300101000000000",
-        "consumequeue/TopicA/0/00000000000000000160",
-        "consumequeue/New/0/00000000000000000000",
-    ],
-)
-def test_files_of_length_zero_are_removed(name: str) -> None:
-    found = filled(SMALL, 100, seed=12, clean=False)
-    wanted = records_of(found)
-    ends = sorted(path for path in found if path.startswith("commitlog/"))
-    if name.startswith("commitlog"):
-        name = f"commitlog/{int(ends[-1].split('/')[1]) + 4096:020d}"
-    found = {
-        path: data for path, data in found.items() if not (path.startswith("consumequeue/TopicA/0/") and path >= name)
-    }
-    files = in_memory({**found, name: b""})
-    with opened(files) as store:
-        assert any(cut.file == f"{ROOT}/{name}" and cut.kind == "size" for cut in store.recovered)
-        assert len(served(store)) == wanted
-    assert verify(ROOT, SMALL, files).sound
-
-
-def test_prepared_log_files_behind_a_missing_one_are_removed() -> None:
-    """Power fails, and the disk has kept the names of files that were prepared, but not that of the one before them."""
-    found = filled(SMALL, 100, seed=12, clean=False)
-    wanted = records_of(found)
-    end = int(max(path for path in found if path.startswith("commitlog/")).split("/")[1]) + 4096
-    prepared = {f"commitlog/{end + 4096 * number:020d}": bytes(4096) for number in (1, 2, 4)}
-    files = in_memory({**found, **prepared})
-    with opened(files) as store:
-        cuts = {cut.file for cut in store.recovered if cut.kind == "size"}
-        assert cuts == {f"{ROOT}/{path}" for path in prepared}
-        assert len(served(store)) == wanted
-        store.append(Message("orders", bytes(3000)))
-        store.append(Message("orders", bytes(3000)))
-    assert verify(ROOT, SMALL, files).sound
-    written = {path: data[:-1] + b"x" for path, data in prepared.items()}
-    with pytest.raises(CorruptionError):  # what holds anything was flushed, or is another fault
-        opened(in_memory({**found, **written}))
 
 
 def test_a_lost_log_file_that_was_flushed_is_no_leftover_of_a_crash(tmp_path: Path) -> None:
@@ -956,95 +677,6 @@ def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
         assert (again.queues["Old", 0].min_offset, again.queues["Old", 0].max_offset) == (20, 20)
         assert again.append(Message("Old", b"")).queue_offset == 20
     assert verify(ROOT, SMALL, crashed).sound
-
-
-def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
-    found = filled(SMALL, 100)
-    paths = sorted(path for path in found if path.startswith("commitlog/"))
-    files = in_memory({**found, paths[1]: b""})
-    with pytest.raises(CorruptionError) as told:
-        opened(files)
-    assert (told.value.file, told.value.kind) == (f"{ROOT}/{paths[1]}", "size")
-    assert file_size(files, f"{ROOT}/{paths[1]}") == 0
-
-
-def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
-    """When a rebuild of the index meets damage in an old log file, opening reports it and recovering cuts there."""
-    found = filled(SMALL, 120)
-    paths = sorted(path for path in found if path.startswith("commitlog/"))
-    assert len(paths) > 5
-    data = found[paths[1]]
-    found[paths[1]] = b"\xff" * 8 + data[8:]
-    found = {path: data for path, data in found.items() if not path.startswith("index/")}
-    files = in_memory(found)
-    with pytest.raises(CorruptionError) as told:
-        opened(files)
-    assert (told.value.file, told.value.offset) == (f"{ROOT}/{paths[1]}", 4096)
-    assert len([path for path in contents(files) if path.startswith("commitlog/")]) == len(paths)
-    with opened(files, thorough=True) as store:
-        assert store.log.end == 4096
-        served(store)
-    assert verify(ROOT, SMALL, files).sound
-
-
-def test_a_damaged_body_in_an_old_file_is_cut_only_on_demand() -> None:
-    """An opening of a closed store reads the last files only, and a recovery that a person asks for reads all."""
-    found = filled(SMALL, 120)
-    with opened(in_memory(found), read_only=True) as store:
-        damaged = next(message for message in store if len(message.stored_body) > 1)
-    path = f"commitlog/{0:020d}"
-    data, at = found[path], damaged.physical_offset + record.BODY_AT
-    files = in_memory({**found, path: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]})
-    with opened(files) as store:
-        assert store.log.end > 4 * 4096
-    with opened(files, thorough=True) as store:
-        assert store.log.end == damaged.physical_offset
-    assert verify(ROOT, SMALL, files).sound
-
-
-def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
-    """The rebuild of a lost queue meets an old record with an impossible queue id."""
-    found = filled(SMALL, 120)
-    with opened(in_memory(found), read_only=True) as store:
-        records = list(store)
-    old = next(message for message in records if message.topic == "TopicA")
-    last = records[-1]
-    at = old.raw.index(b"\x06TopicA") + 3
-    found = {
-        path: data for path, data in found.items() if not path.startswith(f"consumequeue/{last.topic}/{last.queue_id}")
-    }
-    path = f"commitlog/{old.physical_offset - old.physical_offset % 4096:020d}"
-    data = found[path]
-    place = old.physical_offset % 4096 + at
-    found[path] = data[:place] + b"/" + data[place + 1 :]
-    files = in_memory(found)
-    with pytest.raises(CorruptionError, match="its queue is impossible"):
-        opened(files)
-    assert file_size(files, f"{ROOT}/abort") is None
-    assert derived(contents(files)) == derived(found)
-    with opened(files, thorough=True) as store:  # only on demand are sound records cut
-        assert store.log.end == old.physical_offset
-        assert {message.physical_offset for message in store} == {
-            message.physical_offset for message in records if message.physical_offset < old.physical_offset
-        }
-        served(store)
-    assert verify(ROOT, SMALL, files).sound
-
-
-@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
-def test_a_record_with_an_impossible_queue_takes_only_what_follows(config: StoreConfig) -> None:
-    """Entries of the records behind it lead no queue to a record of another one."""
-    found = filled(config, 10)
-    with opened(in_memory(found), config, read_only=True) as store:
-        records = list(store)
-    for number, wrong in enumerate(records):
-        path, place = f"commitlog/{wrong.physical_offset // 4096 * 4096:020d}", wrong.physical_offset % 4096
-        data = found[path]
-        at = place + record.QUEUE_ID_AT
-        files = in_memory({**found, path: data[:at] + b"\xff" + data[at + 1 :]})
-        with opened(files, config, thorough=True) as store:
-            assert [message.raw for message in store] == [message.raw for message in records[:number]]
-        assert verify(ROOT, config, files).sound
 
 
 def test_recovering_leaves_derived_files_of_a_sound_store() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.errors import NotAStoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
@@ -26,7 +25,6 @@ from tests.stores import (
     START_MS,
     Contents,
     contents,
-    filled,
     in_memory,
     no_descriptor_left,
     opened,
@@ -68,12 +66,6 @@ def places(verdict: Verdict) -> list[tuple[str, int, str]]:
     return [(damage.file[len(ROOT) + 1 :], damage.offset, damage.kind) for damage in verdict.damage]
 
 
-def test_a_sound_store(found: Contents) -> None:
-    verdict = judged(found)
-    assert (verdict.sound, verdict.damage, verdict.notes) == (True, (), (UNKNOWABLE,))
-    assert verify(ROOT, SMALL_EXT, in_memory(filled(SMALL_EXT, 60))).sound
-
-
 def test_the_record_is_where_this_test_expects(found: Contents) -> None:
     data = found[LOG]
     assert struct.unpack(">I", data[:4]) == (FIRST,)
@@ -110,17 +102,6 @@ def test_every_bit_of_a_field_that_can_be_known(found: Contents, field: str) -> 
             assert (LOG, 0, kind) in places(verdict), (field, bit, verdict.damage)
 
 
-@pytest.mark.parametrize(("begin", "length"), [(16, 4), (40, 8), (48, 8), (64, 8), (72, 4), (76, 8)])
-def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> None:
-    """No checksum covers flag, born time, hosts, reconsume times and prepared offset."""
-    data = found[LOG]
-    for at in range(begin, begin + length):
-        verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1])})
-        assert verdict.sound
-        assert "checksum" in verdict.notes[0]
-        assert "user properties" in verdict.notes[0]
-
-
 @pytest.mark.slow
 def test_every_byte_of_queue_and_index(found: Contents) -> None:
     index = next(path for path in found if path.startswith("index/"))
@@ -131,30 +112,6 @@ def test_every_byte_of_queue_and_index(found: Contents) -> None:
             if path == index and 104 <= at < 108:
                 continue  # the first entry's time counts from a file that may be gone
             assert not judged(found, {(path, at): bytes([data[at] ^ 0x10])}).sound, (path, at)
-
-
-def test_bytes_behind_the_end(found: Contents) -> None:
-    data = found[LOG]
-    end = len(data.rstrip(b"\0"))
-    for at in (end, end + 1, 4000, 4095):
-        ((path, place, kind),) = places(judged(found, {(LOG, at): b"\x01"}))
-        assert (path, kind) == (LOG, "record" if at < end + 8 else "tail")
-        assert end <= place <= at
-
-
-@pytest.mark.parametrize(("timestamp", "sound"), [(0, True), (START_MS, True), (1 << 60, False)])
-@pytest.mark.parametrize("field", [0, 8, 16])
-def test_a_checkpoint_later_than_the_last_record(found: Contents, field: int, timestamp: int, sound: bool) -> None:
-    data = found["checkpoint"]
-    found["checkpoint"] = data[:field] + struct.pack(">q", timestamp) + data[field + 8 :]
-    verdict = judged(found)
-    assert verdict.sound == sound
-    assert places(verdict) == ([] if sound else [("checkpoint", field, "checkpoint")])
-
-
-def test_a_store_without_a_checkpoint(found: Contents) -> None:
-    del found["checkpoint"]
-    assert judged(found).sound
 
 
 def test_a_table_that_no_broker_can_read_is_damage(found: Contents) -> None:
@@ -172,68 +129,6 @@ def test_a_table_that_no_broker_can_read_is_damage(found: Contents) -> None:
     assert unknowable == UNKNOWABLE
 
 
-@pytest.mark.parametrize(
-    "gone",
-    [T, U, "consumequeue/T/0", "consumequeue/T", "consumequeue", "index", f"consumequeue/{SystemTopic.SCHEDULE}"],
-)
-def test_missing_requirements_are_named(found: Contents, gone: str) -> None:
-    left = {path: data for path, data in found.items() if path != gone and not path.startswith(gone + "/")}
-    verdict = judged(left)
-    assert not verdict.sound
-    assert {kind for _, _, kind in places(verdict)} == {"missing"}
-
-
-def test_queues_ahead_of_the_log(found: Contents) -> None:
-    files = in_memory(found)
-    with opened(files) as store:
-        store.append(Message("T", b"later", keys="k9"))
-    later = contents(files)
-    verdict = judged({**later, LOG: found[LOG]})
-    assert (T, 40, "ahead") in places(verdict)
-    assert any(path.startswith("index/") for path, _, _ in places(verdict))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "consumequeue/a:b/x",
-        "consumequeue/" + "t" * 128,
-        "consumequeue/T/-1",
-        "consumequeue/T/00",
-        "commitlog/x",
-        "index/77",
-    ],
-)
-def test_foreign_folders(found: Contents, name: str) -> None:
-    verdict = judged({**found, name: None})
-    assert not verdict.sound
-    assert {kind for _, _, kind in places(verdict)} == {"name"}
-
-
-@pytest.mark.parametrize("path", [LOG, T, "index/", "checkpoint"])
-@pytest.mark.parametrize("change", [-1, 1, -4096])
-def test_files_of_another_length(found: Contents, path: str, change: int) -> None:
-    path = next(name for name, data in found.items() if name.startswith(path) and data is not None)
-    data = found[path]
-    found[path] = data[: len(data) + change] if change < 0 else data + b"\0"
-    verdict = verify(ROOT, SMALL, in_memory(found))
-    assert not verdict.sound
-    assert any(name == path and kind == "size" for name, _, kind in places(verdict))
-
-
-@pytest.mark.parametrize("left", [0, 20])
-def test_a_queue_file_that_lost_its_content_is_one_damage(found: Contents, left: int) -> None:
-    data = found[T]
-    found[T] = data[:left]
-    assert places(verify(ROOT, SMALL, in_memory(found))) == [(T, left, "size")]
-
-
-def test_an_abort_marker_alone_is_reported_and_sound(found: Contents) -> None:
-    verdict = judged({**found, "abort": b""})
-    assert verdict.sound
-    assert any("abort" in note for note in verdict.notes)
-
-
 def test_queues_behind_an_active_writer_are_not_damage() -> None:
     files = MemoryFiles()
     store = opened(files)
@@ -244,42 +139,6 @@ def test_queues_behind_an_active_writer_are_not_damage() -> None:
     assert store.verify().sound
     files.open(f"{ROOT}/{LOG}", writable=True).buffer[88:89] = b"?"
     assert [damage.kind for damage in verify(ROOT, SMALL, files).damage] == ["checksum"]
-
-
-@pytest.mark.parametrize("left", [[], ["config/topics.json"], ["consumequeue/T/0/x"]])
-def test_folders_that_are_not_stores(left: list[str]) -> None:
-    with pytest.raises(NotAStoreError):
-        verify(ROOT, SMALL, in_memory(dict.fromkeys(left, b"x")))
-
-
-def test_an_empty_log_is_sound() -> None:
-    assert verify(ROOT, SMALL, in_memory({"commitlog": None})).sound
-
-
-@pytest.mark.parametrize("earlier", [5, 1])
-def test_a_recreated_topic_is_sound(earlier: int) -> None:
-    """The log has two generations of queue offsets, the queue only the later one."""
-    files = MemoryFiles()
-    for turn, count in enumerate((earlier, 3)):
-        with opened(files) as store:
-            if turn:
-                store.queues["T", 0].clear()
-            results = [store.append(Message("T", b"%d%d" % (turn, n), keys="k")) for n in range(count)]
-            assert [result.queue_offset for result in results] == list(range(count))
-    assert verify(ROOT, SMALL, files).sound
-    with opened(files, thorough=True) as store:
-        assert store.recovered == []
-        assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
-        assert len(store.find_by_key("T", "k")) == earlier + 3
-    log = {path: data for path, data in contents(files).items() if path.startswith("commitlog/")}
-    for path in contents(files):
-        if path.startswith("consumequeue/"):
-            files.delete(f"{ROOT}/{path}")
-    assert not verify(ROOT, SMALL, files).sound
-    with opened(files, thorough=True) as store:
-        assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
-    assert verify(ROOT, SMALL, files).sound
-    assert log.items() <= contents(files).items()
 
 
 def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
@@ -300,26 +159,6 @@ def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
     for wrong_ms in (due_ms + 1, due_ms - 8_000):
         changed = judged(delayed, {(first, 0): entry.pack(place, size, wrong_ms)})
         assert places(changed) == [(first, 0, "entry")]
-
-
-def test_the_first_message_of_a_queue_that_names_another_topic_is_found() -> None:
-    """The entry still leads to it. Its flag is right, and it goes back to its queue."""
-    files = MemoryFiles()
-    bodies = {topic: [f"{topic}{number}".encode() for number in range(4)] for topic in ("TA", "TB")}
-    with opened(files) as store:
-        for body in bodies["TA"][:2]:
-            store.append(Message("TA", body), 0)
-        place = store.append(Message("TB", bodies["TB"][0]), 0).physical_offset
-        for body in bodies["TB"][1:] + bodies["TA"][2:]:
-            store.append(Message(body[:2].decode(), body), 0)
-    log = files.open(f"{ROOT}/commitlog/{0:020d}", writable=True).buffer
-    at = log.find(b"TB", log.find(b"TB", place) + 1)
-    log[at + 1 : at + 2] = b"A"
-    (damage,) = verify(ROOT, SMALL, files).damage
-    assert damage.what == "topic and queue id: expected TB 0, found TA 0"
-    with opened(files, thorough=True) as store:
-        assert {topic: [message.body for message in store.messages(topic)] for topic in bodies} == bodies
-    assert verify(ROOT, SMALL, files).sound
 
 
 @pytest.mark.parametrize("flag", [record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK])
