@@ -136,14 +136,14 @@ class LogReader(LogState):
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
         length, magic = frames.SIZE_AND_MAGIC.unpack_from(file.buffer, at)
         if (
-            magic not in frames.MAGICS
+            magic not in record.MAGICS
             or (size is not None and length != size)
             or not record.FIXED_SIZE <= length <= self.file_size - at
         ):
             if self.is_missing(physical_offset):
                 return None
             kind = "a record" if size is None else f"a record of {size} bytes"
-            actual = f"one of {length} bytes" if magic in frames.MAGICS else f"magic {magic:08x}, which no record has"
+            actual = f"one of {length} bytes" if magic in record.MAGICS else f"magic {magic:08x}, which no record has"
             raise CorruptionError(file.path, physical_offset, "record", f"expected {kind}, found {actual}")
         if physical_offset + length > self.end:
             return None
@@ -357,7 +357,7 @@ class LogReader(LogState):
         # Reading a hole would fill it in a file system that lies in memory.
         file = self.sequence.file(start)
         raw = file.buffer[: record.FIXED_SIZE] if file.data_end() else b""
-        if raw and frames.SIZE_AND_MAGIC.unpack_from(raw)[1] in frames.MAGICS:
+        if raw and frames.SIZE_AND_MAGIC.unpack_from(raw)[1] in record.MAGICS:
             return record.store_timestamp_ms(raw)
         if start < self.end:
             self.leave_out(CorruptionError(self.sequence.path(start), start, "record", "the file begins with none"))

@@ -183,7 +183,7 @@ def _following(raw: Bytes, at: int, until: int) -> tuple[Ints, int]:
     unpack, last = frames.SIZE_AND_MAGIC.unpack_from, min(until, len(raw) - record.FIXED_SIZE + 1)
     while at < last:
         length, magic = unpack(view, at)
-        if magic not in frames.MAGICS or not record.FIXED_SIZE <= length <= size - at:
+        if magic not in record.MAGICS or not record.FIXED_SIZE <= length <= size - at:
             break
         places.append(at)
         at += length

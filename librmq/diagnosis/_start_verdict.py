@@ -421,7 +421,7 @@ class _Judge:
             end = self._queue_files.end()
             return next((start for start in reversed(starts) if start <= end), starts[0])
         until_ms = 0 if self._checkpoint is None else self._checkpoint.min_timestamp_ms
-        magics = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2) if self._is_5 else (record.MESSAGE_MAGIC,)
+        magics = record.MAGICS if self._is_5 else (record.MESSAGE_MAGIC,)
         for start in reversed(starts):
             magic = int.from_bytes(log.data_at(start, 8)[4:], "big")
             stored_ms = log.first_store_timestamp_ms(start) if magic in magics else None

@@ -15,7 +15,6 @@ from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import advance
 
 SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
-MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
 _FRAME: Final = ("size", "magic", "body_crc", "sys_flag", "body_length")
 _unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # negative lengths come out large
 _MAGIC: Final = record.MESSAGE_MAGIC
@@ -23,7 +22,7 @@ _V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE
 _HALF_REPLACED: Final = frozenset(
     int.from_bytes(magic.to_bytes(4, "big")[:count] + record.UNFINISHED_MAGIC.to_bytes(4, "big")[count:], "big")
-    for magic in MAGICS
+    for magic in record.MAGICS
     for count in (1, 2, 3)
 )
 _CHUNK: Final = 1 << 18  # a chunk that fits the cache of a processor's core

@@ -175,6 +175,7 @@ Raw = bytes | bytearray | memoryview | mmap.mmap
 
 MESSAGE_MAGIC: Final = 0xDAA320A7
 MESSAGE_MAGIC_V2: Final = 0xDAA320AB
+MAGICS: Final = (MESSAGE_MAGIC, MESSAGE_MAGIC_V2)
 BLANK_MAGIC: Final = 0xCBD43194
 UNFINISHED_MAGIC: Final = 0x756E646F
 """After a number of bytes, in place of the first record's size and magic, while several records are written there."""
@@ -387,7 +388,7 @@ def encode_record(record: Record) -> bytes:
         topic = record.topic.encode()
     except UnicodeEncodeError:
         raise MessageIllegalError(f"topic {record.topic!r} cannot be written as UTF-8") from None
-    if record.magic not in (MESSAGE_MAGIC, MESSAGE_MAGIC_V2):
+    if record.magic not in MAGICS:
         raise MessageIllegalError(f"unknown magic {record.magic:08x}")
     max_topic_size = MAX_TOPIC_SIZE if record.magic == MESSAGE_MAGIC else MAX_TOPIC_SIZE_V2
     if len(topic) > max_topic_size:

@@ -7,13 +7,12 @@ length 0 does not count yet, and a deleted file was the oldest.
 
 from __future__ import annotations
 
-import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from operator import itemgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -41,6 +40,8 @@ from librmq.store.format.directory import has_abort
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
 from librmq.store.recovery.open import readable_files
 
+T = TypeVar("T")
+
 KEPT: Final = 4096
 """Most entries, and most records with keys, to hold, unless the writer is further behind."""
 ATTEMPTS: Final = 20
@@ -61,6 +62,14 @@ def _without_unfinished(entries: list[FolderEntry], size: int) -> list[FolderEnt
     return entries[:end]
 
 
+def _repeated(look: Callable[[], T], *errors: type[Exception]) -> T:
+    """Return what ``look()`` returns; repeat it after errors, as of a file that was deleted since it was listed."""
+    for _ in range(ATTEMPTS):
+        with suppress(*errors):
+            return look()
+    return look()
+
+
 class LiveSequence(MappedFileQueue):
     """Files that another process makes and deletes; a request for an unknown file lists them again."""
 
@@ -72,13 +81,7 @@ class LiveSequence(MappedFileQueue):
 
     @override
     def _list(self) -> list[int]:
-        for attempt in itertools.count():
-            try:
-                return super()._list()
-            except (CorruptionError, StoreIOError):  # a file can be deleted during the listing
-                if attempt >= ATTEMPTS:
-                    raise
-        raise AssertionError
+        return _repeated(super()._list, CorruptionError, StoreIOError)
 
     @override
     def file_at(self, position: int) -> File | None:
@@ -216,17 +219,17 @@ class LiveQueues(QueueTable):
     @override
     def find(self, name: QueueName) -> ConsumeQueue | None:
         """Return a queue, opened on first use; None if there is none."""
-        queue, attempts = self._open.get(name), 0
-        while queue is None and name in self:
+        queue = self._open.get(name)
+        if queue is None:
             with self._guard:
-                queue = self._open.get(name)
-                if queue is None:
-                    try:
-                        queue = self._open[name] = self.open_queue(*name)
-                    except StoreIOError:  # a file can be deleted between the listing and its opening
-                        attempts += 1
-                        if attempts >= ATTEMPTS:
-                            raise
+                queue = self._open.get(name) or _repeated(lambda: self._open_if_there(name), StoreIOError)
+        return queue
+
+    def _open_if_there(self, name: QueueName) -> LiveQueue | None:
+        """Open a queue and keep it open; None if it was deleted meanwhile."""
+        if name not in self:
+            return None
+        queue = self._open[name] = self.open_queue(*name)
         return queue
 
     @override
@@ -334,13 +337,7 @@ class LiveIndex(KeyIndex):
 
     def refresh(self) -> None:
         """List the files again."""
-        for attempt in itertools.count():
-            try:
-                self._list = self._open_all()
-                return
-            except StoreIOError:  # it was deleted between listing and opening
-                if attempt >= ATTEMPTS:
-                    raise
+        self._list = _repeated(self._open_all, StoreIOError)
 
     @override
     def query(

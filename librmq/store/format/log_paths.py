@@ -25,9 +25,7 @@ from librmq.files.regular import join_folders, joined_folders
 from librmq.message import record
 
 _DIGITS: Final = 20
-_MAGICS: Final = frozenset(
-    magic & 0xFFFFFFFF for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2, record.BLANK_MAGIC)
-)
+_MAGICS: Final = frozenset(magic & 0xFFFFFFFF for magic in (*record.MAGICS, record.BLANK_MAGIC))
 
 
 def log_starts(folder: str, files: Files) -> set[int]:

@@ -48,7 +48,7 @@ _UNWRITTEN: Final = 16  # zeros at the end of a sector that show that it was nev
 def _has_record(log: CommitLog, place: int) -> bool:
     """Return whether the log has a record at a place, or has had one that was deleted since."""
     magic = int.from_bytes(log.data_at(place + record.MAGIC_AT, 4))
-    return place < log.begin or magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
+    return place < log.begin or magic in record.MAGICS
 
 
 class Suspect(NamedTuple):

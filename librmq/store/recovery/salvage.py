@@ -48,7 +48,7 @@ _CUT_NAME: Final = re.compile(r"(\d{20})-(\d{1,19})")
 _MANIFEST_KINDS: Final = {"bytes": (int, NoneType), "records": (int, NoneType), "why": (str, NoneType)}
 
 _LONG: Final = struct.Struct(">q")
-_MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2))
+_MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in record.MAGICS)
 _ANY_MAGIC: Final = re.compile(b"|".join(map(re.escape, _MAGICS)))
 
 
