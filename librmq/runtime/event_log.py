@@ -176,7 +176,8 @@ class StateLog:
     """
 
     def __init__(self, log: EventLog, label: str) -> None:
-        self._log = log.with_fields(owner=label)
+        self._log = log
+        self._owner = label
         self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
         """The present failures; callers check this first if success is frequent."""
 
@@ -200,6 +201,7 @@ class StateLog:
         self._log.log(
             logging.DEBUG if is_known else level,
             "%(owner)s: %(task)s fails%(_again)s: %(error)s",
+            owner=self._owner,
             task=what,
             error=error,
             again_ms=again_ms,
@@ -210,7 +212,7 @@ class StateLog:
     def works(self, key: tuple[str, ...], what: str) -> None:
         """Note that ``what`` succeeds; log it if it failed before."""
         if self.causes and self.causes.pop(key, None) is not None:
-            self._log.info("%(owner)s: %(task)s works again", task=what)
+            self._log.info("%(owner)s: %(task)s works again", owner=self._owner, task=what)
 
 
 # ---- progress of a long call

@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError, FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
+from librmq.errors import (
+    CorruptionError,
+    FlushFailedError,
+    ReadOnlyError,
+    ReplicaError,
+    StoreError,
+    StoreIOError,
+    StoreLockedError,
+)
 from librmq.files import Damage, FileLock, Files
 from librmq.files.interface import flush_all, make_folders
 from librmq.override import override
-from librmq.runtime import calls_later, critical
+from librmq.runtime import StateLog, calls_later, critical
 from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
-from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
+from librmq.store.engine._durability import AGAIN_MS, Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine._entry_checks import EntryChecks
 from librmq.store.engine.derivation import BitmapOf, KeyBlock
 from librmq.store.engine.dispatch import TimeOrder
@@ -45,6 +53,9 @@ if TYPE_CHECKING:
     from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
+_LOOKING: Final = ("looking",), "looking whether the disk is full"
+_WRITING: Final = ("writing",), "writing the entries of queues"
+_CHECKING: Final = ("checking",), "checking the entries of queues"
 
 
 class Writer(StoreHandle):
@@ -70,7 +81,7 @@ class Writer(StoreHandle):
         """The folder to delete when the store is released."""
         self._bitmap_of = bitmap_of
         self._file_lock: FileLock | None = None
-        self._disk_error = ""
+        self._states = StateLog(_log, path)
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -188,6 +199,7 @@ class Writer(StoreHandle):
             self._entries_a_queue,
             self._expire,
             self.clock.now_ms(),
+            self._states,
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._comparison = LaterPart(partial(_make_comparison, parts, self.checks))
@@ -233,7 +245,12 @@ class Writer(StoreHandle):
 
     def _entries_a_queue(self) -> int:
         """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""
-        self.appender.write_entries()
+        try:
+            self.appender.write_entries()
+        except StoreError as error:
+            self._states.failing(*_WRITING, error)
+            return 1  # at least: if it lasts, the flush that becomes due with it fails too
+        self._states.works(*_WRITING)
         dispatcher = self.appender.dispatcher
         return -(-(dispatcher.entries + dispatcher.due) // (len(dispatcher.unflushed) or 1))
 
@@ -260,11 +277,9 @@ class Writer(StoreHandle):
         """Look at the disk, and do the periodic work that is due; return the next due time."""
         self._check_disk(now_ms)
         due_ms = self.housekeeping.run_due(now_ms)  # a recovery replaces it
-        comparison = self._comparison.made
-        compared_ms = None if comparison is None else comparison.run_due(now_ms)
-        if compared_ms is not None:
-            due_ms = compared_ms if due_ms is None else min(due_ms, compared_ms)
-        self._write_corrected()
+        checked_ms = self._check_entries(now_ms)
+        if checked_ms is not None:
+            due_ms = checked_ms if due_ms is None else min(due_ms, checked_ms)
         rests = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
         if rests and self.retention.watches_disk:  # the next send looks at the disk before this does
             with self.appender.lock.mutex:
@@ -276,8 +291,20 @@ class Writer(StoreHandle):
         self._comparison().add(name)
         self.thread.wake()
 
+    def _check_entries(self, now_ms: int) -> int | None:
+        """Compare the next entries with the log, write those that reads have derived again; return the next time."""
+        comparison, due_ms = self._comparison.made, None
+        try:
+            if comparison is not None:
+                due_ms = comparison.run_due(now_ms)
+            self._write_corrected()
+        except StoreError as error:  # each read checks its entries, so nothing depends on this
+            self._states.failing(*_CHECKING, error, again_ms=AGAIN_MS)
+            return now_ms + AGAIN_MS
+        self._states.works(*_CHECKING)
+        return due_ms
+
     def _write_corrected(self) -> None:
-        """Write the entries that reads have derived again."""
         if self.checks.corrected:
             self.appender.lock.check_reentry()
             with critical, self.appender.lock.mutex:
@@ -305,14 +332,9 @@ class Writer(StoreHandle):
         try:
             has_changed = self.retention.check_disk(now_ms)
         except StoreIOError as error:
-            # Log each error of the disk once, and not at every look.
-            if str(error) != self._disk_error:
-                _log.warning(
-                    "%(path)s: whether the disk is full can't be checked: %(error)s", error=error, path=self.path
-                )
-            self._disk_error = str(error)
+            self._states.failing(*_LOOKING, error)
             return
-        self._disk_error = ""
+        self._states.works(*_LOOKING)
         if has_changed:
             self.appender.lock.check_reentry()
             with critical:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -378,6 +379,29 @@ def test_the_store_thread_outlives_a_failed_flush() -> None:
     assert len(store_threads()) == 1
     refused(store.close)
     assert store_threads() == []
+
+
+def test_periodic_work_outlives_queues_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    """The log is flushed as before, and what fails is logged once, as is its end."""
+    caplog.set_level(logging.INFO, "librmq.store")
+    files = FailingFiles(MemoryFiles())
+    with open_store(files) as store:
+        store.append(message(1))
+        for number in range(1, 5):
+            files.fail("create", number, code=errno.EIO)
+        due = store.run_due(START_MS)
+        assert due == START_MS + 500, "of the log"
+        due = store.run_due(due)
+        assert due is not None
+        assert store.writer.durability.commit.flushed == store.log.end
+        store.run_due(due)
+        store.run_due(START_MS + 150_000)
+        assert store.queue_range("TopicA", 0) == (0, 1)
+    said = [record.getMessage() for record in caplog.records]
+    for what in ("writing the entries of queues", "flushing queues and index"):
+        fails, works = (line for line in said if what in line)
+        assert f"{what} fails" in fails
+        assert works == f"/store: {what} works again"
 
 
 @pytest.mark.parametrize("how", ["close", "abandon", "failed"])

@@ -20,6 +20,7 @@ from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIO
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Advice, File
 from librmq.runtime._background import Background
+from librmq.runtime.event_log import EventLog, StateLog
 from librmq.store.engine._durability import GroupCommit, Housekeeping
 
 NOW = 1_700_000_000_000
@@ -48,6 +49,10 @@ class TouchedFiles(MemoryFiles):
                         meanwhile.pop(0)()
 
         self._file_type = TouchedFile
+
+
+def states() -> StateLog:
+    return StateLog(EventLog("librmq.store"), "/store")
 
 
 def io_error(call: str) -> StoreIOError:
@@ -80,7 +85,14 @@ class Subject:
         self.clock = ManualClock(NOW)
         self.commit = GroupCommit(self._flush, 0, lambda: None)
         self.step = Housekeeping(
-            self.config, self.log, self.commit, self.flush_derived, lambda: self.entries, self._expire, NOW
+            self.config,
+            self.log,
+            self.commit,
+            self.flush_derived,
+            lambda: self.entries,
+            self._expire,
+            NOW,
+            states(),
         )
 
     @property
@@ -380,6 +392,7 @@ def test_an_entry_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> N
         lambda: next(counts),
         lambda _: None,
         NOW,
+        states(),
     )
     assert step.run_due(NOW) == NOW
     assert step.run_due(NOW) == NOW + 60_000
@@ -523,7 +536,7 @@ def test_a_failed_preallocation_is_not_a_failure(subject: Subject, caplog: pytes
     subject.append(ENOUGH)
     subject.files.reserve = full  # type: ignore[method-assign]
     subject.run_until(1)
-    assert "no room" in caplog.text
+    assert "preparing room" in caplog.text
     assert subject.commit.flushed == ENOUGH
 
 

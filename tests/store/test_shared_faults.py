@@ -253,9 +253,12 @@ def test_all_ways_to_a_message_find_that_of_a_peer(shared: Shared, tmp_path: Pat
         assert [*copy.messages("orders", 0)][-1].body == b"snapshot"
 
 
-def test_a_record_that_does_not_continue_its_queue_is_an_error_each_time(tmp_path: Path) -> None:
+def test_a_record_that_does_not_continue_its_queue_is_an_error_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """An opening repairs it; until then nothing that follows it passes for whole."""
     shared, result = Shared(tmp_path), None
+    shared.store.writer.thread.stop()
     while result is None:
         shared.direct(b"x")
         with shared.store.writer.appender.lock.mutex:
@@ -267,6 +270,9 @@ def test_a_record_that_does_not_continue_its_queue_is_an_error_each_time(tmp_pat
     for step in (shared.store.flush, shared.store.flush, shared.close):
         with pytest.raises(CorruptionError, match="a record that continues its queue"):
             step()
+        if step != shared.close:  # periodic work goes on, so that the rest of the log is flushed
+            assert shared.store.run_due(shared.store.clock.now_ms() + 60_000) is not None
+    assert [one.getMessage() for one in caplog.records if "flushing queues and index fails" in one.getMessage()]
     with MessageStore.open(shared.path) as store:
         assert store.queue_range("orders", 0) == (0, result.queue_offset + 1)
 

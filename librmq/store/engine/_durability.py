@@ -14,6 +14,7 @@ Mirrors 4.9.4's ``GroupCommitService``, ``FlushRealTimeService``, ``FlushConsume
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
-from librmq.runtime import Background, calls_later, critical
+from librmq.runtime import Background, StateLog, calls_later, critical
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -339,7 +340,11 @@ _MUCH: Final = 4 << 20
 the other threads of a busy process fall behind."""
 _FAST: Final = 160 << 10
 """Bytes a millisecond above which the thread prepares pages for the producer instead."""
-_AGAIN_MS: Final = 10_000  # a step that failed is tried again after this time
+AGAIN_MS: Final = 10_000
+"""Milliseconds after which a step that failed is tried again."""
+_PREPARING: Final = ("preparing",), "preparing room after the log's end"
+_EXPIRING: Final = ("expiring",), "deleting due log files"
+_DERIVING: Final = ("deriving",), "flushing queues and index"
 
 
 class Housekeeping(AlarmState):
@@ -358,8 +363,9 @@ class Housekeeping(AlarmState):
         entries: Callable[[], int],
         expire: Callable[[int], int | None],
         now_ms: int,
+        states: StateLog,
     ) -> None:
-        """Take the functions to call.
+        """Take the functions to call, and where to log what fails.
 
         ``flush_derived()`` flushes queues, index and checkpoint, ``entries()`` is the average of unflushed entries
         of a queue that has some, and ``expire(now_ms)`` is the step of retention.
@@ -374,7 +380,7 @@ class Housekeeping(AlarmState):
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._seen_ms, self._seen_end = now_ms, log.end  # at the last look whether a flush is due
         self._expire_at_ms: int | None = now_ms
-        self._last_error = ""
+        self._states = states
         self._expired_end = -1  # where the log's files ended at the last check of expiry
         self.alarm: int = -1
         self.watched: int = sys.maxsize
@@ -400,9 +406,9 @@ class Housekeeping(AlarmState):
             log.prepare(ahead)
         except StoreError as error:
             # The append that needs the room gets this error, so the step does not raise it.
-            _log.warning(
-                "no room could be prepared after the log's end: %(error)s", error=error, path=self._log.sequence.folder
-            )
+            self._states.failing(*_PREPARING, error)
+        else:
+            self._states.works(*_PREPARING)
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
             return None  # the store accepts nothing more
@@ -416,8 +422,10 @@ class Housekeeping(AlarmState):
             try:
                 self._expire_at_ms = self._expire(now_ms)
             except StoreError as error:
-                _log.error("due log files could not be deleted: %(error)s", error=error, path=self._log.sequence.folder)
-                self._expire_at_ms = now_ms + _AGAIN_MS
+                self._states.failing(*_EXPIRING, error, logging.ERROR, again_ms=AGAIN_MS)
+                self._expire_at_ms = now_ms + AGAIN_MS
+            else:
+                self._states.works(*_EXPIRING)
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
         alarm = self.alarm = min(log_alarm, begin + ahead // 2)
@@ -481,13 +489,10 @@ class Housekeeping(AlarmState):
             self._flush_derived()
         except StoreError as error:
             # Queues and index can be rebuilt from the log, so nothing is lost and the step goes on.
-            if str(error) != self._last_error:  # log each error once
-                _log.error(
-                    "queues and index could not be flushed: %(error)s", error=error, path=self._log.sequence.folder
-                )
-            self._last_error = str(error)
-            return now_ms + round(1000 * seconds)
-        self._last_error = ""
+            again_ms = round(1000 * seconds)
+            self._states.failing(*_DERIVING, error, logging.ERROR, again_ms=again_ms)
+            return now_ms + again_ms
+        self._states.works(*_DERIVING)
         return None
 
 
