@@ -125,12 +125,12 @@ class ProcessQueue:
         self._waiting.extendleft(reversed(messages))
 
     def commit(self) -> int | None:
-        """Remove all messages that have begun; return their largest queue offset plus one, None if there were none."""
-        queue_offset = -1
-        for _ in range(len(self._held) - len(self._waiting)):
-            queue_offset, message = self._held.popitem(last=False)
+        """Remove all messages that have begun; return the progress, None if there were none."""
+        begun = self.begun
+        for _ in range(begun):
+            _, message = self._held.popitem(last=False)
             self.size -= message._held_size
-        return queue_offset + 1 or None
+        return self.progress if begun else None
 
     def roll_back(self) -> None:
         """Make all messages that have begun wait again."""

@@ -46,6 +46,17 @@ def test_a_new_queue_is_consumed_in_order_without_a_wait(one_queue: Kit) -> None
     assert bodies(one_queue) == list("abcdef")
 
 
+def test_a_message_left_out_behind_the_last_one_is_passed(one_queue: Kit) -> None:
+    """Otherwise the group is behind, and `join` waits, until another message comes."""
+    rmq = one_queue
+    subscribed(rmq, orderly=True, filters={"tags": "a"})
+    rmq.producer().send("t", b"1", tags="a")
+    rmq.producer().send("t", b"2", tags="b")
+    rmq.advance(seconds=10)
+    assert bodies(rmq) == ["1"]
+    assert rmq.broker.lag("g") == 0
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) -> None:
     """The next broker knows no locks, so that another client can have the queue. RocketMQ's trust theirs for 30 s."""
