@@ -55,8 +55,8 @@ class ReconsumeLater(Exception):
     """Deliver the message again later.
 
     With ``delay_level`` 0 the broker chooses the delay by the number of deliveries (10 s, 30 s, 1 min, …). Above 0 it
-    is a delay level; below 0 the message becomes a dead letter immediately. The first ``consumed`` messages of a batch
-    still count as consumed; the others are delivered again.
+    is a delay level; below 0 the message becomes a dead letter immediately. The first ``consumed`` messages of a
+    concurrent batch still count as consumed; the others are delivered again.
     """
 
     def __init__(self, reason: str = "", *, delay_level: int = 0, consumed: int = 0) -> None:

@@ -259,28 +259,37 @@ class OrderlyDelivery:
             return None
         self.calls.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self._retries().send_exhausted(assigned, messages, error):
-            self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
+        sent, kept = self._retries().send_exhausted(assigned, messages, error)
+        result_of_sent = "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
+        if not kept:
+            self._commit_messages(assigned, result_of_sent)
             return None
-        self._instance._note("outcome", assigned.queue.topic, "suspend", len(messages))
         assigned.end(messages)
-        assigned.messages.put_back(messages)
+        if sent:
+            self._count_done(assigned, len(sent), result_of_sent)
+            progress = assigned.messages.remove(sent)
+            if progress is not None and (assigned.progress is None or progress > assigned.progress):
+                self._instance._progressed(assigned, progress)
+        self._instance._note("outcome", assigned.queue.topic, "suspend", len(kept))
+        assigned.messages.put_back(kept)
         rest_ms = self._suspension_ms(error)
         if attempt == 1:
             self._retries().log_retry(
-                assigned, messages, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
+                assigned, kept, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
             )
-        self._log_blocked(assigned, messages[0])
+        self._log_blocked(assigned, kept[0])
         return rest_ms
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
-        count = assigned.messages.begun
-        self.calls.counts.consumed += count
-        if self._instance.watchers:
-            self._instance._note("outcome", assigned.queue.topic, result, count)
+        self._count_done(assigned, assigned.messages.begun, result)
         progress = assigned.messages.commit()
         if progress is not None:
             self._instance._progressed(assigned, progress)
+
+    def _count_done(self, assigned: AssignedQueue, count: int, result: str) -> None:
+        self.calls.counts.consumed += count
+        if self._instance.watchers:
+            self._instance._note("outcome", assigned.queue.topic, result, count)
 
     def _note_end(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Note the end of a call, and with a commit or rollback the end of the calls held before it."""

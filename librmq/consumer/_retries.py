@@ -90,17 +90,19 @@ class Retries:
 
     def send_exhausted(
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: Exception | None
-    ) -> bool:
-        """Count a failure of each message, send it back at the maximum, and return whether all were sent back."""
+    ) -> tuple[list[DeliveredMessage], list[DeliveredMessage]]:
+        """Send back each message at the maximum, count a failure of the others; return those sent back, and others."""
         max_times = self._consumer.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
-        are_all_sent = True
+        sent, kept = list[DeliveredMessage](), list[DeliveredMessage]()
         for message in messages:
             is_exhausted = at_once or (max_times is not None and message.reconsume_times >= max_times)
-            if not is_exhausted or not self._send_dead_letter(assigned, message, error, at_once):
+            if is_exhausted and self._send_dead_letter(assigned, message, error, at_once):
+                sent.append(message)
+            else:
                 message._count_failure()
-                are_all_sent = False
-        return are_all_sent
+                kept.append(message)
+        return sent, kept
 
     def _send_dead_letter(
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool

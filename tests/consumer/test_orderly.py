@@ -204,6 +204,24 @@ def test_at_its_own_maximum_a_message_becomes_a_dead_letter(one_queue: Kit, capl
     assert [message.body for message in one_queue.dead_letters("g")] == [b"bad"]
 
 
+def test_a_batch_goes_on_without_its_dead_letters(one_queue: Kit) -> None:
+    """RocketMQ's client delivers them again with the batch, and makes them dead letters at each of its failures."""
+    calls: list[list[tuple[bytes, int]]] = []
+
+    def listener(messages: list[DeliveredMessage]) -> None:
+        calls.append([(message.body, message.reconsume_times) for message in messages])
+        raise ValueError("no")
+
+    ordered(one_queue, listener, batch_size=3, max_reconsume_times=1)
+    send(one_queue, "a")
+    one_queue.advance(ms=500)
+    send(one_queue, *"bc")
+    one_queue.advance(seconds=60)
+    assert calls == [[(b"a", 0)], [(b"a", 1), (b"b", 0), (b"c", 0)], [(b"b", 1), (b"c", 1)]]
+    assert [message.body for message in one_queue.dead_letters("g")] == [b"a", b"b", b"c"]
+    assert one_queue.offsets("g")[T0] == 3
+
+
 def test_dead_letter_ends_an_orderly_message_immediately(one_queue: Kit, caplog: pytest.LogCaptureFixture) -> None:
     """An orderly consumer retried ``raise DeadLetter`` forever (issue 14, 1.10)."""
 
