@@ -15,13 +15,13 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
 from librmq.override import override
-from librmq.protocol import ClientRemoved, Endpoint
+from librmq.protocol import ClientRemoved, Endpoint, TakeHandOuts
 from librmq.runtime import Runner, Step
 from librmq.wire.remote._administration import ANSWERS
 from librmq.wire.remote._connection import Ended, EndedTogether, Requested, Transport
 from librmq.wire.remote._dialing import Connections
 from librmq.wire.remote._remote_broker import RemoteBroker
-from librmq.wire.remoting._channels import Channel, ClientChannels
+from librmq.wire.remoting._channels import Channel, ClientChannels, served
 from librmq.wire.remoting._consumer_requests import ChannelReceives, Pulls
 from librmq.wire.remoting._frames import Frame, FrameReader, encode
 from librmq.wire.remoting._running_info import Rates
@@ -75,7 +75,9 @@ class _Server:
         self.broker = broker
         self.sessions = ClientChannels(broker, lambda *_: None)
         self.pulls = Pulls(broker, rates, ends_holds=False)  # otherwise a runner by hand would never be idle
-        self.answers = FrameAnswers(broker, self.sessions, self.pulls, ChannelReceives(broker), rates)
+        # A kit's clients share their group's rate at every kind of connection.
+        others = served(broker.call, TakeHandOuts)
+        self.answers = FrameAnswers(broker, self.sessions, self.pulls, ChannelReceives(broker), rates, others=others)
 
 
 class _TurnChannel(Channel):

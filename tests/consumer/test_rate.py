@@ -36,6 +36,20 @@ def test_a_group_gets_so_many_a_second(rmq: Kit, members: int, orderly: bool) ->
     assert times[-1] - times[0] <= 21_000
 
 
+@pytest.mark.parametrize("over", ["tcp", "share"])
+def test_a_group_of_a_kit_over_a_connection(over: str) -> None:
+    with Kit(over_tcp=over == "tcp", over_share=over == "share") as rmq:
+        for _ in range(2):
+            rmq.consumer("billing", rate=10).subscribe("orders", lambda message: None)
+        rmq.run_until_idle()
+        for number in range(40):
+            rmq.producer().send("orders", f"{number}")
+        rmq.advance(seconds=2)
+        assert 20 <= len(rmq.delivered("billing")) <= 21
+        rmq.advance(seconds=4)
+        assert len(rmq.delivered("billing")) == 40
+
+
 def test_a_burst_after_a_rest(rmq: Kit) -> None:
     times: list[int] = []
     rmq.consumer("billing", rate=1, burst=5).subscribe("orders", lambda message: times.append(rmq.clock.now_ms()))
