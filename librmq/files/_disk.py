@@ -179,8 +179,12 @@ class DiskFiles:
 
     def _check_below(self, folder: str, names: Container[str] | None = None) -> None:
         """Refuse a link anywhere below a folder, or in what it has of ``names``, before any write."""
-        try:
-            with os.scandir(folder) as entries:  # kept out of `list`, which follows links, as readers do
+        with SystemCall("list", folder):
+            try:
+                entries = os.scandir(folder)  # kept out of `list`, which follows links, as readers do
+            except (FileNotFoundError, NotADirectoryError, PermissionError):
+                return  # the open that follows says so
+            with entries:
                 for entry in entries:
                     if names is not None and entry.name not in names:
                         continue
@@ -188,8 +192,6 @@ class DiskFiles:
                         raise self._link_refused(entry.path)
                     if entry.is_dir(follow_symlinks=False):
                         self._check_below(entry.path)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return  # the open that follows says so
 
     @contextmanager
     def _place(self, path: str) -> Iterator[_Place]:

@@ -312,6 +312,15 @@ def test_files_are_made_with_the_times_of_others(tmp_path: Path) -> None:
     assert [(made / f"{name}/000").stat().st_mtime_ns == 2_000_000_009 for name in (0, 7)] == [True, False]
 
 
+def test_a_look_for_links_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(StoreIOError, match="list: Too many open files"):
+        confine(DiskFiles(), str(tmp_path), "own")
+
+
 @pytest.mark.platform
 @pytest.mark.skipif(os.open not in os.supports_dir_fd, reason="opens no file below a descriptor")
 @pytest.mark.parametrize("interrupted", [1, 2, 3])
