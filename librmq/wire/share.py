@@ -133,8 +133,9 @@ def _check_place(path: str, files: DiskFiles) -> None:
 def _check_owner(path: str) -> None:
     """Refuse a store of another user, whose processes could neither reach this one nor take the store over."""
     for name in (os.path.relpath(share_folder(path), path), "commitlog"):
-        with suppress(FileNotFoundError):
-            user = os.stat(os.path.join(path, name)).st_uid
+        place = os.path.join(path, name)
+        with SystemCall("look at", place), suppress(FileNotFoundError):
+            user = os.stat(place).st_uid
             if user != os.geteuid():
                 raise ConfigError(
                     f"{path}: {name} belongs to user {user_name(user)}, and this process to {user_name(os.geteuid())}: "

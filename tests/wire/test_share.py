@@ -52,7 +52,15 @@ from librmq import (
 )
 from librmq.clock import SystemClock
 from librmq.diagnosis.view import StoreView
-from librmq.errors import CorruptionError, FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
+from librmq.errors import (
+    CorruptionError,
+    FlushFailedError,
+    NotAStoreError,
+    ReadOnlyError,
+    RmqError,
+    StoreFullError,
+    StoreIOError,
+)
 from librmq.message.topics import TopicType
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
@@ -1049,6 +1057,19 @@ def test_the_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytes
     for name, part in (("broker", "commitlog"), ("share", "librmq/share")):
         with pytest.raises(ConfigError, match=rf"{part} belongs to user .*{user}.*, and this process to 12345: only"):
             librmq.share(tmp_path / name)
+
+
+def test_a_store_whose_own_folder_is_closed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = os.stat
+
+    def refused(path: Any, **settings: Any) -> os.stat_result:
+        if str(path).endswith("share"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return look(path, **settings)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(StoreIOError, match="librmq/share: look at: Permission denied"):
+        librmq.share(tmp_path / "store")
 
 
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
