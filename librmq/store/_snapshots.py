@@ -357,8 +357,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             file = files.open(source)
             if file.size != size:
                 raise CorruptionError(source, min(file.size, size), "size", f"expected {size} bytes, found {file.size}")
-            if not copy and start + _STILL_WRITTEN * size < end and link_file(files, source, target):
-                files.flush(files.open(target, writable=True))
+            if not copy and start + _STILL_WRITTEN * size < end and _link(source, target, files):
                 linked += 1
             else:
                 copy_file(files, file, target, end=min(size, end - start), size=size)
@@ -366,6 +365,21 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             continue
         break
     return copied, linked
+
+
+def _link(source: str, target: str, files: Files) -> bool:
+    """Link a file, with its bytes on the device; return False if it has to be copied."""
+    if not link_file(files, source, target):
+        return False
+    try:
+        linked = files.open(target, writable=True)
+    except StoreIOError as error:
+        if error.errno != errno.EACCES:
+            raise
+        files.delete(target)  # no process may write to the file, but the new store is one to write to
+        return False
+    files.flush(linked)
+    return True
 
 
 def _copy_derived(path: str, part: str, index: Sequence[FolderEntry], size: int, files: Files) -> list[str]:

@@ -276,6 +276,33 @@ def test_without_links_all_files_are_copied(code: int) -> None:
     assert verify(TARGET, SMALL, files).sound
 
 
+def test_full_files_that_may_not_be_written_are_copied() -> None:
+    class Protected(FailingFiles):
+        """Files of a log that is read-only, and so are further names of its files."""
+
+        def __init__(self, files: Files) -> None:
+            super().__init__(files)
+            self.links = set[str]()
+
+        def link(self, old: str, new: str) -> None:
+            self._files.link(old, new)
+            self.links.add(new)
+
+        def delete(self, path: str) -> None:
+            self._files.delete(path)
+            self.links.discard(path)
+
+        def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
+            if writable and path in self.links:
+                raise StoreIOError("open", path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+            return self._files.open(path, writable=writable, keep_descriptor=keep_descriptor)
+
+    files = Protected(in_memory(filled(SMALL, 120)))
+    made = snapshot(ROOT, TARGET, files=files)
+    assert (made.linked_files, files.links) == (0, set())
+    assert verify(TARGET, SMALL, files).sound
+
+
 # -------------------------------------------------------------------------------------- snapshots of a store in use
 
 
