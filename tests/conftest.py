@@ -28,18 +28,7 @@ from librmq.clock import ManualClock
 from tests import budget, lock_order, own
 from tests.log_levels import reset_levels
 from tests.over_tcp import reason_of
-from tests.reference import (
-    ABSENT,
-    Row,
-    document,
-    encoding,
-    existing,
-    folders,
-    jsonl,
-    reference,
-    rows,
-    store_folders,
-)
+from tests.reference import ABSENT, Row, document, encoding, existing, folders, jsonl, reference, rows, store_folders
 
 pytest_plugins = ("pytest_librmq", "pytester")
 

@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import (
-    ENTRY_SIZE,
-    LAST_EXT_ADDRESS,
-    ExtUnit,
-    is_ext_address,
-)
+from librmq.consumequeue_entries import ENTRY_SIZE, LAST_EXT_ADDRESS, ExtUnit, is_ext_address
 from librmq.consumequeue_ext import ConsumeQueueExt, pack_unit
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles

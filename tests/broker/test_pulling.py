@@ -9,13 +9,7 @@ import pytest
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
-from librmq.errors import (
-    BrokerError,
-    ConfigError,
-    CorruptionError,
-    DiskFullError,
-    MessageIllegalError,
-)
+from librmq.errors import BrokerError, ConfigError, CorruptionError, DiskFullError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import file_size
 from librmq.java import json as java_json

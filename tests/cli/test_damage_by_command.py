@@ -15,16 +15,7 @@ from typing import Any
 
 import pytest
 
-from librmq import (
-    Broker,
-    ConsumeFrom,
-    ManualClock,
-    ManualRunner,
-    Message,
-    Producer,
-    PushConsumer,
-    StoreConfig,
-)
+from librmq import Broker, ConsumeFrom, ManualClock, ManualRunner, Message, Producer, PushConsumer, StoreConfig
 from librmq.columns import reader
 from librmq.errors import RmqError
 from tests import budget

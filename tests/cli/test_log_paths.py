@@ -12,15 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from librmq import (
-    Broker,
-    CorruptionError,
-    ManualClock,
-    ManualRunner,
-    Message,
-    MessageStore,
-    StoreConfig,
-)
+from librmq import Broker, CorruptionError, ManualClock, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.columns import reader
 from librmq.errors import NotAStoreError
 from librmq.store import snapshot, verify

@@ -18,16 +18,7 @@ import librmq
 from librmq import Broker, ConsumeFrom, Message, Producer, PullConsumer, PushConsumer, ReconsumeLater
 from librmq.cluster import RouteTable
 from librmq.errors import BrokerError, NoRouteError
-from librmq.protocol import (
-    MaxOffset,
-    PullMessage,
-    PullStatus,
-    Request,
-    ResponseCode,
-    Route,
-    RouteWrapper,
-    Subscription,
-)
+from librmq.protocol import MaxOffset, PullMessage, PullStatus, Request, ResponseCode, Route, RouteWrapper, Subscription
 from librmq.wire.remoting import RemotingServer
 from tests import own
 from tests.wrapped_route import WrappedRoute

@@ -16,12 +16,7 @@ from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Pr
 from librmq.cluster import Replica, promote_replica
 from librmq.cluster._replica import StoredMaster
 from librmq.diagnosis import StoreView, pending_messages
-from librmq.errors import (
-    BrokerUnreachableError,
-    FlushFailedError,
-    ReplicaError,
-    StoreLockedError,
-)
+from librmq.errors import BrokerUnreachableError, FlushFailedError, ReplicaError, StoreLockedError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files

@@ -12,13 +12,7 @@ from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.cluster import Replica
 from librmq.cluster._replica import StoredMaster
 from librmq.cluster._replica_admission import check_bytes
-from librmq.errors import (
-    BrokerError,
-    CorruptionError,
-    NotAStoreError,
-    ReadOnlyError,
-    ReplicaError,
-)
+from librmq.errors import BrokerError, CorruptionError, NotAStoreError, ReadOnlyError, ReplicaError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import is_folder
 from tests.broker.parties import manual, opened, send

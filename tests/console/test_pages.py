@@ -37,13 +37,7 @@ from librmq.diagnosis import view as diagnosis_view
 from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
 from librmq.java.json import NumberColumns, NumberRows
-from librmq.message.record import (
-    COMPRESSED,
-    COMPRESSION_LZ4,
-    COMPRESSION_ZLIB,
-    COMPRESSION_ZSTD,
-    compress_body,
-)
+from librmq.message.record import COMPRESSED, COMPRESSION_LZ4, COMPRESSION_ZLIB, COMPRESSION_ZSTD, compress_body
 from librmq.protocol import ConsumerData, Heartbeat, MessageModel, SendMessage, Subscription, UpdateOffset
 from librmq.store import BrokerTables
 from librmq.testing import Kit

@@ -31,16 +31,7 @@ from librmq.listener import DeadLetter, DownstreamDown, ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.testing import Kit, Process, explore
-from tests.consumer.parties import (
-    Noted,
-    assigned,
-    bodies,
-    most_at_once,
-    newest_takes_all,
-    seam_of,
-    send,
-    subscribed,
-)
+from tests.consumer.parties import Noted, assigned, bodies, most_at_once, newest_takes_all, seam_of, send, subscribed
 from tests.planted import send as send_to_end
 
 T0 = MessageQueue("t", "broker-a", 0)

@@ -27,16 +27,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 import librmq
-from librmq import (
-    Broker,
-    ConsumeFrom,
-    Producer,
-    PullConsumer,
-    PushConsumer,
-    ReceiptError,
-    RmqError,
-    SimpleConsumer,
-)
+from librmq import Broker, ConsumeFrom, Producer, PullConsumer, PushConsumer, ReceiptError, RmqError, SimpleConsumer
 from librmq.broker import AdministeredRoute
 from librmq.clock import SystemClock
 from librmq.message import StoredMessage

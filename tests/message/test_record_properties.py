@@ -14,13 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from librmq.errors import (
-    BodyChecksumError,
-    BodyCompressionError,
-    MalformedError,
-    MessageIllegalError,
-    RecordError,
-)
+from librmq.errors import BodyChecksumError, BodyCompressionError, MalformedError, MessageIllegalError, RecordError
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch

@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 
-from librmq import (
-    Broker,
-    ConsumeFrom,
-    DeliveredMessage,
-    Metrics,
-    Producer,
-    PushConsumer,
-    SimpleConsumer,
-    ThreadRunner,
-)
+from librmq import Broker, ConsumeFrom, DeliveredMessage, Metrics, Producer, PushConsumer, SimpleConsumer, ThreadRunner
 from librmq.client.allocation import allocate_averagely
 from librmq.message import MessageQueue
 from librmq.runtime.event_log import EventLog

@@ -19,14 +19,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ExtUnit
-from librmq.errors import (
-    ConfigError,
-    MessageIllegalError,
-    ReadOnlyError,
-    RmqError,
-    StoreClosedError,
-    StoreLockedError,
-)
+from librmq.errors import ConfigError, MessageIllegalError, ReadOnlyError, RmqError, StoreClosedError, StoreLockedError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.ids import offset_message_id

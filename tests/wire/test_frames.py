@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
 from librmq.protocol import Acknowledge
-from librmq.wire.remoting._frames import (
-    LANGUAGES,
-    Frame,
-    FrameReader,
-    answer_to,
-    encode,
-    from_fields,
-    to_fields,
-)
+from librmq.wire.remoting._frames import LANGUAGES, Frame, FrameReader, answer_to, encode, from_fields, to_fields
 from librmq.wire.remoting._headers import (
     REQUESTS,
     EmptyHeader,

@@ -35,12 +35,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
-from librmq.store.format.documents import (
-    KeptSettings,
-    RecordedRetention,
-    with_checksum,
-    write_retention,
-)
+from librmq.store.format.documents import KeptSettings, RecordedRetention, with_checksum, write_retention
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
