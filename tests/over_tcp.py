@@ -10,7 +10,7 @@ _COMES_BACK = "a broker ends the connection of a client that it removes, so the 
 NOT_OVER_TCP: Final = {
     "tests/client": {},
     "tests/consumer/test_orderly.py": {
-        "test_a_takeover_waits_for_the_periodic_lock": "a member learns of another after that one asks for locks",
+        "test_a_takeover_waits_for_the_periodic_lock": "a member learns of another after that one asks for locks"
     },
     "tests/consumer/test_pull.py": {
         "test_a_poll_that_is_interrupted_loses_nothing": "it interrupts the test's own connection within a frame",

@@ -180,11 +180,7 @@ def test_blocks_and_entries_cover_a_range() -> None:
 
 def test_blocks_are_bounded() -> None:
     queue = filled(MemoryFiles(), 0, 140_000, size=150_000 * ENTRY_SIZE)
-    assert [(first, len(block)) for first, block in queue.blocks()] == [
-        (0, 65536),
-        (65536, 65536),
-        (131072, 8928),
-    ]
+    assert [(first, len(block)) for first, block in queue.blocks()] == [(0, 65536), (65536, 65536), (131072, 8928)]
 
 
 # -------------------------------------------------------------------------------------------------- appending

@@ -312,14 +312,10 @@ def test_a_unit_of_impossible_size_is_reported(size: int) -> None:
 
 @given(
     st.lists(st.binary(min_size=SMALL, max_size=SMALL), max_size=3),
-    st.lists(
-        st.tuples(st.integers(0, 255), st.sampled_from([b"\0", b"\xff", b"\x14", b"\x80", b"\x7f"])),
-        max_size=8,
-    ),
+    st.lists(st.tuples(st.integers(0, 255), st.sampled_from([b"\0", b"\xff", b"\x14", b"\x80", b"\x7f"])), max_size=8),
     st.integers(-1, 300),
     st.lists(
-        st.tuples(st.sampled_from(["put", "after", "before", "recover", "clear"]), st.integers(0, 300)),
-        max_size=5,
+        st.tuples(st.sampled_from(["put", "after", "before", "recover", "clear"]), st.integers(0, 300)), max_size=5
     ),
 )
 def test_arbitrary_files_raise_only_store_errors(

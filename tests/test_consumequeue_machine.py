@@ -43,10 +43,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.log_begin = 0  # entries of deleted messages can exist without their units
 
     @initialize(
-        on_disk=st.booleans(),
-        per_file=st.sampled_from([3, 5]),
-        limit=st.integers(1, 4),
-        with_ext=st.booleans(),
+        on_disk=st.booleans(), per_file=st.sampled_from([3, 5]), limit=st.integers(1, 4), with_ext=st.booleans()
     )
     def start(self, on_disk: bool, per_file: int, limit: int, with_ext: bool) -> None:
         if on_disk:

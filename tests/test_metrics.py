@@ -22,10 +22,7 @@ def test_counts_add_up_by_labels() -> None:
     metrics.count("sends", 2, status="SEND_OK", topic="a")
     metrics.count("sends", topic="a", status="ERROR")
     metrics.count("send_seconds", 0.25, topic="a")
-    assert metrics.snapshot() == {
-        "sends": {("a", "SEND_OK"): 3, ("a", "ERROR"): 1},
-        "send_seconds": {("a",): 0.25},
-    }
+    assert metrics.snapshot() == {"sends": {("a", "SEND_OK"): 3, ("a", "ERROR"): 1}, "send_seconds": {("a",): 0.25}}
 
 
 def test_a_gauge_is_a_number_or_asked_or_gone() -> None:

@@ -392,10 +392,7 @@ def test_committed_transactions_are_delivered(shop: Shop) -> None:
         shop.runner = ManualRunner()
         shop.open()
         seen: list[bytes] = []
-        with (
-            TransactionProducer(shop.broker, "shop", check=lambda _: TransactionState.COMMIT),
-            consumer_of(shop, seen),
-        ):
+        with TransactionProducer(shop.broker, "shop", check=lambda _: TransactionState.COMMIT), consumer_of(shop, seen):
             shop.runner.advance(300_000)
         assert sorted(seen) == BODIES, (file, bit)
         shop.broker.close()

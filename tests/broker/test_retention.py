@@ -507,10 +507,7 @@ def test_a_retry_copy_is_on_the_device_before_its_message_goes() -> None:
 
 
 def test_the_refusal_by_threads() -> None:
-    with (
-        Broker.open("/store", store_config=KEEP, files=MemoryFiles()) as broker,
-        Producer(broker, "shop") as producer,
-    ):
+    with Broker.open("/store", store_config=KEEP, files=MemoryFiles()) as broker, Producer(broker, "shop") as producer:
         broker.create_topic("orders", 1)
         producer.send("orders", BODY)
         with PullConsumer(broker, "bills", consume_from=ConsumeFrom.FIRST) as consumer:

@@ -66,12 +66,7 @@ def test_a_send_makes_its_topic(broker: Broker, asked: int, queues: int) -> None
     assert broker.topic_route("T") == ()
     send(broker, "T", default_queues=asked)
     (data,) = broker.topic_route("T")
-    assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == (
-        "broker-a",
-        queues,
-        queues,
-        6,
-    )
+    assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == ("broker-a", queues, queues, 6)
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(auto_create_topic=False))

@@ -149,11 +149,7 @@ def test_the_relay_carries_what_the_timer_refuses(rmq: Kit, broker: Broker) -> N
 
 @pytest.mark.parametrize(
     ("settings", "waits_in"),
-    [
-        ({}, "rmq_sys_wheel_timer"),
-        ({"timers": WHEEL}, "rmq_sys_wheel_timer"),
-        ({"hops": True}, "SYSTEM_SCHEDULE_MSG"),
-    ],
+    [({}, "rmq_sys_wheel_timer"), ({"timers": WHEEL}, "rmq_sys_wheel_timer"), ({"hops": True}, "SYSTEM_SCHEDULE_MSG")],
 )
 def test_delay_and_deliver_at_choose_the_mechanism(settings: dict[str, Any], waits_in: str) -> None:
     """An exact level is used first, then the timer, then the relay."""

@@ -67,10 +67,7 @@ COMMANDS: Final[dict[str, Command]] = {command.name: command for command in (
 _PUT: Final = "msg_id:str store_timestamp:int queue_offset:int msg_num:int"
 
 ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
-    "load": (
-        f"op:str id?:str status:str append_status?:str phys?:int wrote_bytes?:int {_PUT} ...",
-        "op:str ...",
-    ),
+    "load": (f"op:str id?:str status:str append_status?:str phys?:int wrote_bytes?:int {_PUT} ...", "op:str ..."),
     "ask": (
         "type:str topic:str key:str max_num:int begin:int end:int phys_offsets:[int] index_last_update_timestamp:int "
         "index_last_update_phyoffset:int query_message_phys:[int]",

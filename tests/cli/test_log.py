@@ -296,11 +296,7 @@ def only(log: Log) -> Row:
 
 def test_hosts_of_16_bytes_as_java_prints_them(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    log.add(
-        sys_flag=BORN_HOST_V6 | STORE_HOST_V6,
-        born_host=("fe80::1", 10911),
-        store_host=("::", 1),
-    )
+    log.add(sys_flag=BORN_HOST_V6 | STORE_HOST_V6, born_host=("fe80::1", 10911), store_host=("::", 1))
     row = only(log)
     assert row["born_host"] == "[fe80:0:0:0:0:0:0:1]:10911"
     assert row["store_host"] == "[0:0:0:0:0:0:0:0]:1"

@@ -136,14 +136,7 @@ def test_options_may_precede_and_follow_the_command(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [],
-        ["no-such-command"],
-        ["queues"],
-        ["queue", "s", "T"],
-        ["queues", "s", "--form", "jsonl"],
-        ["dump", "-x"],
-    ],
+    [[], ["no-such-command"], ["queues"], ["queue", "s", "T"], ["queues", "s", "--form", "jsonl"], ["dump", "-x"]],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(words) == 2

@@ -272,12 +272,7 @@ def test_impossible_times_are_shown_as_numbers() -> None:
 
 
 def test_damage_is_shown_as_a_list() -> None:
-    one = {
-        "file": "commitlog/00000000000000000000",
-        "offset": 95,
-        "kind": "checksum",
-        "what": "the body is wrong",
-    }
+    one = {"file": "commitlog/00000000000000000000", "offset": 95, "kind": "checksum", "what": "the body is wrong"}
     text = drawn({"type": "verify", "sound": False, "damage": [one, one | {"offset": 96}]})
     assert "false" in text
     assert [line.split()[1] for line in text.splitlines() if "commitlog" in line] == ["95", "96"]

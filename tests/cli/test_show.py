@@ -245,8 +245,7 @@ def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> No
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["show", "tail", "count", "count --by tag --sampled", "story key14", "pending", "lag"],
+    "words", ["show", "tail", "count", "count --by tag --sampled", "story key14", "pending", "lag"]
 )
 def test_a_topic_that_does_not_exist_is_reported(shell: Shell, words: str) -> None:
     command, *more = words.split()

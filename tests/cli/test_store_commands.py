@@ -159,13 +159,7 @@ def test_extreme_numbers_are_answered(run: Run, store: Path, most: int, queue_of
         GET | {"offset": queue_offset, "max_msg_nums": most},
         GET | {"max_msg_nums": most, "sub_expression": "TagA"},
         GET | {"queue_id": queue_offset},
-        {
-            "type": "index_query",
-            "topic": "TopicTest",
-            "key": "zp1Axdzf",
-            "max_num": most,
-            "begin": queue_offset,
-        },
+        {"type": "index_query", "topic": "TopicTest", "key": "zp1Axdzf", "max_num": most, "begin": queue_offset},
         {"type": "offset_by_time", "topic": "TopicTest", "queue_id": 0, "timestamps": [queue_offset]},
     ]
     status, answers, err = run("ask", store, given="".join(json.dumps(row) + "\n" for row in questions))
@@ -317,12 +311,7 @@ def test_an_interruption_leaves_a_closed_store(run: Run, copy: Path, monkeypatch
 @pytest.mark.slow
 def test_tables_of_every_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    for words in (
-        ["dump"],
-        ["queues"],
-        ["queue", "TopicTest", "0"],
-        ["query", "--topic", "TopicTest", "--key", "Aa"],
-    ):
+    for words in (["dump"], ["queues"], ["queue", "TopicTest", "0"], ["query", "--topic", "TopicTest", "--key", "Aa"]):
         assert main(["--format", "table", words[0], str(store), *words[1:]]) == 0
         shown = capsys.readouterr()
         assert shown.err == ""

@@ -169,17 +169,7 @@ def test_a_failed_broker_is_passed_over_if_there_is_another() -> None:
 
 @pytest.mark.parametrize(
     ("latency_ms", "away_s"),
-    [
-        (0, 0),
-        (549, 0),
-        (550, 30),
-        (999, 30),
-        (1_000, 60),
-        (2_000, 120),
-        (3_000, 180),
-        (14_999, 180),
-        (15_000, 600),
-    ],
+    [(0, 0), (549, 0), (550, 30), (999, 30), (1_000, 60), (2_000, 120), (3_000, 180), (14_999, 180), (15_000, 600)],
 )
 def test_a_slow_broker_is_avoided_for_a_while(latency_ms: int, away_s: int) -> None:
     clock = ManualClock()

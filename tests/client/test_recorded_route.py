@@ -147,11 +147,7 @@ def test_over_tcp_the_same_is_recorded(tmp_path: Path) -> None:
         def check(message: CheckedMessage) -> TransactionState:  # on a busy machine also about the others
             return TransactionState.COMMIT if message.body == b"UNKNOWN" else TransactionState.UNKNOWN
 
-        with (
-            TransactionProducer(route, "halves", check) as halves,
-            Producer(route, "shop") as producer,
-            consumer,
-        ):
+        with TransactionProducer(route, "halves", check) as halves, Producer(route, "shop") as producer, consumer:
             for number in range(3):
                 producer.send("orders", b"%d" % number)
             for state in (TransactionState.COMMIT, TransactionState.UNKNOWN, TransactionState.ROLLBACK):

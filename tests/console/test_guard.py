@@ -204,10 +204,7 @@ def test_the_host_in_a_message_id_is_not_connected_to(broker: Broker) -> None:
         addresses.append(address)
         return socket.create_connection(address, timeout)
 
-    with (
-        RemotingServer(broker) as server,
-        connect(f"127.0.0.1:{server.port}", open_socket=open_socket) as remote,
-    ):
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}", open_socket=open_socket) as remote:
         for place in (broker, remote):
             assert Asked(console(place)).get(f"/message?id={foreign}").status_code == 400
         assert {host for host, _ in addresses} == {"127.0.0.1"}

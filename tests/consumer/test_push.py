@@ -96,10 +96,7 @@ def test_a_batch_never_spans_two_pulls(one_queue: Kit) -> None:
     batches: list[list[str]] = []
     send(one_queue, *"abcdefgh")
     subscribed(
-        one_queue,
-        lambda messages: batches.append([m.body.decode() for m in messages]),
-        batch_size=4,
-        pull_batch_size=6,
+        one_queue, lambda messages: batches.append([m.body.decode() for m in messages]), batch_size=4, pull_batch_size=6
     )
     one_queue.run_until_idle()
     assert sorted(batches) == [list("abcd"), list("ef"), list("gh")]
@@ -793,12 +790,7 @@ def test_hooks_see_each_delivery(one_queue: Kit) -> None:
     subscribed(one_queue, listener, hooks=[hook], threads=1)
     send(one_queue, "a", "b")
     one_queue.run_until_idle()
-    assert log == [
-        ("g", "t", [b"a"]),
-        ("done", "None"),
-        ("g", "t", [b"b"]),
-        (None, "ValueError('no')"),
-    ]
+    assert log == [("g", "t", [b"a"]), ("done", "None"), ("g", "t", [b"b"]), (None, "ValueError('no')")]
 
 
 def test_nothing_is_due_while_nothing_happens(four_queues: Kit) -> None:
@@ -924,11 +916,7 @@ def test_metrics(one_queue: Kit, orderly: bool) -> None:
     if orderly:
         assert values["consumed"] == {("t", "g", "success"): 3, ("t", "g", "suspend"): 1}
     else:
-        assert values["consumed"] == {
-            ("t", "g", "success"): 2,
-            ("t", "g", "later"): 1,
-            ("%RETRY%g", "g", "success"): 1,
-        }
+        assert values["consumed"] == {("t", "g", "success"): 2, ("t", "g", "later"): 1, ("%RETRY%g", "g", "success"): 1}
     assert values["queues"]["t", "g"] == 1
     assert values["lag"]["t", "g"] == values["waiting_messages"]["t", "g"] == values["waiting_bytes"]["t", "g"] == 0
     assert values["rebalances"]["t", "g"] == 1

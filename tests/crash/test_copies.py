@@ -55,10 +55,7 @@ def open_target(files: Files, config: StoreConfig) -> MessageStore:
 )
 def test_a_new_store_is_whole_or_not_there(config: StoreConfig, make: Callable[..., object]) -> None:
     found = filled(config)
-    images = crashes(
-        damaged(found) if make is rescue else found,
-        lambda files: make(ROOT, TARGET, config, files=files),
-    )
+    images = crashes(damaged(found) if make is rescue else found, lambda files: make(ROOT, TARGET, config, files=files))
     *_, last = images
     with open_target(last.files(), config) as store:
         expected = [bytes(message.raw) for message in store]

@@ -33,10 +33,7 @@ from tests.file_seams import CrashImages, FailingFiles, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EINTR)
-CONFIGS = (
-    replace(SMALL, durability="sync"),
-    replace(SMALL_EXT, max_total_size=3 * SMALL.commitlog_file_size),
-)
+CONFIGS = (replace(SMALL, durability="sync"), replace(SMALL_EXT, max_total_size=3 * SMALL.commitlog_file_size))
 CALLS = (
     *("reserve", "create", "open", "flush", "flush_folder", "make_folder", "list"),
     *("delete", "rename", "link", "read", "write", "lock", "used_ratio"),

@@ -27,10 +27,7 @@ from tests.programs import Process
 CONFIG = StoreConfig.tiny()
 LOCKER = Path(__file__).with_name("Locker.java")
 
-pytestmark = [
-    pytest.mark.platform,
-    pytest.mark.skipif(sys.platform == "win32", reason="locks of fcntl are of POSIX"),
-]
+pytestmark = [pytest.mark.platform, pytest.mark.skipif(sys.platform == "win32", reason="locks of fcntl are of POSIX")]
 
 HOLDER = """
 import sys
@@ -67,11 +64,7 @@ def process(*command: str | Path) -> Iterator[tuple[Process[str], str]]:
     assert librmq.__file__ is not None
     environment = {**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)}
     with Process(
-        [str(word) for word in command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
+        [str(word) for word in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as child:
         try:
             yield child, child.stdout.readline().strip()

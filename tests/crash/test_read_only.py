@@ -23,10 +23,7 @@ from tests.crash.writer import CONFIG, message_of
 from tests.programs import start_program
 from tests.reference import existing
 
-pytestmark = [
-    pytest.mark.platform,
-    pytest.mark.skipif(sys.platform == "win32", reason="needs the locks of POSIX"),
-]
+pytestmark = [pytest.mark.platform, pytest.mark.skipif(sys.platform == "win32", reason="needs the locks of POSIX")]
 
 
 class Writer:

@@ -115,8 +115,7 @@ def cut(golden: Path, into: Path) -> None:
     """Write the compact part of ``golden``."""
     into.mkdir(parents=True, exist_ok=True)
     write(
-        into / "encoding.json",
-        sections_text(cut_encoding(json.loads((golden / "encoding.json").read_text("utf-8")))),
+        into / "encoding.json", sections_text(cut_encoding(json.loads((golden / "encoding.json").read_text("utf-8"))))
     )
     write(into / "bloom.json", sections_text(cut_bloom(json.loads((golden / "bloom.json").read_text("utf-8")))))
     write(into / "allocate.jsonl", jsonl_text(cut_allocate(read_jsonl(golden / "allocate.jsonl"))))

@@ -160,9 +160,7 @@ def test_timers_that_are_overdue(timers: Path) -> None:
 
 def test_progress_of_the_timer_beyond_its_end(timers: Path) -> None:
     patch(table(timers, "timercheck"), 16, struct.pack(">q", 9))
-    assert found(timers) == {
-        "progress-beyond-end timer": {"consumer_offset": 9, "max_offset": 4, "messages": 5},
-    }
+    assert found(timers) == {"progress-beyond-end timer": {"consumer_offset": 9, "max_offset": 4, "messages": 5}}
 
 
 def test_units_that_name_messages_beyond_the_log(timers: Path) -> None:

@@ -178,9 +178,7 @@ FAULTS: Final = (
     )
 )
 @example([(plant, 4, 20) for plant in (healthy, *FAULTS)])
-def test_each_finding_finds_its_own_and_nothing_else(
-    drawn: list[tuple[Callable[[Place], Planted], int, int]],
-) -> None:
+def test_each_finding_finds_its_own_and_nothing_else(drawn: list[tuple[Callable[[Place], Planted], int, int]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UndeliveredWarning)
         with Kit() as rmq:

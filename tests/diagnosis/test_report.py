@@ -163,10 +163,7 @@ def test_no_sentence_speaks_of_keys_outside_of_the_sample(tmp_path: Path, monkey
         found = report(tmp_path / "store")
         assert [
             (row.topic, row.messages, row.keys, row.shortest_s, row.sampled) for row in found.stores[0].repeated
-        ] == [
-            ("Once", 0, 0, None, True),
-            ("T", 0, 0, None, True),
-        ]
+        ] == [("Once", 0, 0, None, True), ("T", 0, 0, None, True)]
         page = render_page(found)
         assert "No key" not in page
         assert "none in the sample" in section(page, "repeated")

@@ -83,8 +83,7 @@ def test_every_short_text_is_read_as_a_number_of_java() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
 )
 def test_kinds_of_texts(kind: Any) -> None:
     given = ["7", None, "+6", "\u0669", "x", "0x7"]

@@ -183,10 +183,7 @@ def test_query_by_unique_id(folder: Path, settled: Path, commands: Commands) -> 
     for row in rows(folder, "message"):
         if row["dispatch_uniq_key"] and row["sys_flag"] & 12 != 12:  # rollbacks are not indexed
             by_id.setdefault(row["dispatch_uniq_key"], []).append(row)
-    for unique_id in [
-        *list(by_id)[:: max(1, len(by_id) // 20)],
-        *[key for key in by_id if len(by_id[key]) > 1][:20],
-    ]:
+    for unique_id in [*list(by_id)[:: max(1, len(by_id) // 20)], *[key for key in by_id if len(by_id[key]) > 1][:20]]:
         assert commands.rows("query", settled, f"--id={unique_id}") == lines(by_id[unique_id])
 
 

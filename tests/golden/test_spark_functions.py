@@ -79,11 +79,7 @@ def test_a_literal_filter_in_sql_text_is_native(spark: Any) -> None:
     found = spark.sql(f"SELECT {', '.join(calls)} FROM literal")
     assert_native(found)
     assert len(set(found.columns)) == len(calls)
-    columns = (
-        match_sql("props", "a > 5"),
-        match_sql_5("props", "b CONTAINS 'x'"),
-        match_tags("tag", "t||v"),
-    )
+    columns = (match_sql("props", "a > 5"), match_sql_5("props", "b CONTAINS 'x'"), match_tags("tag", "t||v"))
     wanted = frame.select(*(column.alias(str(number)) for number, column in enumerate(columns)))
     assert list(map(tuple, found.collect())) == list(map(tuple, wanted.collect()))
     grouped = f"SELECT {calls[0]} AS big, count(*) AS n FROM literal WHERE {calls[2]} GROUP BY {calls[0]} ORDER BY big"

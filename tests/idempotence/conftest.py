@@ -28,12 +28,7 @@ from tests.idempotence.servers import STARTERS, Absent, Server
 STORES: Final = ("memory", "sqlite", "sql-sqlite", "sql-portable", "postgresql", "mysql", "redis")
 """All stores; those on SQLAlchemy are named by their dialect."""
 DATABASES: Final = ("sqlite", "postgresql", "mysql")
-DRIVERS: Final = (
-    ("sqlite", "sqlite3"),
-    ("postgresql", "psycopg"),
-    ("postgresql", "psycopg2"),
-    ("mysql", "pymysql"),
-)
+DRIVERS: Final = (("sqlite", "sqlite3"), ("postgresql", "psycopg"), ("postgresql", "psycopg2"), ("mysql", "pymysql"))
 """DB-API drivers and their databases."""
 
 _numbers = itertools.count()

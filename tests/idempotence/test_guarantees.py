@@ -324,12 +324,7 @@ CELLS: Final = [
 @many
 @pytest.mark.parametrize(("what", "store", "base"), CELLS, ids=lambda part: str(part)[:60])
 def test_how_often_the_effect_happens(
-    what: str,
-    store: str,
-    base: str,
-    place: Callable[[str], Place],
-    database: Callable[[str], Database],
-    name: str,
+    what: str, store: str, base: str, place: Callable[[str], Place], database: Callable[[str], Database], name: str
 ) -> None:
     world: World = TransactionalWorld(database(base), name) if base else GuardedWorld(place(store), name)
     HAPPENINGS[what](world)

@@ -32,13 +32,7 @@ _groups = itertools.count()
 
 
 def hammer(
-    mode: str,
-    store: str,
-    url: str,
-    effects: Path,
-    group: str,
-    seed: int,
-    disturb: Callable[[], object] = lambda: None,
+    mode: str, store: str, url: str, effects: Path, group: str, seed: int, disturb: Callable[[], object] = lambda: None
 ) -> int:
     """Let several processes work, kill each at a different moment, and finish their work; return the number of kills.
 

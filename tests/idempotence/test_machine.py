@@ -236,10 +236,7 @@ class GuardMachine(RuleBasedStateMachine):
 
 def check(machine: type[RuleBasedStateMachine], count: int, steps: int) -> None:
     drawn = settings(
-        max_examples=examples(count),
-        stateful_step_count=steps,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples(count), stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(machine, settings=drawn)
 

@@ -235,10 +235,7 @@ def matrix(sessions: Iterable[str]) -> list[tuple[str, str]]:
 
 
 @many
-@pytest.mark.parametrize(
-    ("session", "behaviour"),
-    matrix(SESSIONS),
-)
+@pytest.mark.parametrize(("session", "behaviour"), matrix(SESSIONS))
 def test_whatever_a_block_does(prepared: Callable[[str], Database], session: str, behaviour: str, name: str) -> None:
     base = base_of(session)
     place, what, is_acknowledged, deliveries = prepared(base), BEHAVIOURS[behaviour], False, 0
@@ -274,10 +271,7 @@ ROLLBACKS: Final = ("rolls-back-by-sql", "rolls-back-by-the-driver")
 
 
 @many
-@pytest.mark.parametrize(
-    ("session", "behaviour"),
-    matrix(ALONE),
-)
+@pytest.mark.parametrize(("session", "behaviour"), matrix(ALONE))
 def test_whatever_a_local_transaction_does(
     prepared: Callable[[str], Database], session: str, behaviour: str, name: str
 ) -> None:

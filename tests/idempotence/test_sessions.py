@@ -89,10 +89,7 @@ def test_a_driver_that_remembers_a_transaction_which_sql_has_ended(
         cursor.execute("SELECT 1")
         cursor.execute("ROLLBACK")
         for fails in (True, False):
-            with (
-                suppress(ZeroDivisionError),
-                transactional(connection, message_of(name), group="billing") as first,
-            ):
+            with suppress(ZeroDivisionError), transactional(connection, message_of(name), group="billing") as first:
                 assert first
                 cursor.execute("INSERT INTO effects (name) VALUES (%s)", [name])
                 if fails:
@@ -314,8 +311,7 @@ def test_blocks_within_a_block(database: Callable[[str], Database], session: str
 
 
 @pytest.mark.parametrize(
-    "session",
-    ["sqlite-sqlite3", "sqlite-django", "postgresql-psycopg", "postgresql-psycopg-session", "mysql-pymysql"],
+    "session", ["sqlite-sqlite3", "sqlite-django", "postgresql-psycopg", "postgresql-psycopg-session", "mysql-pymysql"]
 )
 def test_joining_needs_an_open_transaction(database: Callable[[str], Database], session: str, name: str) -> None:
     with (

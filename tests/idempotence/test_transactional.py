@@ -202,10 +202,7 @@ def test_synchronous_sessions_refuse_async_with(tmp_path: Path, name: str) -> No
         async with transactional(connection, message_of(name), group="billing"):
             pass
 
-    with (
-        closing(sqlite3.connect(tmp_path / "x.db")) as connection,
-        pytest.raises(ConfigError, match="needs `with`"),
-    ):
+    with closing(sqlite3.connect(tmp_path / "x.db")) as connection, pytest.raises(ConfigError, match="needs `with`"):
         asyncio.run(deliver(connection))
 
 

@@ -418,10 +418,7 @@ def test_the_end_of_a_connection_says_what_it_can_not_acknowledge(
 def test_an_acknowledgement_of_another_thread_ends_a_wait_for_events(connect: Connect) -> None:
     taken: list[Any] = []
     queue = kombu.Queue("tasks", routing_key="tasks")
-    with (
-        connect() as connection,
-        kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=1),
-    ):
+    with connect() as connection, kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=1):
         send(connection, queue, *range(5))
         for number in range(5):
             while len(taken) == number:
@@ -694,10 +691,7 @@ def test_what_a_cluster_can_not_is_refused(tmp_path: Path) -> None:
     ("url", "match"),
     [
         ("librmq://folder", "expected librmq:///absolute"),
-        (
-            "librmq:///folder?visibility_timeout=9",
-            "has a query.* broker_transport_options; .* write . as %3F",
-        ),
+        ("librmq:///folder?visibility_timeout=9", "has a query.* broker_transport_options; .* write . as %3F"),
         ("librmq:///folder#1", "has a fragment"),
         ("librmq://~/folder", "~ means no home folder"),
         ("librmq:///~ann/folder", "~ means no home folder"),

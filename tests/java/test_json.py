@@ -192,8 +192,7 @@ def test_64_levels_are_read_and_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [b"x", {1.5: 1}, {True: 1}, {None: 1}, {("a", 1): 1}, {"a": {1, 2}}, float("nan"), [float("inf")]],
+    "value", [b"x", {1.5: 1}, {True: 1}, {None: 1}, {("a", 1): 1}, {"a": {1, 2}}, float("nan"), [float("inf")]]
 )
 def test_values_without_a_json_form_are_refused(value: object) -> None:
     with pytest.raises(MalformedError, match="expected"):

@@ -116,10 +116,7 @@ SINCE: Final = {
     "priorities": "5.4.0",
 }
 """The release that first has what a scenario needs; those that are missing run at every broker."""
-SETTINGS: Final = {
-    "SQL": ("enablePropertyFilter",),
-    "cancel of a delay": ("timerWheelEnable", "recallMessageEnable"),
-}
+SETTINGS: Final = {"SQL": ("enablePropertyFilter",), "cancel of a delay": ("timerWheelEnable", "recallMessageEnable")}
 """What is off in a broker unless its settings say otherwise."""
 
 

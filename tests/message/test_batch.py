@@ -13,8 +13,7 @@ from librmq.message.properties import encode_properties
 
 
 @pytest.mark.parametrize(
-    ("at", "value"),
-    [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)],
+    ("at", "value"), [(0, 24), (0, 26), (0, -1), (0, 2**31 - 1), (16, -1), (16, 4), (16, 2**31 - 1), (16, 2)]
 )
 def test_a_batch_that_contradicts_itself_is_refused(at: int, value: int) -> None:
     raw = encode_batch([BatchItem(b"one")])

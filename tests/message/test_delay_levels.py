@@ -31,8 +31,7 @@ def test_the_pause_before_a_retry_grows_with_each_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", " ", "1s  2s", " 1s", "1", "s", "1x", "1.5s", "-1s", "+1s", "1_0s", "1S", "1s\t2s", "1s\n", "٣s"],
+    "text", ["", " ", "1s  2s", " 1s", "1", "s", "1x", "1.5s", "-1s", "+1s", "1_0s", "1S", "1s\t2s", "1s\n", "٣s"]
 )
 def test_bad_levels_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="delay level"):

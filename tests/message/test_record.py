@@ -192,8 +192,7 @@ def test_zeros_are_not_a_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "sound"),
-    [(b"3", True), (b"-1", True), (b"+3", True), (b"x3", False), (b"3.0", False), (b" 3", False)],
+    ("level", "sound"), [(b"3", True), (b"-1", True), (b"+3", True), (b"x3", False), (b"3.0", False), (b" 3", False)]
 )
 def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: bool) -> None:
     for topic, needed in [(SystemTopic.SCHEDULE, True), (SystemTopic.SCHEDULE.lower(), False), ("T", False)]:

@@ -121,13 +121,7 @@ def test_unchecked_records_raise_only_typed_errors() -> None:
         for attribute in ("topic", "stored_body", "properties", "tags", "crc_ok"):
             with pytest.raises(RecordError, match="magic"):
                 getattr(message, attribute)
-    for attribute in (
-        "store_host",
-        "born_host",
-        "reconsume_times",
-        "prepared_transaction_offset",
-        "offset_id",
-    ):
+    for attribute in ("store_host", "born_host", "reconsume_times", "prepared_transaction_offset", "offset_id"):
         with pytest.raises(RecordError, match="IPv6 hosts do not fit into 91 bytes"):
             getattr(message, attribute)
 

@@ -363,7 +363,7 @@ def test_the_demo_fits_a_screen(folder: Path) -> None:
         "info: group mail, topic orders: 300 messages wait",
     ]
     assert {path.name for path in (folder / "demo-output").iterdir()} == {
-        *("README.txt", "broker", "day", "killed", "report.html", "shop"),
+        *("README.txt", "broker", "day", "killed", "report.html", "shop")
     }
 
 

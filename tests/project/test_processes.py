@@ -9,10 +9,7 @@ import pytest
 
 from tests.programs import run_program
 
-pytestmark = [
-    pytest.mark.platform,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-]
+pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 
 BEGIN = """
 import os, sys, threading, traceback, warnings

@@ -350,10 +350,7 @@ def test_a_busy_worker_takes_steps_that_are_due_since_the_clock_was_set_forward(
 
 
 HOUR_MS = 3_600_000
-JUMPS = {
-    "set back and right": (-HOUR_MS, HOUR_MS),
-    "set forward and right": (HOUR_MS // 2, 0, HOUR_MS),
-}
+JUMPS = {"set back and right": (-HOUR_MS, HOUR_MS), "set forward and right": (HOUR_MS // 2, 0, HOUR_MS)}
 
 
 class Jumping(Adjusted):
@@ -636,11 +633,7 @@ def test_a_worker_replaces_a_missing_clock_thread(
 
 @pytest.mark.parametrize("due_ms", [-1, 1])
 def test_the_clock_thread_continues_without_a_first_worker(
-    due_ms: int,
-    runner: ThreadRunner,
-    outcomes: Outcomes,
-    refusing: Refusing,
-    monkeypatch: pytest.MonkeyPatch,
+    due_ms: int, runner: ThreadRunner, outcomes: Outcomes, refusing: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the step is due when it is woken, or a moment later."""
     monkeypatch.setattr("librmq.runtime.threads._START_AGAIN_MS", 1)

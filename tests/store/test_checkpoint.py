@@ -30,11 +30,7 @@ def test_times_are_read_back(place: tuple[Files, str]) -> None:
     files, root = place
     path = os.path.join(root, "checkpoint")
     checkpoint = Checkpoint.open(path, files=files, writable=True)
-    assert (
-        checkpoint.physic_timestamp_ms,
-        checkpoint.logics_timestamp_ms,
-        checkpoint.index_timestamp_ms,
-    ) == (0, 0, 0)
+    assert (checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms, checkpoint.index_timestamp_ms) == (0, 0, 0)
     assert file_size(files, path) is None
     checkpoint.physic_timestamp_ms = 1_700_000_000_001
     checkpoint.logics_timestamp_ms = 1_700_000_000_002

@@ -54,10 +54,7 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    for module in (
-        "message.frames",
-        "store.engine.derivation",
-    ):
+    for module in ("message.frames", "store.engine.derivation"):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
 

@@ -62,10 +62,7 @@ def log_files(*starts: int, size: int = 1000) -> dict[str, int]:
         (files_with("commitlog/", "timerlog/"), StoreKind.V5),
         (files_with("commitlog/", "config/timercheck"), StoreKind.V5),
         (files_with("commitlog/", "consumequeue/rmq_sys_wheel_timer/0/"), StoreKind.V5),
-        (
-            files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-000004"),
-            StoreKind.V5_ROCKSDB,
-        ),
+        (files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-000004"), StoreKind.V5_ROCKSDB),
         (files_with("commitlog/", "consumequeue_rocksdb/"), StoreKind.V5_ROCKSDB),
         (files_with("commitlog/", "consumequeue/T/0/", "consumequeue_rocksdb/CURRENT"), StoreKind.V5_MIXED),
         (files_with("commitlog/", "batchconsumequeue/"), StoreKind.V4),
@@ -142,10 +139,7 @@ def test_a_gap_in_the_log_is_damage_rather_than_several_paths(starts: tuple[int,
 
 
 def test_folders_and_the_ways_to_open_them() -> None:
-    nothing, rocks = (
-        MemoryFiles(),
-        files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-1"),
-    )
+    nothing, rocks = (MemoryFiles(), files_with("commitlog/", "consumequeue/CURRENT", "consumequeue/MANIFEST-1"))
     assert directory.check_kind(ROOT, nothing, writable=True) is StoreKind.NEW
     with pytest.raises(NotAStoreError, match="no folder commitlog"):
         directory.check_kind(ROOT, nothing)
@@ -181,10 +175,7 @@ def test_a_folder_that_is_not_a_queue_is_damage(name: str) -> None:
     files = files_with(f"consumequeue/{name}/" if "/" in name else f"consumequeue/{name}/0/", "consumequeue/T/0/")
     with pytest.raises(CorruptionError) as caught:
         directory.list_queues(ROOT, files)
-    assert (caught.value.file, caught.value.kind) == (
-        os.path.join(ROOT, "consumequeue", *name.split("/")),
-        "name",
-    )
+    assert (caught.value.file, caught.value.kind) == (os.path.join(ROOT, "consumequeue", *name.split("/")), "name")
 
 
 def test_the_longest_topic() -> None:

@@ -97,12 +97,7 @@ def test_a_committed_message_leads_to_its_half(source: Path, tmp_path: Path) -> 
 
 def test_redacted_bodies_and_values_are_hidden(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "small"
-    extract(
-        str(source),
-        str(target),
-        lambda one: one.topic != SystemTopic.OP,
-        redact=["bodies", "properties"],
-    )
+    extract(str(source), str(target), lambda one: one.topic != SystemTopic.OP, redact=["bodies", "properties"])
     originals = [one for one in messages(source) if one.topic != SystemTopic.OP]
     for original, hidden in zip(originals, messages(target), strict=True):
         assert set(hidden.body) <= set(b"x")

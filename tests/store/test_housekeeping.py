@@ -85,14 +85,7 @@ class Subject:
         self.clock = ManualClock(NOW)
         self.commit = GroupCommit(self._flush, 0, lambda: None)
         self.step = Housekeeping(
-            self.config,
-            self.log,
-            self.commit,
-            self.flush_derived,
-            lambda: self.entries,
-            self._expire,
-            NOW,
-            states(),
+            self.config, self.log, self.commit, self.flush_derived, lambda: self.entries, self._expire, NOW, states()
         )
 
     @property
@@ -385,14 +378,7 @@ def test_an_entry_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> N
     subject.append(100, 0)  # its entry is counted a little later than the record
     counts = iter([0, 1, 1])
     step = Housekeeping(
-        CONFIG,
-        subject.log,
-        subject.commit,
-        subject.flush_derived,
-        lambda: next(counts),
-        lambda _: None,
-        NOW,
-        states(),
+        CONFIG, subject.log, subject.commit, subject.flush_derived, lambda: next(counts), lambda _: None, NOW, states()
     )
     assert step.run_due(NOW) == NOW
     assert step.run_due(NOW) == NOW + 60_000

@@ -138,15 +138,7 @@ def test_wrong_lengths_and_geometries_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("form", "place", "value"),
-    [
-        ("i", 36, -1),
-        ("i", 36, 17),
-        ("i", 32, -1),
-        ("i", 32, 3),
-        ("q", 16, -1),
-        ("q", 24, -1),
-        ("q", 16, 99),
-    ],
+    [("i", 36, -1), ("i", 36, 17), ("i", 32, -1), ("i", 32, 3), ("q", 16, -1), ("q", 24, -1), ("q", 16, 99)],
 )
 def test_impossible_headers_are_refused(form: str, place: int, value: int) -> None:
     files = memory()
@@ -186,11 +178,7 @@ def test_read_only_and_closed_handles_refuse() -> None:
 def entry(file: IndexFile, number: int, **changes: int) -> None:
     at = 40 + 4 * file.max_slots + 20 * number
     stored = dict(
-        zip(
-            ("hash", "physical", "time", "previous"),
-            struct.unpack_from(">iqii", file.file.buffer, at),
-            strict=True,
-        )
+        zip(("hash", "physical", "time", "previous"), struct.unpack_from(">iqii", file.file.buffer, at), strict=True)
     )
     file.file.buffer[at : at + 20] = struct.pack(">iqii", *{**stored, **changes}.values())
 

@@ -135,8 +135,7 @@ class IndexMachine(RuleBasedStateMachine):
         return MemoryFiles(), "/index"
 
     @initialize(
-        geometry=st.sampled_from([(4, 8), (1, 2), (3, 5), (64, 256), (1000, 64)]),
-        block=st.sampled_from([1, 4, 240]),
+        geometry=st.sampled_from([(4, 8), (1, 2), (3, 5), (64, 256), (1000, 64)]), block=st.sampled_from([1, 4, 240])
     )
     def begin(self, geometry: tuple[int, int], block: int) -> None:
         self.usual_block = keyindex.BLOCK
@@ -148,11 +147,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def open(self) -> KeyIndex:
         return KeyIndex.open(
-            self.folder,
-            slots=self.model.slots,
-            entries=self.model.entries,
-            files=self.files,
-            now_ms=lambda: START,
+            self.folder, slots=self.model.slots, entries=self.model.entries, files=self.files, now_ms=lambda: START
         )
 
     def records(self, steps: list[tuple[int, int, list[str]]]) -> list[Record]:

@@ -315,10 +315,7 @@ def error_of(call: Callable[[], object]) -> StoreIOError | None:
     return None
 
 
-CHANGING = (
-    *("create", "reserve", "flush", "flush_folder", "make_folder"),
-    *("rename", "write", "link", "delete"),
-)
+CHANGING = (*("create", "reserve", "flush", "flush_folder", "make_folder"), *("rename", "write", "link", "delete"))
 
 
 @pytest.mark.slow

@@ -264,16 +264,11 @@ Draw = tuple[str, int]
     ),
     topics=st.none() | st.sets(st.sampled_from(["a", "b", "c"]), min_size=1),
     groups=st.dictionaries(
-        st.sampled_from(["g", "h", "i"]),
-        st.none() | st.sampled_from(["begin", "end"]) | st.integers(0, 6),
-        min_size=1,
+        st.sampled_from(["g", "h", "i"]), st.none() | st.sampled_from(["begin", "end"]) | st.integers(0, 6), min_size=1
     ),
 )
 def test_a_group_gets_what_a_model_says(
-    sends: list[Draw],
-    recorded: dict[tuple[str, str, int], int],
-    topics: set[str] | None,
-    groups: dict[str, Progress],
+    sends: list[Draw], recorded: dict[tuple[str, str, int], int], topics: set[str] | None, groups: dict[str, Progress]
 ) -> None:
     queues: dict[tuple[str, int], list[bytes]] = {}
     folder = TemporaryFolder()

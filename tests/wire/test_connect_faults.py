@@ -240,14 +240,8 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
         (lambda route: route.consumer_offsets("g", "t"), b'{"offsetTable":{"t@g":{0:"7"}}}'),
         (lambda route: route.broker("fake").tables("none"), b'{"offsetTable":[7]}'),
         (lambda route: route.broker("fake").tables("none"), b'{"offsetTable":{"first":7}}'),
-        (
-            lambda route: route.queues("t"),
-            b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"t"}:7}}',
-        ),
-        (
-            lambda route: route.connections("g"),
-            b'{"subscriptionTable":{"t":{"topic":"t","subVersion":1e999}}}',
-        ),
+        (lambda route: route.queues("t"), b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"t"}:7}}'),
+        (lambda route: route.connections("g"), b'{"subscriptionTable":{"t":{"topic":"t","subVersion":1e999}}}'),
     ],
 )
 def test_lists_that_are_none_are_clear_errors(ask: Callable[[RemoteRoute], object], body: bytes) -> None:
@@ -538,12 +532,7 @@ RULES: dict[str, tuple[dict[str, Any], int, int, int, object]] = {
 
 @pytest.mark.parametrize(("options", "code", "took_ms", "tries", "outcome"), RULES.values(), ids=RULES)
 def test_usual_sends_keep_the_rules_of_tries(
-    options: dict[str, Any],
-    code: int,
-    took_ms: int,
-    tries: int,
-    outcome: object,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], code: int, took_ms: int, tries: int, outcome: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = 1_000_000
 

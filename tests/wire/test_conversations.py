@@ -120,8 +120,7 @@ DEVIATIONS: Final = (
         lambda recording, exchange, answer: 25 in _codes(exchange, answer) and _crosses_heartbeat(recording, exchange),
     ),
     Deviation(
-        "There is no setting that refuses transactions.",
-        _of_steps("l_errors", "transaction where they are refused"),
+        "There is no setting that refuses transactions.", _of_steps("l_errors", "transaction where they are refused")
     ),
     Deviation(
         "A consumer whose group does not exist, and is not created on demand, learns so by its heartbeat; 4.9.4 lets "
@@ -221,10 +220,7 @@ class _Player:
         address = next(iter(re.findall(r"127\.0\.0\.2:13\d\d\d", json.dumps(rows(recording)))), "127.0.0.2:13000")
         self._runner = ManualRunner(ManualClock(self._began_ms))
         store = StoreConfig(
-            message_delay_level=_LEVELS,
-            commitlog_file_size=4 << 20,
-            store_host=address,
-            **_STORES.get(recording, {}),
+            message_delay_level=_LEVELS, commitlog_file_size=4 << 20, store_host=address, **_STORES.get(recording, {})
         )
         broker = Broker.temporary(_BROKERS.get(recording), store_config=store, runner=self._runner)
         self._server = RemotingServer(stack.enter_context(broker), advertise=address)
@@ -436,10 +432,4 @@ def test_all_recorded_codes_are_known() -> None:
         for exchange in exchanges(recording)
         if exchange.name not in RequestCode.__members__
     }
-    assert unknown == {
-        "9999",
-        "QUERY_DATA_VERSION",
-        "REGISTER_BROKER",
-        "UNREGISTER_BROKER",
-        "UPDATE_NAMESRV_CONFIG",
-    }
+    assert unknown == {"9999", "QUERY_DATA_VERSION", "REGISTER_BROKER", "UNREGISTER_BROKER", "UPDATE_NAMESRV_CONFIG"}

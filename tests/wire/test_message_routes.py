@@ -238,10 +238,7 @@ def test_a_delay_that_the_broker_lacks_is_refused(way: str, tmp_path: Path) -> N
     (tmp_path / "librmq" / "config.json").unlink()  # so that it looks like the folder of a broker
     with opened(way, BrokerConfig(), StoreConfig.tiny(), tmp_path) as (kit, route), Producer(route, "shop") as producer:
         begin_ms = kit.clock.now_ms()
-        with pytest.raises(
-            MessageIllegalError,
-            match=r"is to wait 7 s.*(timers=TimerConfig|a broker with a timer)",
-        ):
+        with pytest.raises(MessageIllegalError, match=r"is to wait 7 s.*(timers=TimerConfig|a broker with a timer)"):
             producer.send("t", b"x", delay=7)
         with pytest.raises(MessageIllegalError, match="is to wait"):
             producer.send("t", b"x", deliver_at=datetime.fromtimestamp(begin_ms / 1000 + 86_400, UTC))

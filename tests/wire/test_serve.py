@@ -338,9 +338,7 @@ def test_a_port_in_use_prints_no_line_of_grpcs(broker: Broker, capfd: pytest.Cap
 
 
 @pytest.mark.slow
-def test_the_control_port_refuses_pages_and_wrong_requests(
-    by_hand: Started,
-) -> None:
+def test_the_control_port_refuses_pages_and_wrong_requests(by_hand: Started) -> None:
     serving, ready_row = by_hand
     address = ready_row["control"]
     for headers in (
