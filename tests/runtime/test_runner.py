@@ -106,18 +106,6 @@ def test_a_listener_that_stops_the_event_loop_stops_no_other(runner: ThreadRunne
     assert runner.shutdown()  # the fixture does it again
 
 
-def test_a_coroutine_gives_its_result_or_is_cancelled(runner: ThreadRunner) -> None:
-    async def listener() -> int:
-        return 5
-
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
-
-    assert run(runner, listener) == (5, None)
-    assert isinstance(run(runner, cancelled)[1], RunnerError)
-    assert not runner.running
-
-
 def test_other_threads_get_the_lock_beside_endless_steps(runner: ThreadRunner) -> None:
     stop = threading.Event()
     step = Step("always due", lambda now_ms: None if stop.is_set() else now_ms)

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -158,16 +157,6 @@ def test_an_idle_store_has_nothing_due(subject: Subject) -> None:
     assert subject.files.list("/log") == [], "a file was made for nothing"
 
 
-def test_a_store_at_rest_has_nothing_due(subject: Subject) -> None:
-    subject.append(100)
-    subject.run_until(1000)
-    assert subject.run() is None
-    flushes = list(subject.flushes)
-    subject.clock.advance(days=400)
-    assert subject.run() is None
-    assert subject.flushes == flushes
-
-
 def test_only_the_first_append_to_an_idle_store_wakes(subject: Subject) -> None:
     assert subject.append(100)
     subject.run()
@@ -180,26 +169,17 @@ def test_only_the_first_append_to_an_idle_store_wakes(subject: Subject) -> None:
 # -------------------------------------------------------------------------------------------------- flushing the log
 
 
-def test_four_pages_are_flushed_after_half_a_second(subject: Subject) -> None:
-    subject.append(ENOUGH)
-    assert subject.run() == 0.5
-    assert subject.flushes == []
-    subject.clock.advance(ms=499)
-    assert subject.run() == 0.5
-    subject.clock.advance(ms=1)
-    subject.run()
-    assert subject.flushes == [(0.5, ENOUGH)]
-
-
-def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
-    subject.append(ENOUGH - 1)
-    assert subject.run() == 10
-    subject.clock.advance(ms=9_999)
-    assert subject.run() == 10
+@pytest.mark.parametrize(("size", "seconds"), [(ENOUGH - 1, 10), (ENOUGH, 0.5)])
+def test_less_is_flushed_after_ten_seconds(subject: Subject, size: int, seconds: float) -> None:
+    """Four pages are flushed after half a second."""
+    subject.append(size)
+    assert subject.run() == seconds
+    subject.clock.advance(ms=round(1000 * seconds) - 1)
+    assert subject.run() == seconds
     assert subject.flushes == []
     subject.clock.advance(ms=1)
     subject.run()
-    assert subject.flushes == [(10, ENOUGH - 1)]
+    assert subject.flushes == [(seconds, size)]
 
 
 def append_steadily(subject: Subject, every_ms: int) -> list[tuple[float, int]]:
@@ -352,25 +332,17 @@ def test_after_a_failed_flush_nothing_is_due(subject: Subject, caplog: pytest.Lo
 # --------------------------------------------------------------------------------------------------- derived data
 
 
-def test_two_pages_of_entries_are_flushed_after_a_second(subject: Subject) -> None:
-    subject.append(100, MANY)
-    assert subject.run() == 1
-    subject.clock.advance(ms=999)
-    subject.run()
+@pytest.mark.parametrize(("entries", "seconds"), [(MANY, 1), (MANY - 1, 60)])
+def test_two_pages_of_entries_are_flushed_after_a_second_and_fewer_after_a_minute(
+    subject: Subject, entries: int, seconds: int
+) -> None:
+    subject.append(100, entries)
+    subject.run_until(seconds - 0.001)
     assert subject.derived == []
-    subject.clock.advance(ms=1)
+    subject.run_until(seconds)
     subject.run()
-    assert subject.derived == [1]
+    assert subject.derived == [seconds]
     assert subject.commit.flushed == 100, "the log is flushed before"
-
-
-def test_fewer_are_flushed_after_a_minute(subject: Subject) -> None:
-    subject.append(100, MANY - 1)
-    subject.run_until(59.999)
-    assert subject.derived == []
-    subject.run_until(60)
-    subject.run()
-    assert subject.derived == [60]
 
 
 def test_an_entry_while_the_alarm_is_off_is_not_forgotten(subject: Subject) -> None:
@@ -689,11 +661,3 @@ def test_a_background_thread_keeps_no_process_alive(clock: WaitingClock) -> None
     background = Background(Calls(), clock, "housekeeping-test")
     assert [thread.daemon for thread in threads()] == [True]
     background.stop()
-
-
-def test_the_alarm_costs_a_comparison(subject: Subject) -> None:
-    """An append only compares integers; it calls nothing unless something is due."""
-    subject.append(ENOUGH)
-    subject.run()
-    assert isinstance(subject.step.alarm, int)
-    assert subject.step.alarm < sys.maxsize
