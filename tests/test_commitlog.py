@@ -545,15 +545,6 @@ def test_foreign_names_are_refused(files: MemoryFiles, name: str) -> None:
     assert (told.value.file, told.value.kind) == (f"{FOLDER}/{name}", "name")
 
 
-def test_readers_keep_held_files(files: MemoryFiles) -> None:
-    log = opened(files)
-    walk = log.scan()
-    first = next(walk)
-    log.delete_before(2048)
-    assert [place for place, _, _ in walk][:1] == [300]
-    assert first[2] is not None
-
-
 # -------------------------------------------------------------------------------------------------- large offsets
 
 

@@ -202,15 +202,6 @@ def test_progress_is_reset_where_a_topic_or_a_group_lost_its_row(shell: Shell) -
     assert shell("group", "delete", "lost", "g").rows[0]["topics"] == []
 
 
-def test_reset_to_a_time_leaves_the_first_message_stored_then(shell: Shell) -> None:
-    shell("reset", "store", *ORDERS, "--to", "2026-11-20T04:54:56Z")
-    time_ms = 1_795_150_496_000
-    rows = shell("show", "store", "--topic", "OrderTopic", "--body", "none").rows
-    for queue_id, at in progress(shell).items():
-        times = {row["queue_offset"]: row["store_timestamp"] for row in rows if row["queue_id"] == queue_id}
-        assert at == min(offset for offset, time in times.items() if time >= time_ms)
-
-
 def test_skip_keeps_the_newest_and_never_goes_back(shell: Shell) -> None:
     assert "note: queue 1 has no offset" not in shell("reset", "store", *ORDERS, "--queue", "1", "--offset", "30").said
     assert (

@@ -250,20 +250,6 @@ def test_no_store(tmp_path: Path) -> None:
         reader(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("stores", "text"),
-    [
-        (None, "store: expected text"),
-        (b"data", "store: expected a folder, a URL or a RemoteStore, found 100"),
-        (["data", "./data"], "is named twice; name each store once"),
-        ([], "store: expected the folder of a store, found none"),
-    ],
-)
-def test_wrong_stores_are_refused(stores: Any, text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        reader(stores)
-
-
 def test_a_link_to_a_store_is_no_other_store(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigError, match=r"link lead to the same store; name it once"):

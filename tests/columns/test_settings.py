@@ -51,7 +51,7 @@ OF_EXPORTS: Final[dict[str, tuple[Any, ...]]] = {
     "partition_by": (*ODD, *NUMBERS, *TEXTS, ["topic", "topic"]),
     "grep": (*ODD, *NUMBERS, "("),
 }
-STORES: Final[tuple[Any, ...]] = (*ODD, *NUMBERS, "\0", [], ["\0"], ["a", "a"])
+STORES: Final[tuple[Any, ...]] = (*ODD, *NUMBERS, None, "\0", [], ["\0"], ["a", "a"], ["a", "./a"])
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ def test_a_base_exception_of_a_coroutine_is_a_failure_and_others_continue(
     assert isinstance(error, RunnerError)
     assert isinstance(error.__cause__, raised)
     assert run(runner, other) == (5, None)
+    assert not runner.running
 
 
 @pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError])

@@ -189,14 +189,6 @@ def test_a_changed_last_entry_is_named_by_what_differs() -> None:
         store.append(Message("T", b"y"))
 
 
-def test_a_queue_that_is_gone_is_rebuilt() -> None:
-    files = in_memory(closed())
-    lose_queue(files)
-    with opened(files) as store:
-        assert len(served(store)) == 200
-    assert verify(ROOT, SMALL, files).sound
-
-
 def test_a_lost_queue_is_rebuilt_however_old() -> None:
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:

@@ -480,14 +480,6 @@ def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
         assert verify(ROOT, config, again).sound
 
 
-def test_a_clean_store_is_not_scanned_again() -> None:
-    files = in_memory(filled(SMALL, 300))
-    before = contents(files)
-    with opened(files) as store:
-        assert store.recovered == []
-    assert {name: data for name, data in contents(files).items() if not name.startswith("librmq")} == before
-
-
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
 def test_an_index_header_torn_at_its_first_entry_is_reported(words: int) -> None:
     """The header has the record's place or time, but counts no entry."""

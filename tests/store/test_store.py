@@ -19,7 +19,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ExtUnit
-from librmq.errors import ConfigError, MessageIllegalError, ReadOnlyError, RmqError, StoreClosedError, StoreLockedError
+from librmq.errors import ConfigError, MessageIllegalError, ReadOnlyError, RmqError, StoreClosedError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.ids import offset_message_id
@@ -538,15 +538,6 @@ def test_opening_after_a_kill_maps_uncovered_files() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- handles
-
-
-def test_one_writer_at_a_time(files: MemoryFiles, store: MessageStore) -> None:
-    with pytest.raises(StoreLockedError):
-        opened(files)
-    with opened(files, read_only=True) as reader:
-        assert [message.body for message in reader] == [b"first"]
-    store.close()
-    opened(files).close()
 
 
 def test_a_closed_handle_refuses(store: MessageStore) -> None:

@@ -38,6 +38,7 @@ from tests.programs import free_port
 from tests.wire.fake_servers import FakeServer, Relay
 from tests.wire.test_connect import WAIT_S, Inbox, Served, served_with, until
 
+_STORED = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 served = served_with()
 
 
@@ -495,12 +496,11 @@ def test_async_sends_survive_cuts() -> None:
 @pytest.mark.parametrize("refusals", [2, 3])
 def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
     codes = [int(protocol.ResponseCode.SYSTEM_ERROR)] * refusals
-    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
     def answer(frame: Frame) -> Frame | None:
         if frame.fields.get("b") != "orders" or frame.body == b"first":
-            return answer_to(frame, fields=fields)
-        return answer_to(frame, codes.pop()) if codes else answer_to(frame, fields=fields)
+            return answer_to(frame, fields=_STORED)
+        return answer_to(frame, codes.pop()) if codes else answer_to(frame, fields=_STORED)
 
     with FakeServer(answer) as server, librmq.connect(server.address) as route:
         producer = librmq.Producer(route, "shop")
@@ -590,10 +590,9 @@ def test_async_sends_take_turns_of_brokers(sends_first: int) -> None:
 
 
 def test_an_async_send_without_an_answer_ends_in_time() -> None:
-    fields = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
     def answer(frame: Frame) -> Frame | None:
-        return None if frame.body == b"x" else answer_to(frame, fields=fields)
+        return None if frame.body == b"x" else answer_to(frame, fields=_STORED)
 
     with FakeServer(answer) as server, librmq.connect(server.address, timeout=600) as route:
         producer = librmq.Producer(route, "shop")
@@ -633,9 +632,6 @@ def test_an_async_send_that_is_late_before_it_goes_out_ends(monkeypatch: pytest.
             return [send.done() and type(send.exception()) for send in (before, late)]
 
         assert asyncio.run(run()) == [BrokerUnreachableError] * 2
-
-
-_STORED = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "7"}
 
 
 @contextmanager
