@@ -23,6 +23,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Advice, File, Files
 from librmq.message.record import BLANK_MAGIC, STORE_TIMESTAMP_AT, Record, body_checksum, encode_record
 from tests.file_seams import FailingFiles, RecordingFiles
+from tests.stores import OpenedFiles
 
 FOLDER = "/log"
 SIZE = 1024
@@ -372,16 +373,10 @@ def test_only_the_last_three_files_are_walked() -> None:
     log = opened(files)
     for _ in range(20):
         put(log, 900)
-    asked: list[str] = []
-
-    class Asked(FailingFiles):
-        def _called(self, call: str, path: str) -> None:
-            if call == "open":
-                asked.append(path)
-
-    again = opened(Asked(files))
+    asked = OpenedFiles(files)
+    again = opened(asked)
     assert (again.begin, again.end) == (0, log.end)
-    assert sorted(set(asked)) == [f"{FOLDER}/{n * SIZE:020d}" for n in (17, 18, 19)]
+    assert sorted(set(asked.paths)) == [f"{FOLDER}/{n * SIZE:020d}" for n in (17, 18, 19)]
 
 
 def test_a_reader_can_end_where_the_log_ended_although_the_writer_writes_on() -> None:

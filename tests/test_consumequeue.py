@@ -20,6 +20,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files, is_folder
 from librmq.files.rolling import MappingPool
 from tests.reference import Row, rows, store_folders
+from tests.stores import OpenedFiles
 
 SMALL = 5 * ENTRY_SIZE
 
@@ -117,19 +118,12 @@ def test_a_file_made_ahead_is_used() -> None:
 
 
 def test_opening_reads_a_few_entries_only(tmp_path: Path) -> None:
-    class Counting(DiskFiles):
-        opened = 0
-
-        def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:
-            self.opened += 1
-            return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
-
-    files = Counting()
+    files = OpenedFiles(DiskFiles())
     size = 100 * ENTRY_SIZE
     ConsumeQueue.open(str(tmp_path), size, files=files).append_many(0, packed(numbered(0, 1950)))
-    files.opened = 0
+    files.paths.clear()
     queue = ConsumeQueue.open(str(tmp_path), size, files=files)
-    assert (queue.max_offset, files.opened) == (1950, 2)  # the first file and the last
+    assert (queue.max_offset, len(files.paths)) == (1950, 2)  # the first file and the last
 
 
 def test_positions_beyond_31_and_40_bits(tmp_path: Path) -> None:

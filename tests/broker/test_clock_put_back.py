@@ -10,7 +10,7 @@ import pytest
 from librmq import connect
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
-from librmq.clock import ManualClock, SystemClock
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.delay import DelayConfig
@@ -20,16 +20,10 @@ from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues
 from librmq.runtime import ManualRunner
 from librmq.wire.remoting import RemotingServer
+from tests.clocks import Adjusted
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000
-
-
-class Adjusted(SystemClock):
-    ahead_ms = 0
-
-    def now_ms(self) -> int:
-        return super().now_ms() + self.ahead_ms
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from tests.broker.parties import send
 from tests.budget import many
+from tests.clocks import Waits
 
 
 def running(broker: Broker, seen: list[bytes], group: str = "g", **settings: Any) -> PushConsumer:
@@ -242,18 +243,6 @@ def test_a_transaction_wants_a_message(broker: Broker) -> None:
         pytest.raises(MessageIllegalError, match="expected Message"),
     ):
         producer.send_in_transaction(wrong, "x", execute=commit)
-
-
-class Waits(ManualClock):
-    """Remembers how long it was asked to wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float | None] = []
-
-    def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        self.seconds.append(seconds)
-        return super().wait(event, seconds)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,7 @@ from librmq.message import Message
 from librmq.store import MessageStore
 from tests.cases import commands_for
 from tests.cli.stand import Terminal
-
-
-class Hurried(ManualClock):
-    """A clock that advances by a second each time it is read."""
-
-    def monotonic(self) -> float:
-        self.advance(seconds=1)
-        return super().monotonic()
+from tests.clocks import SlowClock
 
 
 def drawn(stream: io.StringIO) -> str:
@@ -105,7 +98,7 @@ def test_every_long_command_reports_its_progress(words: str, tmp_path: Path, mon
             made.append(Message("t", b"x" * 100, keys=f"{number}"))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("librmq.cli._output.SystemClock", lambda: Hurried())
+    monkeypatch.setattr("librmq.cli._output.SystemClock", SlowClock)
     name, *more = words.split()
     if name in ("snapshot", "restore", "export"):
         more += [target] if name != "export" else ["-o", target]

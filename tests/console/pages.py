@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from librmq import Broker, ConsumeFrom, ManualClock, ManualRunner, Producer, PushConsumer
+from librmq import Broker, ConsumeFrom, ManualRunner, Producer, PushConsumer
 from librmq.console import console as guarded_console
 from librmq.message.message import StoredMessage
 
@@ -116,11 +116,3 @@ def shop(broker: Broker, runner: ManualRunner) -> list[str]:
     with consumer:
         runner.advance(60_000)
     return sent
-
-
-class SlowClock(ManualClock):
-    """A clock that passes by a second at each look."""
-
-    def monotonic(self) -> float:
-        self.move_to(self.now_ms() + 1_000)
-        return super().monotonic()

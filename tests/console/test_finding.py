@@ -30,7 +30,8 @@ from librmq.diagnosis import diagnose
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-from tests.console.pages import Asked, SlowClock, cells, console, facts, refuse, shop
+from tests.clocks import SlowClock
+from tests.console.pages import Asked, cells, console, facts, refuse, shop
 
 
 def walked(asked: Asked, address: str, column: str = "body") -> list[str]:

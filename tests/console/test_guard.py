@@ -15,7 +15,8 @@ from librmq.console import console as guarded_console
 from librmq.errors import ConfigError
 from librmq.files import MemoryFiles
 from librmq.wire.remoting import RemotingServer
-from tests.console.pages import OWN, Asked, SlowClock, console
+from tests.clocks import SlowClock
+from tests.console.pages import OWN, Asked, console
 
 
 @pytest.fixture

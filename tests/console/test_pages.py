@@ -43,7 +43,8 @@ from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-from tests.console.pages import MARKUP, Asked, SlowClock, console, facts, shop
+from tests.clocks import SlowClock
+from tests.console.pages import MARKUP, Asked, console, facts, shop
 from tests.wire.test_connect import until
 
 ADDRESSES = ("/", "/topics", "/topic?name=orders", "/groups", "/group?name=mail", "/letters?group=mail")

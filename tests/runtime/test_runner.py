@@ -21,6 +21,7 @@ from librmq.runtime._background import Background
 from librmq.runtime.runner import Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples
+from tests.clocks import Adjusted
 from tests.programs import in_child
 
 
@@ -310,15 +311,6 @@ def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
         runner.wake(Step("later", run_due), SystemClock().now_ms() + 40)
     assert has_run.wait(20)
     runner.shutdown()
-
-
-class Adjusted(SystemClock):
-    """A clock that can be set forward or back."""
-
-    ahead_ms = 0
-
-    def now_ms(self) -> int:
-        return super().now_ms() + self.ahead_ms
 
 
 def test_a_busy_worker_takes_steps_that_are_due_since_the_clock_was_set_forward() -> None:

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
@@ -33,6 +32,7 @@ from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
 from tests.budget import examples, many
+from tests.clocks import Waits
 from tests.file_seams import FailingFiles
 from tests.interrupting import at_each_call
 
@@ -256,28 +256,16 @@ def test_keys_in_two_files_survive_a_disk_that_is_often_full(records: int, monke
         assert store.verify().sound
 
 
-class PauseClock(ManualClock):
-    """A clock that counts the pauses of appends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pauses = 0
-
-    def wait(self, event: threading.Event, seconds: float | None) -> bool:
-        self.pauses += 1
-        return super().wait(event, seconds)
-
-
 def test_producers_in_several_threads_make_pauses() -> None:
     """A thread that appends alone makes none."""
-    clock = PauseClock()
+    clock = Waits()
     with MessageStore.open(ROOT, StoreConfig.tiny(), files=MemoryFiles(), clock=clock, background=False) as store:
         send(store, 0, 3 * BATCH)
-        assert clock.pauses == 0
+        assert clock.seconds == []
         other = threading.Thread(target=send, args=(store, 0, 2 * BATCH))
         other.start()
         other.join()
-        assert 0 < clock.pauses <= 8, "two threads, and each change of threads costs few"
+        assert 0 < len(clock.seconds) <= 8, "two threads, and each change of threads costs few"
         assert store.queues["T", 0].max_offset == -(-3 * BATCH // 3) + -(-2 * BATCH // 3)
 
 
