@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import pytest
 
@@ -32,14 +32,12 @@ from librmq import (
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import lag
 from librmq.errors import ClientStateError
-from librmq.override import override
-from librmq.protocol import Endpoint, PullMessage, Request, Route, RouteWrapper, UpdateOffset
+from librmq.protocol import PullMessage, Request, Route, UpdateOffset
 from tests.conftest import StoreCopy
 from tests.programs import Fork, in_child
+from tests.wrapped_route import WrappedBrokers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
-
-R = TypeVar("R")
 
 MESSAGES = 100
 
@@ -354,34 +352,20 @@ def test_a_broker_s_table_wins_for_the_queues_that_it_has_moved(store_copy: Stor
     consume_what_was_in_work(path)
 
 
-class _Late(RouteWrapper):
+class _Late(WrappedBrokers):
     """A route whose broker gets what a client says of its progress only when it has gone on, as behind a slow peer."""
 
     def __init__(self, route: Route) -> None:
-        super().__init__(route)
+        super().__init__(route, self._keep_progress)
         self.late: list[UpdateOffset] = []
-        self._endpoints: dict[Endpoint, Endpoint] = {}
 
-    @override
-    def endpoint(self, broker_name: str) -> Endpoint:
-        behind = self._route.endpoint(broker_name)
-        return self._endpoints.setdefault(behind, _LateEndpoint(behind, self.late))
-
-
-class _LateEndpoint(Endpoint):
-    has_page = True
-
-    def __init__(self, behind: Endpoint, late: list[UpdateOffset]) -> None:
-        self.behind, self._late = behind, late
-
-    @override
-    def call(self, request: Request[R], /) -> R:
+    def _keep_progress(self, request: Request[Any], call: Callable[[Any], Any]) -> Any:
         if isinstance(request, UpdateOffset):
-            self._late.append(request)
+            self.late.append(request)
         elif isinstance(request, PullMessage) and request.commit_offset is not None:
-            self._late.append(UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset))
-            return cast("R", self.behind.call(replace(request, commit_offset=None)))
-        return self.behind.call(request)
+            self.late.append(UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset))
+            request = replace(request, commit_offset=None)
+        return call(request)
 
 
 def listen_one_by_one(route: Route) -> None:

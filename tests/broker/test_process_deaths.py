@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import pytest
 
@@ -34,15 +34,13 @@ from librmq import (
 from librmq.broker import AdministeredRoute
 from librmq.cli import main
 from librmq.clock import ManualClock
-from librmq.override import override
-from librmq.protocol import Endpoint, Receive, Request, Route, RouteWrapper, SendBack
+from librmq.protocol import Receive, Request, SendBack
 from librmq.runtime import ManualRunner
 from librmq.testing import Kit, Process
 from tests.programs import Fork, start_program
+from tests.wrapped_route import WrappedBrokers
 
 pytestmark = pytest.mark.skipif("sys.platform != 'linux'", reason="only there a kill is told from a loss of power")
-
-R = TypeVar("R")
 
 MESSAGES = 40
 POISON = b"7"
@@ -233,30 +231,6 @@ def test_a_group_says_after_how_many_ends(way: str, is_shared: bool, tmp_path: P
     assert "(max_process_deaths=1)" in letters(store)[POISON]
 
 
-class _Slow(RouteWrapper):
-    """A route that does something around a receive."""
-
-    def __init__(self, route: Route, around: Callable[[Receive, Callable[[], Any]], Any]) -> None:
-        super().__init__(route)
-        self.around = around
-
-    @override
-    def endpoint(self, broker_name: str) -> Endpoint:
-        return _SlowEndpoint(super().endpoint(broker_name), self)
-
-
-class _SlowEndpoint(Endpoint):
-    has_page = True
-
-    def __init__(self, behind: Endpoint, route: _Slow) -> None:
-        self.call_behind, self.route = behind.call, route
-
-    @override
-    def call(self, request: Request[R], /) -> R:
-        answer = partial(self.call_behind, request)
-        return cast("R", self.route.around(request, answer)) if isinstance(request, Receive) else answer()
-
-
 def receive_two_and_die(path: Path) -> None:
     with Broker.open(path) as broker, SimpleConsumer(broker, "g") as consumer:
         consumer.subscribe("t")
@@ -271,16 +245,16 @@ def test_of_several_threads_one_receives_a_suspect(tmp_path: Path) -> None:
         assert child.process.exitcode == -signal.SIGKILL
     begun, goes_on = threading.Event(), threading.Event()
 
-    def wait_for_the_other(request: Receive, answer: Callable[[], Any]) -> Any:
-        if request.takes and not begun.is_set():
+    def wait_for_the_other(request: Request[Any], call: Callable[[Any], Any]) -> Any:
+        if isinstance(request, Receive) and request.takes and not begun.is_set():
             begun.set()
             assert goes_on.wait(30)
-        return answer()
+        return call(request)
 
     with (
         Broker.open(tmp_path) as broker,
         ThreadPoolExecutor() as pool,
-        SimpleConsumer(_Slow(broker, wait_for_the_other), "g") as consumer,
+        SimpleConsumer(WrappedBrokers(broker, wait_for_the_other), "g") as consumer,
     ):
         consumer.subscribe("t")
 
@@ -308,9 +282,9 @@ def test_a_receive_under_way_brings_no_message_beside_a_suspect(tmp_path: Path) 
     with Broker.open(tmp_path, runner=runner) as broker:
         beside = list[int]()
 
-        def receive_beside(request: Receive, answer: Callable[[], Any]) -> Any:
-            answered = answer()
-            if not beside:
+        def receive_beside(request: Request[Any], call: Callable[[Any], Any]) -> Any:
+            answered = call(request)
+            if isinstance(request, Receive) and not beside:
                 beside.extend(attempts(10))
             return answered
 
@@ -324,7 +298,8 @@ def test_a_receive_under_way_brings_no_message_beside_a_suspect(tmp_path: Path) 
                 runner.advance(1)
             return found
 
-        with SimpleConsumer(_Slow(broker, receive_beside), "g") as consumer, SimpleConsumer(broker, "g") as other:
+        route = WrappedBrokers(broker, receive_beside)
+        with SimpleConsumer(route, "g") as consumer, SimpleConsumer(broker, "g") as other:
             consumer.subscribe("t")
             other.subscribe("t")
             (message,) = consumer.receive(1)

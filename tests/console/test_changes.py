@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
 from librmq import Broker, Cluster, ManualRunner, Message, Producer, StoreConfig, connect, share
 from librmq.broker import AdministeredRoute
 from librmq.diagnosis import skipped
-from librmq.protocol import Endpoint, Request, ResendLetters, RouteWrapper
+from librmq.protocol import Request, ResendLetters
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
 from tests.console.pages import OWN, Asked, cells, console, facts, shop
-
-R = TypeVar("R")
+from tests.wrapped_route import WrappedBrokers
 
 
 def test_a_reset_is_shown_then_made(broker: Broker, runner: ManualRunner, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,24 +48,16 @@ def test_letters_are_sent_again_once(broker: Broker, runner: ManualRunner) -> No
     assert len([row for row in asked.table("/letters?group=mail", "Dead letters") if row["sent again"]]) == 4
 
 
-class Counting(RouteWrapper, AdministeredRoute):
+class Counting(WrappedBrokers, AdministeredRoute):
     """A route that counts the requests which send letters again."""
 
     def __init__(self, route: AdministeredRoute) -> None:
-        super().__init__(route)
+        super().__init__(route, self._count)
         self.resends = 0
 
-    def wrap(self, broker_name: str, broker: Endpoint) -> Endpoint:
-        return CountingEndpoint(self, broker)
-
-
-class CountingEndpoint(Endpoint):
-    def __init__(self, route: Counting, broker: Endpoint) -> None:
-        self.route, self.behind = route, broker
-
-    def call(self, request: Request[R], /) -> R:
-        self.route.resends += isinstance(request, ResendLetters)
-        return self.behind.call(request)
+    def _count(self, request: Request[Any], call: Callable[[Any], Any]) -> Any:
+        self.resends += isinstance(request, ResendLetters)
+        return call(request)
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
