@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ from librmq.columns import reader
 from librmq.errors import CorruptionError, RmqError
 from librmq.message import StoredMessage, record
 from librmq.store import verify
-from librmq.store.engine import saved_state
+from librmq.store.engine import _comparison, saved_state
+from librmq.store.engine.read import ReadResult, read_queue
 from tests.stores import START_MS, from_disk
 
 CONFIG = StoreConfig.tiny()
@@ -168,6 +170,26 @@ def test_a_writer_corrects_the_entry_and_the_rest_of_its_queue(folder: Path, cap
         assert (folder / QUEUE).read_bytes() == right
     assert caplog.text.count("librmq verify") == 1
     assert verify(folder).sound
+
+
+def test_a_queue_that_a_reader_adds_as_its_comparison_ends_is_compared_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins: list[int] = []
+
+    def read(*arguments: Any) -> ReadResult:
+        begins.append(arguments[3])
+        if len(begins) == 2:
+            comparison.add(("orders", 0))
+        return read_queue(*arguments)
+
+    monkeypatch.setattr(_comparison, "read_queue", read)
+    with MessageStore.open(folder, CONFIG, clock=ManualClock(START_MS)) as store:
+        comparison = _comparison.Comparison(store.appender.open_parts(), store.writer.checks)
+        comparison.add(("orders", 0))
+        while comparison.run_due(START_MS) is not None:
+            pass
+    assert begins == [0, 32, 0, 32]
 
 
 def test_a_corrected_entry_is_in_the_file_after_the_close(folder: Path) -> None:

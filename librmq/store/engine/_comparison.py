@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import islice
 from typing import Final
 
@@ -31,6 +32,8 @@ class Comparison:
         self._checks = checks
         self._waiting: dict[QueueName, int] = {}
         """The queues, with the physical offset from which on their entries need no comparison."""
+        self._added: deque[QueueName] = deque()
+        """Queues that other threads have added."""
         self._queue: ConsumeQueue | None = None
         """The first of them, once it is begun."""
         self._at = 0
@@ -54,11 +57,13 @@ class Comparison:
 
     def add(self, name: QueueName) -> None:
         """Compare a whole queue."""
-        self._waiting[name] = self._parts.log.end
+        self._added.append(name)
 
     def run_due(self, now_ms: int) -> int | None:
         """Compare the next entries, and return the time of the next turn, None if nothing is left."""
         for _ in range(_READS):
+            while self._added:
+                self._waiting[self._added.popleft()] = self._parts.log.end
             name = next(iter(self._waiting), None)
             if name is None:
                 return now_ms + _PAUSE_MS if self._search() else None
