@@ -469,9 +469,10 @@ class LiveParts(FollowedParts):
 
     @override
     def _take(self, block: DerivedBlock) -> None:
+        dispatcher = self.parts.dispatcher
+        dispatcher.collect(block)  # first, because the other step can fail after it has moved the log's end
         self._queues.publish(block)
-        self.parts.dispatcher.collect(block)
-        self.parts.dispatcher.forget_first(KEPT)
+        dispatcher.forget_first(KEPT)
 
     @override
     def _follow_begin(self) -> None:

@@ -694,6 +694,27 @@ def test_a_queue_that_could_not_be_opened_has_all_entries_later() -> None:
     assert queue.max_offset == 8
 
 
+def test_keys_are_found_although_a_queue_could_not_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader opens the queues when it has many entries in memory."""
+    files = Meanwhile()
+    pair = Pair(files)
+    monkeypatch.setattr("librmq.store._live_tail.KEPT", 100)
+    for number in range(101):
+        pair.writer.append(Message("TopicA", b"x", keys=f"k{number}"), 0)
+
+    def refuse() -> None:
+        files.then = refuse
+        raise StoreIOError("open", "file", OSError(errno.EMFILE, "Too many open files"))
+
+    files.where, files.then = "consumequeue/TopicA/0", refuse
+    with pytest.raises(StoreIOError, match="Too many open files"):
+        pair.reader.refresh()
+    files.then = None
+    pair.reader.refresh()
+    assert all(pair.reader.find_by_key("TopicA", f"k{number}") for number in range(101))
+    assert len(list(pair.reader.messages("TopicA"))) == 101
+
+
 def test_files_that_vanish_during_the_walk_over_the_log(pair: Pair) -> None:
     pair = Pair(config=replace(SMALL, max_total_size=3 * 4096))
     for number in range(120):
