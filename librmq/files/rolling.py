@@ -437,8 +437,9 @@ class MappedFileQueue:
                 buffer[at - start : block_end - start] = buffer[at - start : block_end - start]
                 self.unmap_pages(at, block_end)
                 self._dirty.add(start)
-        with self._guard:
-            self._changed_folders.add(self.folder)
+        if self.starts:  # else there may be no folder
+            with self._guard:
+                self._changed_folders.add(self.folder)
 
     def flush(self) -> None:
         """Flush everything written before this call to the device."""

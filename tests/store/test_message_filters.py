@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.files._memory import MemoryFiles
 from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code
 from librmq.message.message import Message, StoredMessage
-from librmq.store import MessageStore
+from librmq.store import MessageStore, verify
 from librmq.store.engine._message_filters import ByTags
 from librmq.store.engine.read import GetStatus, MessageFilter
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, contents, died, in_memory
@@ -338,6 +339,17 @@ def test_an_unreadable_unit_excludes_nothing(spoil: str, log_reads: Counter) -> 
         log_reads()
         assert read_all(store, store.matching(registration=("T", "cheap"))) == [0, 1, 2, 3, 4]
         assert log_reads() == 10
+
+
+def test_the_extension_can_be_switched_on_after_a_kill(tmp_path: Path) -> None:
+    """There is no folder of it then."""
+    with MessageStore.open(tmp_path, SMALL) as store:
+        store.append(priced(7))
+        store.abandon()
+    with MessageStore.open(tmp_path, SMALL_EXT) as store:
+        store.append(priced(70))
+        assert len(store.read("T", 0, 0).messages) == 2
+    assert verify(tmp_path).sound
 
 
 def test_messages_from_before_the_extension_are_checked_exactly(log_reads: Counter) -> None:

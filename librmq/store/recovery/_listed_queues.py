@@ -194,8 +194,8 @@ class ListedQueues:
         folders = set(self._left)
         for queue in opened:
             folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
-        # Folders stay out that are gone with their queues. Files can have been deleted from the others.
-        folders = {folder for folder in folders if is_folder(self._files, folder)}
         for topic in map(os.path.dirname, self._written):
             folders |= {topic, os.path.dirname(topic)}
-        return folders
+        # Folders stay out that are gone with their queues, or were never made, because no entry has an extension.
+        # Files can have been deleted from the others.
+        return {folder for folder in folders if is_folder(self._files, folder)}
