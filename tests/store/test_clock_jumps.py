@@ -10,7 +10,8 @@ import pytest
 from librmq import Message
 from librmq.clock import ManualClock, SystemClock
 from librmq.files._memory import MemoryFiles
-from librmq.store import MessageStore
+from librmq.override import override
+from librmq.store import MessageStore, Wholeness
 from librmq.store.engine.store_parts import AppendLock
 from librmq.store.recovery._verify import verify
 from tests.stores import ROOT, SMALL, START_MS
@@ -32,6 +33,31 @@ def test_a_store_from_before_1970_opens_again(start_ms: int, clean: bool) -> Non
         assert len(list(store.messages("T"))) == 100
         assert len(store.find_by_key("T", "k7")) == 1
         store.append(Message("T", b"y", keys="k7"))
+    assert verify(ROOT, SMALL, files).sound
+
+
+class UnsteadyClock(ManualClock):
+    """A clock that can be set back."""
+
+    @override
+    def move_to(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+
+
+def test_a_clock_that_is_set_back_before_a_kill_is_no_loss() -> None:
+    """The record of the checkpoint's time is not in the last file with records, behind which there are empty ones."""
+    files, clock = MemoryFiles(), UnsteadyClock(START_MS + 3_600_000)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
+        store.append(Message("T", b"x" * 100))
+        store.flush()
+        clock.move_to(START_MS)
+        while store.log.end < 2 * SMALL.commitlog_file_size:
+            store.append(Message("T", b"x" * 100))
+        store.log.prepare(2 * SMALL.commitlog_file_size)
+        assert len(store.log.sequence.starts) > 3
+        store.abandon()
+    with MessageStore.open(ROOT, SMALL, files=files, read_only=True) as store:
+        assert store.condition.kind is Wholeness.RECOVERABLE
     assert verify(ROOT, SMALL, files).sound
 
 

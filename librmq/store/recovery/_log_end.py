@@ -177,8 +177,9 @@ def _has_record_of(log: CommitLog, timestamp_ms: int) -> bool:
     last = log.last_write
     if last is not None and (log.store_timestamp_ms(last) or 0) >= timestamp_ms:
         return True
+    written = [start for start in log.sequence.starts if start < log.end]  # files behind them were made ahead
     try:
-        for place, size, raw in log.scan(log.third_last_file(), check_body=False):
+        for place, size, raw in log.scan(written[-3:][0] if written else log.begin, check_body=False):
             if raw is not None and (log.store_timestamp_ms(place, size) or 0) >= timestamp_ms:
                 return True
     except CorruptionError:
