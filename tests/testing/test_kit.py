@@ -1333,6 +1333,20 @@ def test_unawaited_calls_are_noticed() -> None:
             asyncio.run(moves_no_time(once=once))
 
 
+def test_a_message_comes_again_in_the_same_millisecond(rmq: Kit) -> None:
+    """Its offset in the retry topic is below the first one, by which a history orders what happens at one time."""
+    with SimpleConsumer(rmq.route, "mailer") as consumer:
+        consumer.subscribe("orders")
+        for body in ("first", "again"):
+            rmq.producer().send("orders", body, queue=0)
+        first, again = consumer.receive(invisible=30, wait=0)
+        consumer.ack(first)
+        consumer.extend(again, 0)
+        (again,) = consumer.receive(invisible=30, wait=0)
+        assert (again.body, again.attempt) == (b"again", 2)
+        consumer.ack(again)
+
+
 def test_what_a_simple_consumer_receives_is_known(rmq: Kit) -> None:
     consumer = SimpleConsumer(rmq.route, "mailer")
     consumer.subscribe("orders")
