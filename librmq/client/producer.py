@@ -216,7 +216,7 @@ class Producer(Member):
             body: With a topic: bytes or a string.
             queue: The queue, or its number if only one broker has the topic.
             selector: Called as ``selector(queues, message, arg)``; returns the queue.
-            arg: Argument for the selector.
+            arg: Argument for the selector; refused without one.
             timeout: Time for all tries; None: as configured.
             **fields: With a topic: ``json`` instead of a body, ``tags``, ``keys``, ``properties``, ``delay``,
                 ``deliver_at`` and the other keywords of `Message`.
@@ -231,7 +231,7 @@ class Producer(Member):
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
         begin_ms = self._now_ms()
         prepared = self._prepare(message, body, fields, begin_ms)
-        if queue is None and selector is None and not self.watchers:
+        if queue is None and selector is None and arg is None and not self.watchers:
             return self.sender.send(prepared, timeout_ms, begin_ms=begin_ms)
         with self._watched("send", prepared.topic, (prepared,)) as send:
             return send.returns(self._send_prepared(prepared, queue, selector, arg, timeout_ms))
@@ -257,6 +257,10 @@ class Producer(Member):
         self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
     ) -> MessageQueue | None:
         """Return the queue that a caller or its selector names; None for the queues in turn."""
+        if selector is None and arg is not None:
+            raise MessageIllegalError(
+                f"topic {prepared.topic!r}: arg= is for a selector: give selector= too, such as select_by_hash"
+            )
         if queue is None and selector is None:
             return None
         _check_choice(prepared, queue, selector)
@@ -334,7 +338,7 @@ class Producer(Member):
         under way at the same time are stored in any order, as those of RocketMQ's callbacks are: await each where the
         order matters. A send whose task is cancelled may have been sent.
         """
-        if queue is None and selector is None:
+        if queue is None and selector is None and arg is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
             with self._watched("send", prepared.topic, (prepared,)) as send:

@@ -532,6 +532,21 @@ def test_queue_and_selector_exclude_each_other(broker: Broker) -> None:
     assert bodies(broker) == []
 
 
+def test_a_selector_s_argument_needs_a_selector(broker: Broker) -> None:
+    """Without one the messages of a key would go to all queues in turn."""
+    producer = Producer(broker, "shop")
+    for send in (
+        producer.send,
+        producer.send_oneway,
+        producer.request,
+        lambda *message, **keywords: asyncio.run(producer.send_async(*message, **keywords)),
+    ):
+        for queue in (None, 0):
+            with pytest.raises(MessageIllegalError, match="topic 'T': arg= is for a selector: give selector= too"):
+                send("T", b"x", queue=queue, arg="k")
+    assert bodies(broker) == []
+
+
 def test_one_way_messages_go_to_the_queue_that_is_named(broker: Broker) -> None:
     broker.call(protocol.CreateTopic("T", 4, 4))
     Producer(broker, "shop").send_oneway("T", b"x", queue=3)
