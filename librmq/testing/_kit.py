@@ -349,7 +349,7 @@ class Kit:
         """Start declared consumers, and let new ones take their queues."""
         while self._unstarted:
             consumer = self._unstarted.pop(0)
-            if not consumer.is_running and not consumer.client.dead:
+            if not consumer.was_started and not consumer.client.dead:
                 consumer.start()
                 self._is_new = True
         if self._is_new:

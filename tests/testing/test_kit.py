@@ -1347,6 +1347,15 @@ def test_a_message_comes_again_in_the_same_millisecond(rmq: Kit) -> None:
         consumer.ack(again)
 
 
+def test_a_consumer_that_was_shut_down_first_is_not_started(rmq: Kit) -> None:
+    consumer = rmq.consumer("billing")
+    consumer.subscribe("orders", lambda message: None)
+    consumer.shutdown()
+    rmq.producer().send("orders", b"x")
+    rmq.advance(seconds=1)
+    assert rmq.delivered("billing") == []
+
+
 def test_what_a_simple_consumer_receives_is_known(rmq: Kit) -> None:
     consumer = SimpleConsumer(rmq.route, "mailer")
     consumer.subscribe("orders")
