@@ -6,7 +6,7 @@ They pull nothing ahead: a poll asks the queues in turn, and waits at the broker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Final, Never, Unpack
@@ -417,9 +417,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _wanted(self, messages: list[DeliveredMessage]) -> list[DeliveredMessage]:
         """Return the pulled messages for which the topic's predicate is true, up to one on which it stops."""
-        matching: list[DeliveredMessage] = []
+        matching, passed = list[DeliveredMessage](), list[DeliveredMessage]()
         if messages[0].queue.topic not in self._predicates:
-            matching = messages
+            matching = passed = messages
         else:
             for message in messages:
                 try:
@@ -429,12 +429,18 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                     if matching:
                         break
                     self._last = None  # What precedes the message was passed over, so a rewind must not bring it back.
+                    self._note_passed(passed)
                     raise
+                passed.append(message)
                 if is_wanted:
                     matching.append(message)
-        if matching:
-            self._note("hand_out", queue=messages[0].queue, messages=matching)
+        self._note_passed(passed)
         return matching
+
+    def _note_passed(self, messages: Sequence[DeliveredMessage]) -> None:
+        """Note messages that a poll returns, or passes over by a predicate: they count as consumed too."""
+        if messages:
+            self._note("hand_out", queue=messages[0].queue, messages=messages)
 
     def _stop_before(self, message: DeliveredMessage) -> None:
         """Pull from this message on again, unless the position has changed since its pull."""
@@ -450,6 +456,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             assigned = self.assigned.get(message.queue)
             if assigned is None or assigned.released or assigned.next_offset != message.queue_offset:
                 return False
+            if assigned.queue in self._rests:
+                return False
             if self.config.auto_commit and assigned.progress != assigned.next_offset:
                 self._progressed(assigned, assigned.next_offset)
             assigned.next_offset = next_offset
@@ -457,8 +465,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if is_wanted and assigned.place is not None:
                 assigned.place.begin((message,))
             self._note("settle", result="ok")
-            if is_wanted:
-                self._note("hand_out", queue=message.queue, messages=(message,))
+            self._note_passed((message,))
             return True
 
     def _begin_poll(self) -> None:
@@ -674,7 +681,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def rest(self, seconds: float | timedelta, *, queue: MessageQueue | None = None, reason: str = "") -> None:
         """Take back the messages handed out last, and hand out none for ``seconds``, because downstream is down.
 
-        A loop over the consumer takes back its present message and ends. With ``queue`` only that queue rests.
+        A loop over the consumer takes back its present message and ends. What `commit` has passed is not taken back.
+        With ``queue`` only that queue rests.
 
         Raises:
             ValueError: ``seconds`` is not above 0, or more than a day.
@@ -806,6 +814,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if offsets is None:
                 self._note("keep")
                 self._end_work()
+                self._last = None  # What is committed is not taken back by `rest`.
 
     def _chosen(self, offsets: Mapping[MessageQueue, int]) -> dict[AssignedQueue, int]:
         positions = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}

@@ -179,6 +179,29 @@ def test_a_message_of_its_own_still_fails(broker: Broker, runner: ManualRunner) 
     consumer.shutdown()
 
 
+def test_a_rest_takes_back_nothing_that_was_committed(broker: Broker, runner: ManualRunner) -> None:
+    broker.create_topic("t", 1)
+    with Producer(broker, "p") as producer:
+        for number in range(5):
+            producer.send("t", f"{number}")
+    with PullConsumer(broker, "g", poll_timeout=0, auto_commit=False, pull_batch_size=2) as consumer:
+        (queue,) = consumer.queues("t")
+        consumer.assign([queue])
+        consumer.seek_to_begin(queue)
+        assert [message.body for message in consumer.poll(0)] == [b"0", b"1"]
+        consumer.commit()
+        consumer.rest(5)
+        consumer.commit()
+        assert consumer.committed(queue) == 2
+        runner.advance(5_000)
+        for message in consumer:  # the rest ends the loop
+            assert message.body == b"2"
+            consumer.commit()
+            consumer.rest(5)
+        runner.advance(5_000)
+        assert [message.body for message in consumer.poll(0)] == [b"3", b"4"]
+
+
 def test_a_pull_consumer_rests(broker: Broker, runner: ManualRunner) -> None:
     bodies = send(broker, 4)
     with PullConsumer(broker, "g", poll_timeout=0) as consumer:

@@ -242,6 +242,19 @@ def predicates_that_raise(rmq: Kit) -> None:
     assert (pushed, polled) == (expected, expected)
 
 
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_what_a_poll_passes_over_is_consumed_in_a_history(rmq: Kit, in_a_loop: bool) -> None:
+    """As what a listener's predicate leaves out; the kit took the progress past it for a loss."""
+    rmq.broker.create_topic("t", 1)
+    send(rmq, *"abcd")
+    with PullConsumer(rmq.route, "g", consume_from=ConsumeFrom.FIRST, poll_timeout=0) as reader:
+        reader.subscribe("t", predicate=lambda message: message.body in b"bd")
+        rmq.advance(seconds=30)
+        polled = list(reader) if in_a_loop else reader.poll(0)
+        assert [message.body for message in polled] == [b"b", b"d"]
+    assert rmq.broker.lag("g") == 0
+
+
 @pytest.mark.slow
 def test_no_schedule_loses_what_a_predicate_raised_on() -> None:
     result = explore(predicates_that_raise, runs=60)
