@@ -223,7 +223,7 @@ class ConcurrentDelivery:
         self._runner = instance.runner
         self._resume = resume
         self._rests: Rests[Pulled] = Rests(instance, self._resumed)
-        self._retries = later_retries(instance, calls.counts)
+        self._retries = later_retries(instance)
         self._backlog = Backlog()
         # The run is under way in one thread. If it is slow, the other threads get what it has not begun.
         self._run: Run | None = None
@@ -450,7 +450,6 @@ class ConcurrentDelivery:
 
     def _give_back(self, run: Run) -> None:
         remaining = run.take_remaining()
-        self.calls.counts.delivered -= len(remaining)
         if remaining and not run.assigned.released:
             self._begin_later(run.assigned, remaining)
 
@@ -516,13 +515,11 @@ class ConcurrentDelivery:
     def _apply(
         self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
     ) -> None:
-        self.calls.counts.consumed += consumed
         if "outcome" in self._instance.watchers:
             self._instance._note("outcome", assigned.queue.topic, "success", consumed)
         ended: Sequence[DeliveredMessage] = messages
         if consumed < len(messages):
             failed = messages[consumed:]
-            self.calls.counts.failed += len(failed)
             result = "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
             self._instance._note("outcome", assigned.queue.topic, result, len(failed))
             # One that exceeded consume_timeout has been sent back, and would come twice.

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from librmq.consumer._instance import ConsumerCounts, Instance
+from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import Listener
 from librmq.listener import DownstreamDown, ReconsumeLater, returned_failure
 from librmq.message import MessageQueue
@@ -64,11 +64,11 @@ def cause_of(error: Exception | None) -> str:
     return "".join(char if char.isprintable() else " " for char in line[:_MAX_CAUSE])
 
 
-def later_retries(consumer: Instance, counts: ConsumerCounts) -> LaterPart[Retries]:
+def later_retries(consumer: Instance) -> LaterPart[Retries]:
     def make() -> Retries:
         from librmq.consumer._retries import Retries
 
-        return Retries(consumer, counts)
+        return Retries(consumer)
 
     return LaterPart(make)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -187,22 +186,6 @@ class Instance(Watched):
 
 
 # ---- state for diagnosis
-
-
-@dataclass(slots=True)
-class ConsumerCounts:
-    """A consumer's counts of messages."""
-
-    delivered: int = 0
-    """Passed to a listener, each attempt counted."""
-    consumed: int = 0
-    """Consumed successfully."""
-    failed: int = 0
-    """Attempts that failed."""
-    sent_back: int = 0
-    """Sent to the group's retry or dead-letter topic after a failure."""
-    dropped: int = 0
-    """Failures in broadcasting, which has no retries."""
 
 
 def instance_state(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from librmq.client import Client
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, outcome
-from librmq.consumer._instance import ConsumerCounts, Instance
+from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners, OrderlyResult
 from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import ClientStateError
@@ -139,7 +139,6 @@ class ListenerCalls:
         """Runs coroutine listeners; None: a loop of the runner's own."""
         self.running: int = 0
         """The listeners that run or are about to."""
-        self.counts: ConsumerCounts = ConsumerCounts()
         self.by_thread: dict[int, DeliveryCall] = {}
         """The calls that threads make now."""
         self._warned: set[int] = set()
@@ -179,7 +178,6 @@ class ListenerCalls:
 
     def submit(self, call: DeliveryCall) -> None:
         self.running += 1
-        self.counts.delivered += len(call.messages)
         self.instance.runner.submit(call)
 
     def count_running(self) -> None:

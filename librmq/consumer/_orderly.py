@@ -72,7 +72,7 @@ class OrderlyDelivery:
         self._rebalancing = rebalancing
         self._resume = resume
         self._rests: Rests[AssignedQueue] = Rests(instance, self._resumed)
-        self._retries = later_retries(instance, calls.counts)
+        self._retries = later_retries(instance)
         self._waiting: deque[AssignedQueue] = deque()  # those that wait for a listener, in their order
 
     def _suspension_ms(self, error: Exception | None = None) -> int:
@@ -164,7 +164,6 @@ class OrderlyDelivery:
     def _convict(self, assigned: AssignedQueue, error: EndsProcess) -> bool:
         """Make the next message a dead letter; return False if no broker accepts it."""
         messages = assigned.messages.take(1)
-        self.calls.counts.failed += 1
         if self._retries().send_one_back(assigned, messages[0], -1, cause_of(error)) is not False:
             self._retries().log_dead_letter(assigned, messages[0], error)
             self._commit_messages(assigned, "later")
@@ -257,7 +256,6 @@ class OrderlyDelivery:
                 return self._suspension_ms()
             self._commit_messages(assigned, "success")
             return None
-        self.calls.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
         sent, kept = self._retries().send_exhausted(assigned, messages, error)
         result_of_sent = "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
@@ -266,7 +264,7 @@ class OrderlyDelivery:
             return None
         assigned.end(messages)
         if sent:
-            self._count_done(assigned, len(sent), result_of_sent)
+            self._instance._note("outcome", assigned.queue.topic, result_of_sent, len(sent))
             progress = assigned.messages.remove(sent)
             if progress is not None and (assigned.progress is None or progress > assigned.progress):
                 self._instance._progressed(assigned, progress)
@@ -281,15 +279,11 @@ class OrderlyDelivery:
         return rest_ms
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
-        self._count_done(assigned, assigned.messages.begun, result)
+        if self._instance.watchers:
+            self._instance._note("outcome", assigned.queue.topic, result, assigned.messages.begun)
         progress = assigned.messages.commit()
         if progress is not None:
             self._instance._progressed(assigned, progress)
-
-    def _count_done(self, assigned: AssignedQueue, count: int, result: str) -> None:
-        self.calls.counts.consumed += count
-        if self._instance.watchers:
-            self._instance._note("outcome", assigned.queue.topic, result, count)
 
     def _note_end(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Note the end of a call, and with a commit or rollback the end of the calls held before it."""

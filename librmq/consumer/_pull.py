@@ -16,7 +16,6 @@ from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests, cause_of, later_retries
-from librmq.consumer._instance import ConsumerCounts
 from librmq.consumer._listeners import DeliveredMessage, delivered_messages
 from librmq.consumer._predicates import Predicate, TopicPredicate
 from librmq.consumer._suspects import Turn, conviction
@@ -118,7 +117,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._looks_once = False
         """Whether the present poll waits for nothing."""
         self._rests: Rests[Never] = Rests(self, self._end_rest)
-        self._retries = later_retries(self, ConsumerCounts())
+        self._retries = later_retries(self)
         self._in_work = 0
         self._is_held_back = False
         self._turn_of: tuple[AssignedQueue, int, Turn] | None = None

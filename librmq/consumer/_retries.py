@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import REDELIVERY_MS, cause_of
-from librmq.consumer._instance import ConsumerCounts, Instance
+from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import RmqError
 from librmq.listener import ReconsumeLater, is_requested
@@ -25,9 +25,8 @@ _MAX_KINDS: Final = 1_000
 class Retries:
     """Sends the failed messages of one consumer back, and logs each failure. Called under the runner's lock."""
 
-    def __init__(self, consumer: Instance, counts: ConsumerCounts) -> None:
+    def __init__(self, consumer: Instance) -> None:
         self._consumer = consumer
-        self._counts = counts
         self._failures: Counter[tuple[type[Exception], str, int]] = Counter()
 
     # ---- concurrent
@@ -41,7 +40,6 @@ class Retries:
         another. A broadcasting consumer drops failed messages.
         """
         if self._consumer.config.model is MessageModel.BROADCASTING:
-            self._counts.dropped += len(failed)
             next_attempt = "and it is dropped, because broadcasting has no retries"
             self.log_retry(assigned, failed, 1, 0, next_attempt, error)
             return []
@@ -110,7 +108,6 @@ class Retries:
         """Make a message a dead letter, as 4.9 does after its next delay, or ``at_once``; return whether it is one."""
         consumer = self._consumer
         if consumer.config.model is MessageModel.BROADCASTING:
-            self._counts.dropped += 1
             self.log_retry(
                 assigned, [message], message.reconsume_times + 1, None, "and it is dropped: broadcasting", error
             )
@@ -152,7 +149,6 @@ class Retries:
             states.failing(key, what, error)
             return False
         states.works(key, what)
-        self._counts.sent_back += 1
         return answer
 
     # ---- log lines

@@ -71,11 +71,10 @@ def test_failures_are_dropped(one_queue: Kit) -> None:
     def fail(message: DeliveredMessage) -> None:
         raise ReconsumeLater
 
-    consumer = broadcasting(one_queue, listener=fail)
+    broadcasting(one_queue, listener=fail)
     send(one_queue, "a")
     one_queue.advance(hours=1)
     assert bodies(one_queue) == ["a"]
-    assert consumer.calls.counts.dropped == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"offsetTable":{"a":1}}', '{"offsetTable":3}'])

@@ -300,7 +300,7 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
     send(one_queue, "stuck", *map(str, range(9)))
     one_queue.advance(seconds=19)
     assert len(bodies(one_queue)) == 10
-    assert (consumer.calls.running, consumer.calls.counts.consumed) == (1, 9)
+    assert consumer.calls.running == 1
     assert consumer.progress()[T0] == 0
     one_queue.advance(seconds=1)
     assert consumer.progress()[T0] == 10

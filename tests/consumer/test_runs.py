@@ -79,8 +79,7 @@ def test_a_run_is_one_turn(party: Party) -> None:
     party.start(lambda message: None)
     party.runner.advance(1000)
     assert party.seen == list(range(10))
-    counts = party.consumer.calls.counts
-    assert (party.progress, counts.delivered, counts.consumed) == (10, 10, 10)
+    assert party.progress == 10
 
 
 def test_a_failure_ends_a_run_and_only_its_message_goes_back(party: Party) -> None:
@@ -91,8 +90,7 @@ def test_a_failure_ends_a_run_and_only_its_message_goes_back(party: Party) -> No
     party.start(on(4, fail))
     party.runner.advance(60_000)
     assert party.seen == [*range(10), 4]
-    counts = party.consumer.calls.counts
-    assert (party.progress, counts.delivered, counts.consumed, counts.failed) == (10, 11, 10, 1)
+    assert party.progress == 10
 
 
 def test_a_rest_keeps_the_order_of_what_a_run_has_not_begun(party: Party) -> None:
@@ -118,7 +116,7 @@ def test_others_get_what_a_slow_listener_has_not_begun(party: Party) -> None:
     party.start(on(4, wait), threads=2)
     party.runner.advance(1000)
     assert inside == [(list(range(10)), 4)]
-    assert (party.progress, party.consumer.calls.counts.delivered) == (10, 10)
+    assert (party.progress, party.seen) == (10, list(range(10)))
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
