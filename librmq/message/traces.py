@@ -21,7 +21,7 @@ Mirrors ``TraceDataEncoder`` of 4.9.4 and 5.3.3.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.errors import MalformedError, RmqError
@@ -200,13 +200,10 @@ class TraceReader:
         for text in body.decode("utf-8", "replace").split(_RECORD):
             if not text:
                 continue
-            kind, *fields = text.split(_FIELD)
-            make = _KINDS.get(kind)
+            name, *fields = text.split(_FIELD)
             try:
-                if make is None:
-                    raise ValueError
-                trace = make(fields)._replace(instance=instance, physical_offset=physical_offset)
-            except (ValueError, IndexError):
+                trace = _trace(name, fields)._replace(instance=instance, physical_offset=physical_offset)
+            except ValueError:
                 self.unreadable += 1
                 continue
             for message_id in trace.id.split(_ID_SEPARATOR):
@@ -235,75 +232,51 @@ def _text(value: str) -> str | None:
     return None if value in ("", "null") else value
 
 
-_NOTHING: Final = Trace(
-    trace="sent",
-    at_ms=-1,
-    id="",
-    topic=None,
-    group=None,
-    instance="",
-    succeeded=None,
-    result=None,
-    took_s=None,
-    retries=None,
-    keys=None,
-    request=None,
-    physical_offset=-1,
-)
+_LAYOUTS: Final[Mapping[str, tuple[TraceKind, int, Sequence[str]]]] = {
+    "Pub": ("sent", 12, Pub._fields),
+    "SubBefore": ("received", 6, SubBefore._fields),
+    "SubAfter": ("consumed", 5, SubAfter._fields),
+    "EndTransaction": ("ended", 11, EndTransaction._fields),
+    "Recall": ("recalled", 6, ("at_ms", "region", "group", "topic", "id", "succeeded")),
+}
+"""What a record is about, how many fields it has at least, and their names."""
 
 
-def _pub(fields: list[str]) -> Trace:
-    last = fields[12] if len(fields) > 12 else fields[11]
-    return _NOTHING._replace(
-        trace="sent", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
-        succeeded=_flag(last), keys=_text(fields[6]), took_s=int(fields[9]) / 1000,
-    )  # fmt: skip
-
-
-def _before(fields: list[str]) -> Trace:
-    return _NOTHING._replace(
-        trace="received", at_ms=int(fields[0]), id=fields[4], group=_text(fields[2]), request=_text(fields[3]),
-        retries=int(fields[5]), keys=_text(fields[6] if len(fields) > 6 else ""),
-    )  # fmt: skip
-
-
-def _after(fields: list[str]) -> Trace:
-    succeeded = _flag(fields[3])
-    code = int(fields[5]) if len(fields) > 5 and fields[5] else 0
-    result = _RESULTS[code] if 0 <= code < len(_RESULTS) else None
-    if result == "SUCCESS" and not succeeded:
-        result = "FAILED"  # the flag decides, because an absent result reads as SUCCESS
-    at_ms, group = (int(fields[6]), fields[7]) if len(fields) > 7 else (-1, "")
-    return _NOTHING._replace(
-        trace="consumed", at_ms=at_ms, id=fields[1], group=_text(group), request=_text(fields[0]),
-        took_s=int(fields[2]) / 1000, succeeded=succeeded, keys=_text(fields[4]), result=result,
-    )  # fmt: skip
-
-
-def _ended(fields: list[str]) -> Trace:
-    return _NOTHING._replace(
-        trace="ended", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
-        keys=_text(fields[6]), result=_text(fields[10]),
-    )  # fmt: skip
-
-
-def _recall(fields: list[str]) -> Trace:
-    return _NOTHING._replace(
-        trace="recalled", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
-        succeeded=_flag(fields[5]),
-    )  # fmt: skip
+def _trace(name: str, fields: list[str]) -> Trace:
+    """Return the trace of a record, without what its message knows; raise ValueError if it is unreadable."""
+    if name not in _LAYOUTS or len(fields) < _LAYOUTS[name][1]:
+        raise ValueError(name)
+    kind, least, names = _LAYOUTS[name]
+    if kind == "sent" and len(fields) == least:
+        fields = [*fields[:11], "", fields[11]]  # an older client, whose last field is the success
+    if kind == "consumed" and len(fields) < len(names):
+        fields = fields[:6]  # of a client of a cloud, which leaves out both time and group
+    values = dict(zip(names, fields, strict=False))
+    succeeded = _flag(values["succeeded"]) if "succeeded" in values else None
+    result = _text(values.get("state", ""))
+    if kind == "consumed":
+        code = int(values.get("result") or 0)
+        result = _RESULTS[code] if 0 <= code < len(_RESULTS) else None
+        if result == "SUCCESS" and not succeeded:
+            result = "FAILED"  # the flag decides, because an absent result reads as SUCCESS
+    return Trace(
+        trace=kind,
+        at_ms=int(values.get("at_ms", -1)),
+        id=values["id"],
+        topic=_text(values.get("topic", "")),
+        group=_text(values.get("group", "")),
+        instance="",
+        succeeded=succeeded,
+        result=result,
+        took_s=int(values["took_ms"]) / 1000 if "took_ms" in values else None,
+        retries=int(values["retries"]) if "retries" in values else None,
+        keys=_text(values.get("keys", "")),
+        request=_text(values.get("request", "")),
+        physical_offset=-1,
+    )
 
 
 def _flag(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(text)
     return text == "true"
-
-
-_KINDS: Final[dict[str, Callable[[list[str]], Trace]]] = {
-    "Pub": _pub,
-    "SubBefore": _before,
-    "SubAfter": _after,
-    "EndTransaction": _ended,
-    "Recall": _recall,
-}
