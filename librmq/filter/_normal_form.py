@@ -56,7 +56,7 @@ class Question:
     may_be_unknown: bool = field(init=False, default=False)
 
 
-def _set(question: Question, *, may_fail: bool, may_be_unknown: bool = True) -> None:
+def _set(question: Question, *, may_fail: bool, may_be_unknown: bool) -> None:
     object.__setattr__(question, "may_fail", may_fail)
     object.__setattr__(question, "may_be_unknown", may_be_unknown)
 
@@ -84,9 +84,7 @@ class TextIn(Question):
 
     name: str
     texts: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, may_fail=False)
+    may_be_unknown: bool = field(init=False, default=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +92,7 @@ class TextTrue(Question):
     """Is the property ``true``, in upper or lower case? UNKNOWN when missing."""
 
     name: str
-
-    def __post_init__(self) -> None:
-        _set(self, may_fail=False)
+    may_be_unknown: bool = field(init=False, default=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,9 +105,8 @@ class NumberIs(Question):
     name: str
     operator: Order
     number: int | float
-
-    def __post_init__(self) -> None:
-        _set(self, may_fail=True)
+    may_fail: bool = field(init=False, default=True)
+    may_be_unknown: bool = field(init=False, default=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,9 +115,7 @@ class SameText(Question):
 
     left: str
     right: str
-
-    def __post_init__(self) -> None:
-        _set(self, may_fail=False)
+    may_be_unknown: bool = field(init=False, default=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,9 +125,8 @@ class OrderOf(Question):
     left: str
     operator: Order
     right: str
-
-    def __post_init__(self) -> None:
-        _set(self, may_fail=True)
+    may_fail: bool = field(init=False, default=True)
+    may_be_unknown: bool = field(init=False, default=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
