@@ -113,6 +113,18 @@ class Instance(Watched):
         """Whether rebalancing assigns the queues."""
         return True
 
+    def _lock(self, queue: MessageQueue) -> bool:
+        return True
+
+    def _start_queue(self, assigned: AssignedQueue) -> None:
+        raise NotImplementedError
+
+    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        """End with a queue; return False if its listener still runs."""
+        self._save((assigned,))
+        assigned.leave_marks()
+        return True
+
     def _note_take(self, queue: MessageQueue, start: int, stored: int | None) -> None:
         self._note("take", queue.topic, "moved" if stored is None and start else "", queue=queue)
 

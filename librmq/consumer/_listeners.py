@@ -176,12 +176,6 @@ class Listeners:
         self.are_weighted: bool = False
         """Whether they have different weights."""
 
-    def __contains__(self, topic: object) -> bool:
-        return topic in self._by_topic
-
-    def __len__(self) -> int:
-        return len(self._by_topic)
-
     @property
     def are_async(self) -> bool:
         return any(listener.is_async for by_tag in self._by_topic.values() for listener in by_tag.values())

@@ -354,35 +354,32 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         with self._receiving() as receive:
-            return receive.returns(await self._poll_in_turn_async(timeout, one_by_one))
-
-    async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
-        self._life.check_running("poll")
-        clock = self.runner.clock
-        seconds = self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout)
-        deadline = clock.monotonic() + seconds
-        if not self._polling.acquire(blocking=False):
-            raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
-        self._looks_once = seconds <= 0
-        try:
-            arrived = asyncio.Event()
-            self._arrived.awaited = asyncio.get_running_loop(), arrived
-            self._begin_poll()
-            while True:
-                arrived.clear()
-                # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks the
-                # whole interpreter. For the same reason a pull can't be interrupted.
-                messages, has_moved = self._try_poll(one_by_one)
-                if messages or self._stopping:
-                    return messages
-                remaining = deadline - clock.monotonic()
-                if has_moved and remaining >= 0:
-                    await asyncio.sleep(0)
-                elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
-                    return self._no_messages()
-        finally:
-            self._arrived.awaited = None
-            self._polling.release()
+            self._life.check_running("poll")
+            clock = self.runner.clock
+            seconds = self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout)
+            deadline = clock.monotonic() + seconds
+            if not self._polling.acquire(blocking=False):
+                raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
+            self._looks_once = seconds <= 0
+            try:
+                arrived = asyncio.Event()
+                self._arrived.awaited = asyncio.get_running_loop(), arrived
+                self._begin_poll()
+                while True:
+                    arrived.clear()
+                    # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks
+                    # the whole interpreter. For the same reason a pull can't be interrupted.
+                    messages, has_moved = self._try_poll(one_by_one)
+                    if messages or self._stopping:
+                        return receive.returns(messages)
+                    remaining = deadline - clock.monotonic()
+                    if has_moved and remaining >= 0:
+                        await asyncio.sleep(0)
+                    elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
+                        return receive.returns(self._no_messages())
+            finally:
+                self._arrived.awaited = None
+                self._polling.release()
 
     def __iter__(self) -> Iterator[DeliveredMessage]:
         """Hand out messages one by one, until a poll finds none in its time.

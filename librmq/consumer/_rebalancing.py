@@ -9,7 +9,7 @@ lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
@@ -72,18 +72,8 @@ def _share_out(client_id: str, asked: _Asked, strategy: AllocationStrategy) -> _
 class Rebalancing:
     """Assignment of queues to one instance. Called under the runner's lock."""
 
-    def __init__(
-        self,
-        member: Instance,
-        take: Callable[[AssignedQueue], None],
-        release: Callable[[AssignedQueue, int], bool],
-        lock: Callable[[MessageQueue], bool],
-    ) -> None:
-        """``lock`` locks a queue, ``take`` begins with it, ``release`` ends with it or returns False."""
+    def __init__(self, member: Instance) -> None:
         self._member = member
-        self._take = take
-        self._release = release
-        self._lock = lock
         self.started_ms: int = 0
         self._created_ms = member.runner.now_ms()
         route = member.route
@@ -273,7 +263,7 @@ class Rebalancing:
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         assigned.released = assigned.may_be_passed = True
-        if not self._release(assigned, now_ms):
+        if not self._member._release_queue(assigned, now_ms):
             self._is_incomplete = True
             return False
         self._member.assigned.pop(assigned.queue, None)
@@ -284,7 +274,7 @@ class Rebalancing:
     def _take_queue(self, queue: MessageQueue, now_ms: int) -> bool:
         member = self._member
         try:
-            if not self._lock(queue):
+            if not member._lock(queue):
                 member._log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
                 self._is_incomplete = True
                 return False
@@ -303,7 +293,7 @@ class Rebalancing:
         member._log.debug(
             "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
         )
-        self._take(assigned)
+        member._start_queue(assigned)
         return True
 
     def start_offset(self, queue: MessageQueue) -> int:

@@ -389,29 +389,24 @@ class SimpleConsumer(Member):
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
         with self._receiving() as receive:
-            return receive.returns(await self._receive_async(max_messages, invisible, wait))
+            invisible_ms, seconds = self._check_receive("receive_async", invisible, wait)
+            clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
+            deadline = clock.monotonic() + seconds
 
-    async def _receive_async(
-        self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
-    ) -> list[ReceivedMessage]:
-        invisible_ms, seconds = self._check_receive("receive_async", invisible, wait)
-        clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
-        deadline = clock.monotonic() + seconds
+            def wake() -> None:
+                with suppress(RuntimeError):  # The loop was closed, with its waiting coroutines.
+                    loop.call_soon_threadsafe(arrived.set)
 
-        def wake() -> None:
-            with suppress(RuntimeError):  # The loop was closed, with its waiting coroutines.
-                loop.call_soon_threadsafe(arrived.set)
-
-        with _Wait(self._waits, wake) as waits:
-            while True:
-                arrived.clear()
-                received = self._receive_once(waits, max_messages, invisible_ms)
-                messages = self._wanted(received)
-                remaining = deadline - clock.monotonic()
-                if messages or not self._life.is_running or remaining <= 0:
-                    return messages
-                if not received and not await wait_async(clock, arrived, remaining):
-                    return []
+            with _Wait(self._waits, wake) as waits:
+                while True:
+                    arrived.clear()
+                    received = self._receive_once(waits, max_messages, invisible_ms)
+                    messages = self._wanted(received)
+                    remaining = deadline - clock.monotonic()
+                    if messages or not self._life.is_running or remaining <= 0:
+                        return receive.returns(messages)
+                    if not received and not await wait_async(clock, arrived, remaining):
+                        return receive.returns([])
 
     def receive_or_notify(
         self,

@@ -15,7 +15,6 @@ from librmq.broker.groups import comparable, describe_differences
 from librmq.client import Client
 from librmq.client.client import LifeCycle, Member, client_of
 from librmq.config import to_seconds
-from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
 from librmq.consumer._listeners import check_at_brokers, make_subscription
 from librmq.consumer._offsets import BrokerOffsets
@@ -57,7 +56,7 @@ class Consumer(Instance, Member, Generic[C]):
         validate_group(group)
         super().__init__(route, group, client_of(route, type(self).__name__, client, instance_name))
         self._config = config
-        self._rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
+        self._rebalancing: Rebalancing = Rebalancing(self)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._turns: Turns = Turns.of(self.runner)
@@ -105,17 +104,6 @@ class Consumer(Instance, Member, Generic[C]):
         """Apply new settings to what is running. Under the lock."""
 
     # ---- what push and pull do differently
-
-    def _start_queue(self, assigned: AssignedQueue) -> None:
-        raise NotImplementedError
-
-    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        self._save((assigned,))
-        assigned.leave_marks()
-        return True
-
-    def _lock(self, queue: MessageQueue) -> bool:
-        return True
 
     def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
         raise NotImplementedError
