@@ -23,13 +23,15 @@ DAY_S: Final = 86_400
 SETTINGS: Final = TimerConfig(save_every_s=None)
 
 
-def fill(timers: Timers, clock: ManualClock, count: int, first_s: int, last_s: int) -> None:
+def fill(store: MessageStore, timers: Timers, clock: ManualClock, count: int, first_s: int, last_s: int) -> None:
     """Put messages into the wheel at random times between two."""
     rng = random.Random(count)
     for begin in range(0, count, 1_000):
         for message in make_messages(min(1_000, count - begin), first=begin):
             message.properties["TIMER_DELAY_SEC"] = str(rng.randint(first_s, last_s))
-            timers.put(message)
+            waiting = timers.waiting_form(message, 0)
+            assert waiting is not None
+            store.append(waiting)
         timers.run_due(clock.now_ms())
 
 
@@ -47,14 +49,14 @@ def timed(bench: Bench, folder: Path, *, waiting: int = 0, put: bool = True) -> 
     count, clock = bench.count(TIMERS), ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
         timers = Timers.open(store, SETTINGS)
-        fill(timers, clock, 1, 1, 1)
+        fill(store, timers, clock, 1, 1, 1)
         deliver(timers, clock, 2)  # creates the wheel
-        fill(timers, clock, waiting * count, DAY_S // 2, DAY_S)
+        fill(store, timers, clock, waiting * count, DAY_S // 2, DAY_S)
         if not put:
-            fill(timers, clock, count, 1, 3600)
+            fill(store, timers, clock, count, 1, 3600)
         yield
         if put:
-            fill(timers, clock, count, 1, 3600)
+            fill(store, timers, clock, count, 1, 3600)
         deliver(timers, clock, 3_700)
         yield count
         queue = store.queue(TOPIC, 0)
@@ -76,7 +78,7 @@ def weigh() -> None:
     """In a separate process, put timers into the wheel and print the private bytes."""
     clock = ManualClock()
     with MessageStore.open(sys.argv[1], StoreConfig(), clock=clock) as store:
-        fill(Timers.open(store, SETTINGS), clock, int(sys.argv[2]), 1, DAY_S)
+        fill(store, Timers.open(store, SETTINGS), clock, int(sys.argv[2]), 1, DAY_S)
         deliver(Timers.open(store, SETTINGS), clock, 60)
         with open("/proc/self/status", encoding="ascii") as status:
             own = next(line for line in status if line.startswith("RssAnon"))

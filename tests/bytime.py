@@ -9,8 +9,10 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.files._memory import MemoryFiles
+from librmq.message.delays import is_timed, parse_level, without_time
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
+from librmq.message.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
@@ -22,6 +24,22 @@ NOW = DelayConfig(first_look_s=0, save_every_s=None)
 TINY = TimerConfig(
     slots_total=300, timer_roll_window_slot=100, timer_log_file_size=1024, timer_max_delay_sec=10_000, save_every_s=None
 )
+
+
+def put_timed(timers: Timers, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:
+    """Store a message as 5.x does: in the timer topic if it names a future time, otherwise in its own topic."""
+    store = timers._store  # noqa: SLF001
+    is_whole = fields.get("sys_flag", 0) & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
+    if parse_level(message.properties.get("DELAY")) > 0:
+        return store.append(without_time(message), queue_id, **fields)
+    if is_whole and message.topic != SystemTopic.TIMER and is_timed(message.properties):
+        fields.pop("properties_raw", None)
+        waiting = timers.waiting_form(message, queue_id)
+        if waiting is not None:
+            message, queue_id = waiting, 0
+    if fields.get("properties_raw") is None:
+        fields["properties_raw"] = encode_properties(message.properties) + b"\2" * bool(message.properties)
+    return store.append(message, queue_id, **fields)
 
 
 class ByTime:
@@ -142,7 +160,7 @@ class Wheel(ByTime):
     def put(self, body: bytes = b"b", *, key: str | None = "U", **properties: object) -> AppendResult:
         message = Message("T", body, tags="t", unique_key=key, flag=3)
         message.properties |= {name: str(value) for name, value in properties.items()}
-        result = self.timers.put(message, 2)
+        result = put_timed(self.timers, message, 2)
         self.timers.run_due(self.clock.now_ms())
         return result
 

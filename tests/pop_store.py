@@ -21,6 +21,7 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerTables
+from tests.bytime import put_timed
 from tests.stores import ROOT, SMALL, START_MS
 
 REVIVE_TOPIC = "rmq_sys_REVIVE_LOG_DefaultCluster"
@@ -57,7 +58,7 @@ class PopStore:
         """Store a record of POP as the broker does, in the timer topic until its time."""
         message = Message(REVIVE_TOPIC, body, tags=tag, unique_key=key)
         message.properties[PropertyName.TIMER_DELIVER_MS] = str(deliver_ms)
-        return self.timers.put(message).physical_offset
+        return put_timed(self.timers, message).physical_offset
 
     def receive(
         self, group: str, topic: str, offsets: Sequence[int], invisible_s: float = 60, *, old: bool = False

@@ -192,12 +192,6 @@ class TimerSlots:
             ahead += self._slots - at
         return (begin + ahead) * self._precision_ms
 
-    def times_ms(self) -> list[int]:
-        """Return the times of all slots that have messages, in order."""
-        if self._wheel is None:
-            return []
-        return [time * self._precision_ms for time in sorted(self._wheel.times()[self._waiting].tolist())]
-
     def last(self, time_ms: int) -> int:
         """Return the position of a slot's last unit, -1 if it has none."""
         slot = None if self._wheel is None else self._wheel.slot(time_ms // self._precision_ms)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 from librmq.config import check_now
 from librmq.errors import (
@@ -34,8 +34,7 @@ from librmq.errors import (
 )
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
-from librmq.message import Message, StoredMessage, record
-from librmq.message.delays import is_timed, parse_level, without_time
+from librmq.message import Message, StoredMessage
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
@@ -214,28 +213,6 @@ class Timers:
 
     # ------------------------------------------------------------------------------------------------------ putting
 
-    def put(self, message: Message, queue_id: int = 0, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
-        """Store a message as 5.x does: in the timer topic if it names a future time, otherwise in its own topic.
-
-        Call `run_due` soon after, which puts it into the wheel. ``fields`` are keywords of `MessageStore.append`, whose
-        errors are raised too.
-
-        Raises:
-            TimerRefusedError: The time is not a number, or too far away, or a deletion is late; nothing is written.
-        """
-        sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
-        properties = message.properties
-        if parse_level(properties.get(PropertyName.DELAY)) > 0:
-            return self._store.append(without_time(message), queue_id, **fields)
-        if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != SystemTopic.TIMER and is_timed(properties):
-            fields.pop("properties_raw", None)
-            waiting = self.waiting_form(message, queue_id)
-            if waiting is not None:
-                message, queue_id = waiting, _QUEUE
-        if fields.get("properties_raw") is None:
-            fields["properties_raw"] = _encoded(message.properties)
-        return self._store.append(message, queue_id, **fields)
-
     def takes(self, delay_ms: int) -> bool:
         """Return whether a message can wait this long."""
         return delay_ms <= 1000 * self._config.timer_max_delay_sec
@@ -246,7 +223,7 @@ class Timers:
         Thread-safe.
 
         Raises:
-            TimerRefusedError: As for `put`.
+            TimerRefusedError: The time is not a number, or too far away, or a deletion is late.
             MessageIllegalError: The topic is invalid.
         """
         out_ms = out_time_ms(message.properties, self._store.clock.now_ms(), self._config)
@@ -550,15 +527,6 @@ class Timers:
             return entry is None or (queue_offset < next_offset and entry.physical_offset not in waiting)
 
         return has_passed
-
-    def waiting(self) -> Iterator[tuple[int, StoredMessage]]:
-        """Yield the messages that wait in the wheel, slot by slot, with their times (ms)."""
-        for time_ms in self._slots.times_ms():
-            slot = self._begin_slot(time_ms)
-            for at in range(len(slot.units) - 4, -1, -4):
-                message = self._message(slot.units[at], slot.units[at + 1])
-                if message is not None:
-                    yield java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "")) or 0, message
 
 
 def _encoded(properties: Mapping[str, str]) -> bytes:

@@ -103,7 +103,7 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, config: TimerConfig)
     """Return the time of the slot for a message, None if it is already due.
 
     Raises:
-        TimerRefusedError: As for `Timers.put`.
+        TimerRefusedError: As for `Timers.waiting_form`.
     """
     deliver_ms = deliver_time_ms(properties, now_ms)
     if deliver_ms <= now_ms:

@@ -26,6 +26,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from librmq.cli._output import Output, ProgressBar, complain
@@ -51,6 +52,7 @@ from librmq.store.engine.saved_state import delete_state
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig
+from tests.bytime import put_timed
 from tests.cases import fields
 from tests.transactions_of_4 import TransactionsOf4
 
@@ -275,7 +277,7 @@ class _Operations:
         return sys_flag | record.COMPRESSED | bits
 
     def _append(self, row: Row, message: Message, queue_id: int, sys_flag: int, raw: str | None = None) -> AppendResult:
-        append = self._store.append if self._timers is None else self._timers.put
+        append = self._store.append if self._timers is None else partial(put_timed, self._timers)
         return append(
             message,
             queue_id,

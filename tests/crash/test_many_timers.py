@@ -14,6 +14,7 @@ from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
+from tests.bytime import put_timed
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, START_MS, died
 
@@ -34,7 +35,7 @@ def check(seed: int, count: int, kills: int) -> None:
         seconds = rng.randint(1, 6_000)
         message = Message("T", b"%d" % number)
         message.properties["TIMER_DELAY_SEC"] = str(seconds)
-        timers.put(message)
+        put_timed(timers, message)
         due[number] = clock.now_ms() + 1000 * seconds
         if rng.random() < 0.02:  # let time pass from one due slot to the next
             until = clock.now_ms() + rng.randrange(1, 4_000)

@@ -20,6 +20,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import CheckBack, TransactionConfig, Transactions
+from tests.bytime import put_timed
 from tests.conftest import SlowBudget
 from tests.file_seams import CrashImages, RecordingFiles
 from tests.stores import ROOT, SMALL, START_MS, apply, died
@@ -113,7 +114,7 @@ def live(seed: str, steps: int = 40) -> Life:
         elif kind < 0.9:
             message = Message("W", b"%d" % number, unique_key=f"W{number}")
             message.properties["TIMER_DELAY_SEC"] = str(rng.choice([1, 3, 30, 100]))
-            broker.timers.put(message)
+            put_timed(broker.timers, message)
             life.timed.append((len(life.files.trace), number))
             broker.pass_time(0)
         elif kind < 0.97:

@@ -23,6 +23,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
+from tests.bytime import put_timed
 from tests.reference import existing
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS
 
@@ -52,7 +53,7 @@ class Store:
     def timer(self, seconds: int, key: str = "K", **properties: str) -> int:
         message = Message("T", b"x", unique_key=key)
         message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
-        return self.timers.put(message).physical_offset
+        return put_timed(self.timers, message).physical_offset
 
     def pending(self, **only: str) -> list[PendingMessage]:
         return list(pending_messages(self.store, self.tables, **only))  # type: ignore[arg-type]

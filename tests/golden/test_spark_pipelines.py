@@ -26,6 +26,7 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import Transactions
+from tests.bytime import put_timed
 from tests.golden.recorded import left_sound
 from tests.reference import ABSENT, reference, rows
 
@@ -280,7 +281,7 @@ def store_with_timers(path: Path) -> None:
         def put(seconds: int, key: str, **properties: str) -> None:
             message = Message("T", b"x", unique_key=key)
             message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
-            timers.put(message)
+            put_timed(timers, message)
 
         for seconds in (3, 10, 30, 30, 300, 300, 20):
             put(seconds, f"K{seconds}")

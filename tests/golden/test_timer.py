@@ -18,10 +18,11 @@ from librmq.files._disk import DiskFiles
 from librmq.message.delays import TimerRefusedError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import SystemTopic
-from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer import Timers, waiting_timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
+from tests.bytime import put_timed
 from tests.cases.load import run
 from tests.reference import Row, folders, jsonl, rows
 
@@ -74,7 +75,7 @@ class Replayed:
         message = Message(row["real_topic"], f"timer body {number}".encode(), tags="TagA", unique_key=row["uniq_key"])
         message.properties |= dict(zip(row["props"][::2], row["props"][1::2], strict=True))
         try:
-            result = self.timers.put(message, 0)
+            result = put_timed(self.timers, message, 0)
         except TimerRefusedError:
             return {"status": "WHEEL_TIMER_MSG_ILLEGAL"}
         stored = self.store.message_at(result.physical_offset)
@@ -243,7 +244,7 @@ def test_a_recorded_store_is_continued(folder: Path, tmp_path: Path) -> None:
         found = Timers.open(store, settings_of(folder))
         assert (path / "timerwheel").read_bytes() == wheel
         assert (path / "timerlog" / f"{0:020}").read_bytes() == log
-        waiting = [(due, message.unique_key) for due, message in found.waiting()]
+        waiting = [(due, message.unique_key) for due, message in waiting_timers(store)]
         due = found.run_due(clock.now_ms())
         while due is not None:
             clock.move_to(max(due, clock.now_ms()))

@@ -14,12 +14,11 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.message.delays import TimerRefusedError, delete_key, is_timed
 from librmq.message.message import Message
-from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from librmq.store.recovery._verify import verify
-from tests.bytime import TINY, Wheel
+from tests.bytime import TINY, Wheel, put_timed
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 
 # --- delivery times
@@ -67,7 +66,7 @@ def test_late_messages_skip_the_wheel() -> None:
     wheel = Wheel()
     message = Message("T", b"late")
     message.properties["TIMER_DELAY_SEC"] = "2"
-    wheel.timers.put(message)
+    put_timed(wheel.timers, message)
     wheel.clock.advance(ms=5_500)
     wheel.timers.run_due(wheel.clock.now_ms())
     assert wheel.delivered() == [(b"late", 5_500)]
@@ -125,41 +124,20 @@ def test_impossible_topics_are_refused() -> None:
     message = Message("a/b", b"")
     message.properties["TIMER_DELAY_SEC"] = "5"
     with pytest.raises(MessageIllegalError, match="can't be the name of a folder"):
-        Wheel().timers.put(message)
+        put_timed(Wheel().timers, message)
 
 
 def test_a_delay_level_takes_precedence() -> None:
-    wheel = Wheel()
-    wheel.put(DELAY=1, TIMER_DELAY_SEC=5)
-    (stored,) = wheel.store
-    assert stored.topic == SystemTopic.SCHEDULE
-    assert "TIMER_DELAY_SEC" not in stored.properties
     assert not is_timed({"DELAY": "1", "TIMER_DELAY_SEC": "5"})
     assert not is_timed({"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"})
     assert is_timed({"DELAY": "0", "TIMER_DELAY_SEC": "5"})
-
-
-def test_prepared_messages_do_not_wait() -> None:
-    wheel = Wheel()
-    message = Message("T", b"")
-    message.properties["TIMER_DELAY_SEC"] = "5"
-    wheel.timers.put(message, 0, sys_flag=TRANSACTION_PREPARED)
-    assert [m.topic for m in wheel.store] == ["T"]
-
-
-def test_plain_messages_are_written_as_5_x_does() -> None:
-    wheel = Wheel()
-    wheel.timers.put(Message("T", b"x", tags="t"))
-    wheel.timers.put(Message("T", b"x"))
-    wheel.timers.put(Message("T", b"x"), properties_raw=b"a\x01b")
-    assert [m.properties_raw for m in wheel.store] == [b"TAGS\x01t\x02", b"", b"a\x01b"]
 
 
 def test_a_delivered_message_is_the_one_that_was_sent() -> None:
     wheel = Wheel()
     message = Message("T", b"body", tags="t", keys="k", flag=7, unique_key="U")
     message.properties["TIMER_DELAY_SEC"] = "3"
-    wheel.timers.put(message, 4, born_timestamp_ms=5, born_host=("10.0.0.1", 2), reconsume_times=2)
+    put_timed(wheel.timers, message, 4, born_timestamp_ms=5, born_host=("10.0.0.1", 2), reconsume_times=2)
     wheel.pass_to(10_000)
     waited, real = wheel.store
     assert (real.topic, real.queue_id, real.body) == ("T", 4, b"body")
@@ -197,7 +175,7 @@ def test_many_new_messages_take_several_steps() -> None:
     for number in range(100):
         message = Message("T", b"%d" % number)
         message.properties["TIMER_DELAY_SEC"] = "5"
-        wheel.timers.put(message)
+        put_timed(wheel.timers, message)
     now = wheel.clock.now_ms()
     turns = 1
     while wheel.timers.run_due(now) == now:
@@ -269,7 +247,7 @@ def test_a_deletion_that_comes_too_late_does_nothing() -> None:
     wheel = Wheel()
     message = Message("T", b"delete")
     message.properties |= {"TIMER_DELAY_SEC": "2", "TIMER_DEL_UNIQKEY": "T+U"}
-    wheel.timers.put(message)
+    put_timed(wheel.timers, message)
     wheel.clock.advance(ms=60_000)
     wheel.timers.run_due(wheel.clock.now_ms())
     assert wheel.delivered() == []

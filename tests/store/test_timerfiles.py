@@ -22,6 +22,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import Slot, TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.budget import examples
+from tests.bytime import put_timed
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
 WHEEL = TimerConfig(slots_total=80, timer_roll_window_slot=20, timer_log_file_size=400, save_every_s=None)
@@ -35,7 +36,7 @@ def stored() -> Contents:
         for number in range(14):
             message = Message("T", b"%d" % number, unique_key=f"U{number}")
             message.properties["TIMER_DELAY_SEC"] = str(1 + number % 7 * 5)
-            timers.put(message)
+            put_timed(timers, message)
             timers.run_due(clock.now_ms())
         clock.advance(seconds=8)
         timers.run_due(clock.now_ms())
