@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, cast
 
 from librmq.filter._normal_form import (
     All,
@@ -82,30 +82,21 @@ class ColumnBackend(ABC, Generic[C]):
 
     def condition(self, question: Question, condition: Condition) -> C:
         """Return the condition of a whole question, without recursion: a tree can be deeper than Python's stack."""
-        waiting: list[tuple[tuple[int, Condition], _Steps[C]]] = []
-        part: _Part = (question, condition)
-        while True:
-            key = (id(part[0]), part[1])
-            if key in self._conditions:
-                answer = self._conditions[key]
+        waiting = [((id(question), condition), self._steps(question, condition))]
+        answer: Any = None
+        while waiting:
+            key, steps = waiting[-1]
+            try:
+                part = steps.send(answer)
+            except StopIteration as done:
+                answer = self._conditions[key] = done.value
+                waiting.pop()
             else:
-                steps = self._steps(*part)
-                try:
-                    part = next(steps)
-                    waiting.append((key, steps))
-                    continue
-                except StopIteration as done:
-                    answer = self._conditions[key] = done.value
-            while waiting:
-                key, steps = waiting[-1]
-                try:
-                    part = steps.send(answer)
-                    break
-                except StopIteration as done:
-                    waiting.pop()
-                    answer = self._conditions[key] = done.value
-            else:
-                return answer
+                key = (id(part[0]), part[1])
+                answer = self._conditions.get(key)
+                if answer is None:
+                    waiting.append((key, self._steps(*part)))
+        return cast("C", answer)
 
     def _steps(self, question: Question, condition: Condition) -> _Steps[C]:
         """Make one condition: yield each part that it needs, receive that part by send, return the whole."""
