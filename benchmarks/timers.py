@@ -48,7 +48,7 @@ def timed(bench: Bench, folder: Path, *, waiting: int = 0, put: bool = True) -> 
     """Put messages, and deliver them within an hour, while others wait for the next day."""
     count, clock = bench.count(TIMERS), ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
-        timers = Timers.open(store, SETTINGS)
+        timers = Timers(store, SETTINGS)
         fill(store, timers, clock, 1, 1, 1)
         deliver(timers, clock, 2)  # creates the wheel
         fill(store, timers, clock, waiting * count, DAY_S // 2, DAY_S)
@@ -78,8 +78,8 @@ def weigh() -> None:
     """In a separate process, put timers into the wheel and print the private bytes."""
     clock = ManualClock()
     with MessageStore.open(sys.argv[1], StoreConfig(), clock=clock) as store:
-        fill(store, Timers.open(store, SETTINGS), clock, int(sys.argv[2]), 1, DAY_S)
-        deliver(Timers.open(store, SETTINGS), clock, 60)
+        fill(store, Timers(store, SETTINGS), clock, int(sys.argv[2]), 1, DAY_S)
+        deliver(Timers(store, SETTINGS), clock, 60)
         with open("/proc/self/status", encoding="ascii") as status:
             own = next(line for line in status if line.startswith("RssAnon"))
     print(1024 * int(own.split()[1]))

@@ -152,7 +152,7 @@ class Wheel(ByTime):
     ) -> None:
         super().__init__(config, files, at_ms, folder)
         self.settings = settings
-        self.timers = Timers.open(self.store, settings, delivered=lambda *what: self.told.append(what))
+        self.timers = Timers(self.store, settings, delivered=lambda *what: self.told.append(what))
 
     def run_due(self, now_ms: int) -> int | None:
         return self.timers.run_due(now_ms)

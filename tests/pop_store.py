@@ -46,7 +46,7 @@ class PopStore:
         self.store = MessageStore.open(path, SMALL, files=files or MemoryFiles(), clock=self.clock)
         self.tables = BrokerTables.open(f"{path}/config", files=self.store.files)
         self.tables.set_topic(REVIVE_TOPIC, read_queues=1, write_queues=1, permission=6)
-        self.timers = Timers.open(self.store, _WHEEL)
+        self.timers = Timers(self.store, _WHEEL)
 
     def send(self, topic: str, count: int = 1, **fields: Any) -> list[AppendResult]:
         self.tables.make_topic(topic)

@@ -114,7 +114,7 @@ class Deliveries(BrokerPart):
 
             with self._runner.lock:
                 if self._timers is None:  # else another thread has opened it
-                    self._timers = Timers.open(
+                    self._timers = Timers(
                         self._store,
                         self._timer_config,
                         delivered=self._timed_out,

@@ -21,7 +21,7 @@ import logging
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 from librmq.config import check_now
 from librmq.errors import (
@@ -82,21 +82,15 @@ class Timers:
     log, which is the truth.
     """
 
-    _is_cancelled: Callable[[StoredMessage, int], bool]
-
-    def __init__(self) -> None:
-        raise TypeError("use Timers.open(store, config)")
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         store: MessageStore,
         config: TimerConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, AppendResult], None] | None = None,
         is_cancelled: Callable[[StoredMessage, int], bool] = lambda message, now_ms: False,
         aside: Aside | None = None,
-    ) -> Self:
+    ) -> None:
         """Open the timers of a store that is open for writing; a store without timers is not changed.
 
         ``delivered(message, result)`` is called for each delivery, with the waiting message and its new place, and must
@@ -107,18 +101,8 @@ class Timers:
             ConfigError: The settings contradict the files.
             CorruptionError: The files are not timer files.
         """
-        timers = object.__new__(cls)
-        timers._is_cancelled = is_cancelled
-        timers._open(store, config or TimerConfig(), delivered, aside)
-        return timers
-
-    def _open(
-        self,
-        store: MessageStore,
-        config: TimerConfig,
-        delivered: Callable[[StoredMessage, AppendResult], None] | None,
-        aside: Aside | None,
-    ) -> None:
+        config = config or TimerConfig()
+        self._is_cancelled = is_cancelled
         self._store = store
         self._files: Files = store.files
         self._config = config

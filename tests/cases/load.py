@@ -116,7 +116,7 @@ def run(
             warn(f"opening: {cut.file}: at {cut.offset}: {cut.what}")
         tables = BrokerTables.open(folder, files=files)
         timer = timer or TimerConfig.of_store(store.path, files)
-        timers = None if timer is None else Timers.open(store, dataclasses.replace(timer, save_every_s=None))
+        timers = None if timer is None else Timers(store, dataclasses.replace(timer, save_every_s=None))
         operations = _Operations(store, tables, filters, clock, warn, timers)
         try:
             for number, line in enumerate(lines, 1):

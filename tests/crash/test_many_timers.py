@@ -28,7 +28,7 @@ def check(seed: int, count: int, kills: int) -> None:
     rng = random.Random(seed)
     files, clock = MemoryFiles(), ManualClock(START_MS)
     store = MessageStore.open(ROOT, STORE, files=files, clock=clock)
-    timers = Timers.open(store, WHEEL)
+    timers = Timers(store, WHEEL)
     due: dict[int, int] = {}
     killed_at = sorted(rng.randrange(count) for _ in range(kills))
     for number in range(count):
@@ -47,7 +47,7 @@ def check(seed: int, count: int, kills: int) -> None:
             files = died(files)
             clock.advance(ms=rng.choice([0, 1, 5_000]))
             store = MessageStore.open(ROOT, STORE, files=files, clock=clock)
-            timers = Timers.open(store, WHEEL)
+            timers = Timers(store, WHEEL)
     while (at := timers.run_due(clock.now_ms())) is not None:
         clock.move_to(max(at, clock.now_ms()))
     first: dict[int, int] = {}

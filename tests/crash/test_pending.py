@@ -49,7 +49,7 @@ class Broker:
         self.questions: list[CheckBack] = []
         self.transactions = Transactions(self.store, self.tables, TransactionConfig(most_at_once=2))
         self.schedule = DelaySchedule(self.store, self.tables, now, DelayConfig(save_every_s=5))
-        self.timers = Timers.open(self.store, WHEEL)
+        self.timers = Timers(self.store, WHEEL)
 
     def prepare(self, number: int) -> tuple[int, int]:
         message = Message("T", b"%d" % number, unique_key=f"U{number}")

@@ -39,7 +39,7 @@ class Store:
         self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
         self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.transactions = Transactions(self.store, self.tables)
-        self.timers = Timers.open(self.store, SMALL_WHEEL)
+        self.timers = Timers(self.store, SMALL_WHEEL)
 
     def half(self, number: int, **properties: str) -> tuple[int, int, str]:
         message = Message("H", b"%d" % number, unique_key=f"H{number}")

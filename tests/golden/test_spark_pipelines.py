@@ -276,7 +276,7 @@ def store_with_timers(path: Path) -> None:
     clock = ManualClock(1_700_000_000_000)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         settings = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
-        timers = Timers.open(store, settings)
+        timers = Timers(store, settings)
 
         def put(seconds: int, key: str, **properties: str) -> None:
             message = Message("T", b"x", unique_key=key)

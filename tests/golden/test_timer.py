@@ -53,7 +53,7 @@ class Replayed:
         self.clock = ManualClock(puts[0]["at_ms"])
         self.settings = settings_of(folder)
         self.store = MessageStore.open(path, store_config(folder), clock=self.clock)
-        self.timers = Timers.open(self.store, self.settings)
+        self.timers = Timers(self.store, self.settings)
         self.results: list[Row] = []
         for number, row in enumerate(puts):
             self.pass_to(max(row["at_ms"], self.clock.now_ms()))
@@ -241,7 +241,7 @@ def test_a_recorded_store_is_continued(folder: Path, tmp_path: Path) -> None:
     wheel, log = (path / "timerwheel").read_bytes(), (path / "timerlog" / f"{0:020}").read_bytes()
     clock = ManualClock(rows(folder, "timer_state")[-1]["at_ms"])
     with MessageStore.open(path, store_config(folder), clock=clock) as store:
-        found = Timers.open(store, settings_of(folder))
+        found = Timers(store, settings_of(folder))
         assert (path / "timerwheel").read_bytes() == wheel
         assert (path / "timerlog" / f"{0:020}").read_bytes() == log
         waiting = [(due, message.unique_key) for due, message in waiting_timers(store)]

@@ -32,7 +32,7 @@ FILES = ("timerwheel", "timerlog/00000000000000000000", "timerlog/00000000000000
 def stored() -> Contents:
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
-        timers = Timers.open(store, WHEEL)
+        timers = Timers(store, WHEEL)
         for number in range(14):
             message = Message("T", b"%d" % number, unique_key=f"U{number}")
             message.properties["TIMER_DELAY_SEC"] = str(1 + number % 7 * 5)
@@ -72,7 +72,7 @@ def test_any_file_is_refused_or_continued(changes: list[tuple[str, int, bytes]],
         try:
             list(TimerWheel.read_slots(ROOT, store.files))
             list(pending_messages(store, kind="timer"))
-            timers = Timers.open(store, WHEEL)
+            timers = Timers(store, WHEEL)
             for _ in range(60):
                 due = timers.run_due(clock.now_ms())
                 if due is None or due > START_MS + 10**6:
@@ -97,7 +97,7 @@ def test_a_read_time_that_cannot_be_loses_nothing(read_ms: int) -> None:
     checkpoint.read_time_ms = read_ms
     checkpoint.write(ROOT, files)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:
-        timers = Timers.open(store, WHEEL)
+        timers = Timers(store, WHEEL)
         due = timers.run_due(clock.now_ms())
         while due is not None:
             clock.move_to(max(due, clock.now_ms()))
