@@ -50,15 +50,12 @@ class RowWriter(Protocol):
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row, now or when its table is full."""
-        ...
 
     def flush(self) -> None:
         """Pass on every row so far; a table may wait until it is full."""
-        ...
 
     def close(self) -> None:
         """Print all remaining rows."""
-        ...
 
 
 class LimitReached(Exception):

@@ -87,59 +87,47 @@ class View(Protocol[Queue]):
     @property
     def levels(self) -> DelayLevels:
         """The delay levels of messages."""
-        ...
 
     @property
     def topics(self) -> Collection[str]:
         """The topics that have queues."""
-        ...
 
     @property
     def listed_topics(self) -> Collection[str]:
         """The topics that have messages, and those that users made, sorted."""
-        ...
 
     @property
     def groups(self) -> Collection[str]:
         """The consumer groups, with the groups that retry and dead-letter topics name, sorted."""
-        ...
 
     @property
     def resent_times(self) -> Mapping[LetterIdentity, int]:
         """The times at which dead letters were last sent to their groups again."""
-        ...
 
     @property
     def resent_letters(self) -> Counter[str] | None:
         """How many dead letters of each group were sent again; None if that is unknown."""
-        ...
 
     def queues(self, topic: str) -> Mapping[Queue, range]:
         """Return the queue offsets of the messages in each queue of a topic."""
-        ...
 
     def broker_name(self, queue: Queue) -> str:
         """Return the name of a queue's broker; empty if there is only one broker."""
-        ...
 
     def stored_at(self, queue: Queue, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it is deleted."""
-        ...
 
     def times_of(self, queue: Queue, offsets: range) -> tuple[int | None, int | None]:
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
-        ...
 
     def span(self, queue: Queue, begin_ms: int, end_ms: int) -> range:
         """Return a run of queue offsets with all messages stored from a time on and before another, and few others."""
 
     def messages(self, queue: Queue, offsets: range) -> Iterator[StoredMessage]:
         """Yield the messages of a queue with these queue offsets, without deleted ones."""
-        ...
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, Mapping[Queue, QueueProgress]]]:
         """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
-        ...
 
 
 class TopicSummary(NamedTuple):

@@ -437,23 +437,18 @@ class Context(Protocol):
 
     def invocation_metadata(self) -> Any:
         """Return the headers, as pairs."""
-        ...
 
     def peer(self) -> str:
         """Return the client's end of the connection, such as ``ipv4:10.0.0.7:51234``."""
-        ...
 
     def time_remaining(self) -> float | None:
         """Return the seconds until the client's deadline; None if it has none."""
-        ...
 
     def is_active(self) -> bool:
         """Return whether the client still waits for the answer."""
-        ...
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Register a function to call when the call ends."""
-        ...
 
 
 def answers(name: str) -> Callable[[Any], Any]:

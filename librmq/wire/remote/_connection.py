@@ -56,12 +56,10 @@ class Transport(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent."""
-        ...
 
     @property
     def is_interrupted(self) -> bool:
         """Whether this thread is within a request, so that the caller is a signal handler."""
-        ...
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a request, and wait for its answer.
@@ -70,7 +68,6 @@ class Transport(Protocol):
             BrokerUnreachableError: No answer came in time, or the connection has ended.
             MalformedError: The request does not fit into a frame; nothing was sent.
         """
-        ...
 
     def send(self, frame: Frame, ended: Ended) -> None:
         """Send a request, and let ``ended`` have its outcome.
@@ -78,7 +75,6 @@ class Transport(Protocol):
         Raises:
             BrokerUnreachableError: The connection has ended; ``ended`` is not called.
         """
-        ...
 
     def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         """Send requests with their keys together without waiting, and let ``ended`` have their outcomes as they come.
@@ -86,7 +82,6 @@ class Transport(Protocol):
         Returns:
             A function that ends the wait for one answer; None, and nothing was sent, if that could wait.
         """
-        ...
 
     def send_one_way(self, frame: Frame) -> None:
         """Send a request without an answer.
@@ -94,15 +89,12 @@ class Transport(Protocol):
         Raises:
             BrokerUnreachableError: The connection has ended.
         """
-        ...
 
     def send_answer(self, frame: Frame) -> None:
         """Send the answer to a request of the server; it is lost with the connection."""
-        ...
 
     def close(self) -> None:
         """End the connection. A repetition does nothing."""
-        ...
 
 
 Requested = Callable[[Transport, Frame], None]
