@@ -250,9 +250,9 @@ def _advice(error: CorruptionError) -> str:
         return "; move the file away: no message is in it, and librmq and a broker start without it"
     if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):
         from librmq.files import DiskFiles
-        from librmq.store.format.directory import derived_remedy
+        from librmq.store.format import directory
 
-        return f"; {derived_remedy(error.file, DiskFiles())}"
+        return f"; {directory.derived_remedy(error.file, DiskFiles())}"
     advice = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
     if (folder, error.kind) == ("commitlog", "name") and "storePathCommitLog" not in error.what:
         from librmq.store.format import directory

@@ -48,7 +48,6 @@ from librmq.runtime.event_log import counted, held_back
 from librmq.store import BrokerTables, Checkpoint, MessageStore, verify
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import repair_advice
-from librmq.store.format.directory import StoreKind, has_abort
 from librmq.store.format.indexfile import IndexHeader
 from librmq.store.format.timerfiles import TimerWheel
 from librmq.store.recovery.open import clear_leftovers
@@ -172,13 +171,13 @@ class _ReadLog:
 
 
 class _Judge:
-    def __init__(self, path: str, config: StoreConfig, files: Files, kind: StoreKind) -> None:
+    def __init__(self, path: str, config: StoreConfig, files: Files, kind: directory.StoreKind) -> None:
         self._path = path
         self._config = config
         self._files = files
         self._kind = kind
         self._is_5 = directory.is_of_5(path, files)
-        self._was_closed = not has_abort(files, path)
+        self._was_closed = not directory.has_abort(files, path)
         self.opened = ExitStack()
         """Closes what the verdict has opened."""
         self._queue_files = QueuesAtStart(path, config, files, lambda: self._store)
@@ -415,7 +414,7 @@ class _Judge:
         starts = log.sequence.starts
         if self._was_closed and not self._is_5:
             return log.third_last_file()
-        if self._kind in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED):
+        if self._kind in (directory.StoreKind.V5_ROCKSDB, directory.StoreKind.V5_MIXED):
             return None
         if self._was_closed:
             end = self._queue_files.end()

@@ -30,15 +30,7 @@ from librmq.message import record
 from librmq.message.topics import SystemTopic
 from librmq.runtime.event_log import counted
 from librmq.store import recognise
-from librmq.store.format.directory import (
-    COMMITLOG,
-    CONFIG,
-    check_kind,
-    is_made_by_librmq,
-    lock_path,
-    queue_folder,
-    tables_database,
-)
+from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from librmq.cluster import Replica
@@ -72,7 +64,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
             complain(f"next: {repair_advice(damage.file, files)}")
     if any(damage.kind != "config" for damage in verdict.damage):
         cut = "copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and "
-        database = tables_database(os.path.join(arguments.store, CONFIG), files)
+        database = directory.tables_database(os.path.join(arguments.store, directory.CONFIG), files)
         if database is not None or recognise(arguments.store, files).derives_queues:
             cut = ""
         complain(f"next: {cut}`librmq salvage STORE --into NEW` saves every record that can be read")
@@ -119,7 +111,8 @@ def _registrations(store: str, files: Files) -> Registrations | None:
     from librmq.store import BrokerTables
 
     try:
-        return BrokerTables.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
+        tables = BrokerTables.open(os.path.join(store, directory.CONFIG), files=files)
+        return tables.registrations(SystemClock().now_ms())
     except (CorruptionError, ConfigError) as error:
         complain(f"note: bitmaps of filters are not rebuilt, so reads evaluate the filters instead: {error}")
         return None
@@ -128,9 +121,9 @@ def _registrations(store: str, files: Files) -> Registrations | None:
 def broker_conf(arguments: argparse.Namespace, output: Output) -> int:
     """Print the settings with which a RocketMQ broker opens the store."""
     files, config = files_and_config(arguments)
-    check_kind(arguments.store, files, writable=True)
+    directory.check_kind(arguments.store, files, writable=True)
     sys.stdout.write(broker_properties(arguments.store, config))
-    if is_made_by_librmq(arguments.store, files):
+    if directory.is_made_by_librmq(arguments.store, files):
         sys.stdout.write(_TIMER_NOTE)
         waiting = _count_timers(arguments.store, config, files)
         if waiting:
@@ -152,7 +145,7 @@ def broker_properties(path: str, config: StoreConfig) -> str:
         )
     properties = {
         "storePathRootDir": root,
-        "storePathCommitLog": os.path.join(root, COMMITLOG),
+        "storePathCommitLog": os.path.join(root, directory.COMMITLOG),
         "mappedFileSizeCommitLog": config.commitlog_file_size,
         "mappedFileSizeConsumeQueue": config.consumequeue_file_size,
         "enableConsumeQueueExt": config.enable_consumequeue_ext,
@@ -194,7 +187,7 @@ def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
     from librmq.scheduling.timer import waiting_timers
     from librmq.store import MessageStore
 
-    if not is_folder(files, queue_folder(path, SystemTopic.TIMER, 0)):
+    if not is_folder(files, directory.queue_folder(path, SystemTopic.TIMER, 0)):
         return 0
     with MessageStore.open(path, config, files=files, read_only=True) as store:
         return sum(1 for _ in waiting_timers(store))
@@ -399,13 +392,13 @@ def _value(text: str) -> object:
 def who(arguments: argparse.Namespace, output: Output) -> int:
     """Print the owner of a store, then the processes that reach it, the first that came first."""
     path = arguments.store
-    check_kind(path, DiskFiles())
+    directory.check_kind(path, DiskFiles())
     rows = [] if sys.platform == "win32" else _sharing(path)
     if rows:
         rows[0]["settings"] = recorded_settings(path, DiskFiles())
     output.rows_of(rows)
     if not rows:
-        holder = DiskFiles().lock_holder(lock_path(path))
+        holder = DiskFiles().lock_holder(directory.lock_path(path))
         held = (
             "no process has it open for writing" if holder is None else f"{holder} has it open, and does not share it"
         )
