@@ -13,14 +13,14 @@ from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.errors import FilterSyntaxError, RmqError
 from librmq.filter import SQL92, TagFilter
-from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.event_log import counted
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
 from librmq.testing._process import KitParts, Process, ProcessStateError
-from librmq.testing.histories._history import Call, DeliveryAttempt, show
+from librmq.testing.histories._history import Call, show
 from librmq.testing.histories._verdict import Facts
 
 if TYPE_CHECKING:
@@ -162,52 +162,14 @@ class Evidence:
         else:
             self.read_topics.add(topic)
 
-    # ---- questions of the test: the methods of `Kit`
+    # ---- questions of the test
 
-    def delivered(self, group: str) -> list[DeliveryAttempt]:
-        """Return each delivery to the group's listeners, in order."""
-        self._check_group(group)
+    def note_checked(self, group: str) -> None:
+        """Note that the test asks what the group's listeners got."""
+        self.check_group(group)
         self._checked_groups.add(group)
         for subscriber in self._subscribed.values():
             subscriber.was_read |= subscriber.group == group
-        return list(self._history.delivered(group, self._network.message_at))
-
-    def retries(self, group: str) -> list[StoredMessage]:
-        """Return the messages that were sent back for the group, in order."""
-        self._check_group(group)
-        topic = retry_topic(group)
-        return [m for m in self._in_order(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]
-
-    def dead_letters(self, group: str) -> list[StoredMessage]:
-        """Return the group's dead letters."""
-        self._check_group(group)
-        network, topic = self._network, dead_letter_topic(group)
-        return [letter for name in network.by_name for letter in network.messages(name, topic)]
-
-    def offsets(self, group: str) -> dict[MessageQueue, int]:
-        """Return the group's progress at the broker."""
-        self._check_group(group)
-        return {
-            MessageQueue(topic, broker.name, queue_id): queue_offset
-            for broker in self._network.by_name.values()
-            for topic in broker.topics()
-            for queue_id, queue_offset in sorted(broker.consumer_offsets(group, topic).items())
-        }
-
-    def messages(self, topic: str) -> list[StoredMessage]:
-        """Return the messages of a topic in log order."""
-        self.read_topics.add(topic)
-        return self._in_order(topic)
-
-    def _in_order(self, topic: str) -> list[StoredMessage]:
-        """Return the messages of a topic in log order, or by time if several brokers have some."""
-        network = self._network
-        of_brokers = [
-            sorted(network.messages(name, topic), key=lambda message: message.physical_offset)
-            for name in network.by_name
-        ]
-        messages = [message for of_broker in of_brokers for message in of_broker]
-        return messages if len(of_brokers) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
 
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
@@ -355,7 +317,8 @@ class Evidence:
             consumer.group for process in self.table.processes for consumer in process.consumers
         }
 
-    def _check_group(self, group: str) -> None:
+    def check_group(self, group: str) -> None:
+        """Raise `UnknownGroupError` if no consumer of the test has the group."""
         groups, letters = self._groups(), dead_letter_topic(group)
         if group in groups or any(
             group in broker.groups() or letters in broker.topics() for broker in self._network.by_name.values()

@@ -22,7 +22,8 @@ from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.files import DiskFiles, Files, MemoryFiles
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message.topics import SystemTopic
 from librmq.protocol import check_site, site_of
 from librmq.testing._evidence import Evidence, UndeliveredWarning
 from librmq.testing._faults import Faults
@@ -526,7 +527,8 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self.observer.delivered(group)
+        self.observer.note_checked(group)
+        return list(self._history.delivered(group, self.network.message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
         """Return each message that was sent back for redelivery to the group, in order, as stored for the retry.
@@ -534,7 +536,9 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self.observer.retries(group)
+        self.observer.check_group(group)
+        topic = retry_topic(group)
+        return [m for m in self.network.in_order(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters.
@@ -542,7 +546,9 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self.observer.dead_letters(group)
+        self.observer.check_group(group)
+        network, topic = self.network, dead_letter_topic(group)
+        return [letter for name in network.by_name for letter in network.messages(name, topic)]
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
         """Return the group's progress at the broker: by queue, the offset of the next message.
@@ -550,11 +556,18 @@ class Kit:
         Raises:
             UnknownGroupError: No consumer of the test has this group.
         """
-        return self.observer.offsets(group)
+        self.observer.check_group(group)
+        return {
+            MessageQueue(topic, broker.name, queue_id): queue_offset
+            for broker in self.brokers()
+            for topic in broker.topics()
+            for queue_id, queue_offset in sorted(broker.consumer_offsets(group, topic).items())
+        }
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return all messages of a topic, in the order in which they were stored."""
-        return self.observer.messages(topic)
+        self.observer.read_topics.add(topic)
+        return self.network.in_order(topic)
 
     def history(self) -> History:
         """Return the history; ``print`` shows it."""

@@ -303,6 +303,14 @@ class Network:
             for message in store.messages(*queue)
         ]
 
+    def in_order(self, topic: str) -> list[StoredMessage]:
+        """Return the messages of a topic in log order, or by time if there are several brokers."""
+        of_brokers = [
+            sorted(self.messages(name, topic), key=lambda message: message.physical_offset) for name in self.by_name
+        ]
+        messages = [message for of_broker in of_brokers for message in of_broker]
+        return messages if len(of_brokers) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
+
     def message_at(self, broker_name: str, physical_offset: int) -> StoredMessage:
         """Return the message at a physical offset of a broker.
 
