@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from amqp.exceptions import ConsumerCancelled
 from kombu.utils.json import loads
@@ -66,34 +66,11 @@ class Delivery(NamedTuple):
         return raw
 
 
-class Receiver(Protocol):
-    """Takes messages for one connection. Acknowledgements may come from other threads."""
-
-    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
-        """Return messages of one of the topics; without any, call ``wake`` once there may be some.
-
-        Raises:
-            ConsumerCancelled: A topic was deleted; Celery connects then, and declares it, again.
-        """
-
-    def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
-        """End messages, at once; with ``waits`` the next receive or `flush` says so, or a thread after a moment."""
-
-    def flush(self) -> None:
-        """Send the acknowledgements that wait."""
-
-    def requeue(self, delivery: Delivery) -> None:
-        """Deliver a message again, to any consumer."""
-
-    def leave(self, topic: str) -> None:
-        """Stop receiving from a topic."""
-
-    def close(self) -> None:
-        """Leave all groups."""
-
-
 class ShareReceiver:
-    """Receives messages that are invisible to others for a time, which is renewed while this process has them."""
+    """Receives messages that are invisible to others for a time, which is renewed while this process has them.
+
+    Takes them for one connection; acknowledgements may come from other threads.
+    """
 
     def __init__(self, route: KombuRoute, visibility_s: float, wake: Callable[[], None]) -> None:
         self._consumer = librmq.SimpleConsumer(route, GROUP).start()
@@ -112,6 +89,11 @@ class ShareReceiver:
         self._keeping: threading.Thread | None = None
 
     def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+        """Return messages of one of the topics; without any, call ``wake`` once there may be some.
+
+        Raises:
+            ConsumerCancelled: A topic was deleted; Celery connects then, and declares it, again.
+        """
         self._turn += 1  # so that a busy queue keeps no other waiting
         for number in range(len(topics)):
             topic = topics[(self._turn + number) % len(topics)]
@@ -208,6 +190,7 @@ class ShareReceiver:
         return True
 
     def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
+        """End messages, at once; with ``waits`` the next receive or `flush` says so, or a thread after a moment."""
         for delivery in deliveries:
             message = cast("librmq.ReceivedMessage", delivery.message)
             self._in_flight.pop(message.receipt, None)
@@ -219,6 +202,7 @@ class ShareReceiver:
             self.flush()
 
     def flush(self) -> None:
+        """Send the acknowledgements that wait."""
         if not self._done:
             return
         self._with_done(self._acknowledge)
@@ -243,17 +227,20 @@ class ShareReceiver:
             raise
 
     def requeue(self, delivery: Delivery) -> None:
+        """Deliver a message again, to any consumer."""
         message = cast("librmq.ReceivedMessage", delivery.message)
         self._in_flight.pop(message.receipt, None)
         with suppress(librmq.ReceiptError):  # its time is over: it is delivered again already
             self._consumer.extend(message, 0)
 
     def leave(self, topic: str) -> None:
+        """Stop receiving from a topic."""
         self.flush()
         self._consumer.unsubscribe(topic)
         self._waiting.discard(topic)
 
     def close(self) -> None:
+        """Leave all groups."""
         self._closed.set()
         self._has_done.set()
         if self._keeping is not None:
@@ -274,6 +261,7 @@ def _deleted(topic: str) -> ConsumerCancelled:
 class ClusterReceiver:
     """Pulls messages, because brokers of 4.x hide none: the progress of a queue waits for its first message in flight.
 
+    It has the methods of `ShareReceiver`.
     Where a process ends, or the group's instances change, all messages after that one are delivered again. A thread of
     its own pulls, because a broker that does not answer must not hold up the worker.
     """
@@ -415,6 +403,9 @@ class ClusterReceiver:
         for consumer in self._consumers.values():
             consumer.shutdown()
         self._consumers.clear()
+
+
+Receiver: TypeAlias = ShareReceiver | ClusterReceiver
 
 
 def group_of(topic: str) -> str:
