@@ -196,7 +196,8 @@ def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Fi
             f"in {counted(len(topics[group]), 'topic')} and {counted(retries, 'message')} of retries.",
             {"topics": sorted(topics[group])[:NAMED], "retries": retries, "deleted_topics": missing[:NAMED],
              **cut_evidence(max(len(topics[group]), len(missing)) > NAMED)},
-            f"To remove what is left: librmq group delete STORE {group}; to keep it: librmq group set STORE {group}.",
+            f"To remove what is left: librmq group delete STORE {group}; to keep it: librmq group create STORE "
+            f"{group}.",
         )  # fmt: skip
 
 

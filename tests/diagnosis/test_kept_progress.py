@@ -79,7 +79,7 @@ def test_a_step_back_behind_the_backup(
         assert (evidence["messages"], evidence["queues"]) == (messages, len(queues))
 
 
-def test_groups_that_the_table_lacks(path: Path) -> None:
+def test_groups_that_the_table_lacks(path: Path, shell: Shell) -> None:
     groups = table(path, "subscriptionGroup.json")
     rows = json.loads(groups.read_text())
     del rows["subscriptionGroupTable"]["G"]
@@ -88,6 +88,10 @@ def test_groups_that_the_table_lacks(path: Path) -> None:
     assert found(path)["unlisted-group group G"] == {
         "topics": ["gone", "orders"], "retries": 0, "deleted_topics": ["gone"],
     }  # fmt: skip
+    (step,) = (finding.next_step for finding in diagnose(path) if finding.kind == "unlisted-group")
+    assert step == "To remove what is left: librmq group delete STORE G; to keep it: librmq group create STORE G."
+    assert shell("group", "create", path, "G").status == 0
+    assert "unlisted-group group G" not in found(path)
 
 
 def test_levels_that_are_overdue(tmp_path: Path) -> None:
