@@ -147,7 +147,7 @@ def note_offsets(selection: MessageQuery, held: range | None, output: Output) ->
     output.explain_nothing(f"queue {selection.queue_id} of topic {selection.topic!r} {has}")
 
 
-def note_message(output: Output, *, name: str | None, kind: str, is_limited: bool = False) -> None:
+def note_message(output: Output, *, name: str | None, kind: str, is_limited: bool) -> None:
     """Tell a person that no message has an id or a key, if no row was printed."""
     if name is not None and not output.rows and output.says_nothing_found:
         where = " among those that the other options select" if is_limited else ""

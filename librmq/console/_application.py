@@ -78,12 +78,7 @@ class Guard:
     """Passes a request on with the name of its caller, or answers 403 with the reason. Thread-safe."""
 
     def __init__(
-        self,
-        application: Application,
-        *,
-        authorize: Authorize | None = None,
-        hosts: Collection[str] = (),
-        secret: str | None = None,
+        self, application: Application, *, authorize: Authorize | None, hosts: Collection[str], secret: str | None
     ) -> None:
         """Without ``authorize`` and ``secret`` everyone is answered."""
         self._application = application

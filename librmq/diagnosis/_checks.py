@@ -87,7 +87,7 @@ def first_lost(view: StoreView) -> str | None:
     return None if lost is None else directory.told(lost).rpartition(": ")[0]
 
 
-def verified_places(path: str, files: Files | None = None) -> tuple[list[Damage], list[Damage]]:
+def verified_places(path: str, files: Files | None) -> tuple[list[Damage], list[Damage]]:
     """Return what `verify` finds damaged and recoverable, without the missing beginning of the log.
 
     That is a finding of its own.

@@ -55,7 +55,7 @@ _INHERITED: Final = 1
 _OWN_KINDS: Final = frozenset(("system", "delay", "half", "op"))
 
 
-def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> set[str]:
+def groups_of_topics(topics: Collection[str], groups: Collection[str]) -> set[str]:
     """Return the groups that have one of these topics for their retries or dead letters; ``groups`` are known ones."""
     names = {group_of_retries(topic, groups, topics) for topic in topics if topic.startswith(TopicPrefix.RETRY)}
     dead = {

@@ -442,8 +442,8 @@ class ServedRemoting:
         kit: Kit,
         listening: socket.socket,
         client_of: Callable[[str], WireClient],
-        former: ServedRemoting | None = None,
-        changed: Callable[[str, str, bool], None] | None = None,
+        former: ServedRemoting | None,
+        changed: Callable[[str, str, bool], None] | None,
     ) -> None:
         """Serve the kit's broker, and expect the clients of a ``former`` server to return."""
         self._kit = kit

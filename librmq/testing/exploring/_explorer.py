@@ -275,7 +275,7 @@ class Explorer(KitRunner):
     kit: Kit
     settles_history = False  # the history of a failing run is read before its broker closes
 
-    def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:
+    def __init__(self, strategy: Strategy, clock: ManualClock) -> None:
         super().__init__(clock)
         self.strategy = strategy
         self.trace = Trace()

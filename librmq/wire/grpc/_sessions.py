@@ -199,7 +199,7 @@ class Sessions:
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints,
         former: Mapping[str, FormerClient],
-        lost_groups: Collection[str] = (),
+        lost_groups: Collection[str],
     ) -> None:
         """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty.
 

@@ -153,7 +153,7 @@ class ResetsByPull:
 class Pulls:
     """The pulls of one server's clients. Thread-safe."""
 
-    def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool = True) -> None:
+    def __init__(self, broker: Broker, rates: Rates, *, ends_holds: bool) -> None:
         """With ``ends_holds`` False, held pulls end by `answer_held` alone and not as the broker's clock moves."""
         self._broker = broker
         self._runner = broker.runner
@@ -246,7 +246,7 @@ class Pulls:
         if not held:
             self._held.pop(channel, None)
 
-    def answer_held(self, queue: tuple[str, str, int] | None = None) -> None:
+    def answer_held(self, queue: tuple[str, str, int] | None) -> None:
         """Answer the held pulls now: all, or the pulls of a group, topic and queue id."""
         with self._runner.lock:
             for waiting in [pull for held in self._held.values() for pull in held]:

@@ -732,7 +732,7 @@ def pushed_reply(header: SendHeader, body: bytes, born_host: Host, store_host: s
     return frame_of(RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT, pushed, body)
 
 
-def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
+def sent_reply(response: SendResponse, code: int, remark: str | None) -> Reply:
     """Return the answer to a send; ``code`` and ``remark`` say why a stored reply could not be pushed."""
     status = response.status
     header = SentHeader(
@@ -790,9 +790,7 @@ def pull_frame(request: PullMessage, suspend_ms: int) -> Frame:
     return frame_of(RequestCode.PULL_MESSAGE, header)
 
 
-def parse_pull(
-    header: PullHeader, client_id: str, notify: Callable[[], None] | None = None, *, commits: bool = False
-) -> PullMessage:
+def parse_pull(header: PullHeader, client_id: str, notify: Callable[[], None] | None, *, commits: bool) -> PullMessage:
     """Return the request of a client; only the first try of a pull commits, since progress can move during a hold."""
     subscription = None
     if header.sys_flag & PULL_SUBSCRIBES:
