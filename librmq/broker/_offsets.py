@@ -12,6 +12,7 @@ Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.formatting import NAMED
@@ -24,6 +25,7 @@ from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import ConfigTable, DelayedSave, progress_of, topic_and_group
 
 _log = EventLog("librmq.broker")
+_KEEPING: Final = ("page",), "keeping progress on the page of groups, not only in the table"
 
 
 class GroupOffsets:
@@ -100,21 +102,21 @@ class GroupOffsets:
             try:
                 place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
             except StoreIOError as error:
-                self._fails(error)
+                self._states.failing(*_KEEPING, error)
                 return None
             place.saving = self.saving
+            self._states.works(*_KEEPING)
         return place
 
     def hold(self, place: Place, client_id: str, members: Iterable[str], *, was_held: bool) -> Place:
         """Return a `place` of its own for a consumer, which a position that is set back ends; see `GroupPage.hold`."""
         try:
-            return place.page.hold(place, client_id, members, was_held=was_held)
+            held = place.page.hold(place, client_id, members, was_held=was_held)
         except StoreIOError as error:
-            self._fails(error)
+            self._states.failing(*_KEEPING, error)
             return place
-
-    def _fails(self, error: StoreIOError) -> None:
-        self._states.failing(("page",), "keeping progress on the page of groups, not only in the table", error)
+        self._states.works(*_KEEPING)
+        return held
 
     def end(self) -> None:
         """Let no place be written any more: another process can own the store."""

@@ -268,6 +268,28 @@ def test_a_simple_consumer_without_a_time_raises(flushed: Shop) -> None:
     assert flushed.broker.dead_letters("g") == []
 
 
+def test_each_damaged_message_that_holds_a_group_up_is_logged(flushed: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    flushed.send()
+    flushed.close()
+    places = [flushed.record_of("orders", number).physical_offset for number in (2, 3, 6)]
+    for place in places:
+        flushed.flip(f"commitlog/{0:020d}", 8 * (place + record.BODY_AT))
+    flushed.open()
+    flushed.broker.set_group("g")
+    flushed.broker.reset_group("g", "orders", to="begin")
+    seen: list[bytes] = []
+    with SimpleConsumer(flushed.broker, "g", on_damage=timedelta(seconds=5)) as consumer:
+        consumer.subscribe("orders")
+        for _ in range(30):
+            for message in consumer.receive(1, wait=0):
+                seen.append(message.body)
+                consumer.ack(message)
+            flushed.runner.advance(1_000)
+    assert seen == [body for number, body in enumerate(BODIES) if number not in (2, 3, 6)]
+    said = [one.getMessage() for one in caplog.records if "receiving from orders/0 fails" in one.getMessage()]
+    assert len(said) == 3, said
+
+
 # ---- what a record says of itself
 
 

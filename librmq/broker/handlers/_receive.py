@@ -396,17 +396,20 @@ class ReceiveHandler(BrokerPart):
     ) -> ReadResult | None:
         """Read a queue, and pass what has become a dead letter; None while the queue waits at a damaged message."""
         group, topic, queue_id = key
+        state = ("read", group, topic, str(queue_id)), f"group {group}: receiving from {topic}/{queue_id}"
         try:
-            return self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
+            result = self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
         except CorruptionError as error:
             if self._damaged().passes(key, queue_offset, error, damage_ms):
                 begin, end = self._store.queue_range(topic, queue_id)
-                return ReadResult(GetStatus.NO_MATCHED_MESSAGE, (), queue_offset + 1, begin, end)
-            if damage_ms == NEVER:
+                result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, (), queue_offset + 1, begin, end)
+            elif damage_ms == NEVER:
                 raise
-            what = f"group {group}: receiving from {topic}/{queue_id}"
-            self._states.failing(("read", group, topic, str(queue_id)), what, error)
-            return None
+            else:
+                self._states.failing(*state, error)
+                return None
+        self._states.works(*state)
+        return result
 
     def _redelivered(self, request: Receive, queue: QueueFlights) -> list[Received]:
         """Answer a repeated attempt in order with the messages in flight."""
