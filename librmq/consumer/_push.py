@@ -516,7 +516,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             tags: Tags separated by ``||``; None: all messages.
             sql: An SQL92 expression over properties.
             predicate: A function of the message, run before the listener in its thread; False counts the message as
-                consumed. A `WatchedPredicate` has its own budget and policies.
+                consumed, but in a batch that fails it can be retried with the others. A `WatchedPredicate` has its own
+                budget and policies.
             batch: Pass a list of up to ``batch_size`` messages; the default if ``batch_size`` is more than one. Such a
                 listener can return the index of the last consumed message.
             must_return: Nothing counts as consumed unless the listener returns True, or such an index.
