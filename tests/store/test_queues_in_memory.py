@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,19 @@ def test_a_log_file_of_another_length_is_never_empty(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path, read_only=True) as store:
         assert store.condition.damage[0].file == str(file)
         assert [message.queue_offset for message in store.messages("T", 0, 14)] == expected
+
+
+@pytest.mark.parametrize(("size", "closed"), [(0, True), (0, False), (10, True), (10, False)])
+def test_a_checkpoint_that_readers_refuse_is_damage(tmp_path: Path, size: int, closed: bool) -> None:
+    write_log(tmp_path, [Record(topic="T", body=b"x")])
+    write_database(tmp_path / "consumequeue", {"default": {}})
+    (tmp_path / "checkpoint").write_bytes(bytes(size))
+    if not closed:
+        (tmp_path / "abort").touch()
+    damage = [(Path(found.file).name, found.offset, found.kind) for found in verify(tmp_path).damage]
+    assert damage == ([("checkpoint", size, "size")] if size or closed else [])
+    with pytest.raises(CorruptionError, match="checkpoint") if damage else nullcontext():
+        MessageStore.open(tmp_path, read_only=True).close()
 
 
 def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> None:

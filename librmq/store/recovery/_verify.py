@@ -258,6 +258,9 @@ class _StoreCheck:
             what = f"this is {self._kind.value}: only its log was checked{', and its queues in RocksDB' * has_compared}"
             self._damages += queues_of_log.damages + damages
             self.notes = [what, *queues_of_log.notes(), *notes]
+            checkpoint = os.path.join(self._path, directory.CHECKPOINT)
+            if self._closed or file_size(self._files, checkpoint):  # readers pass over an empty one after a kill
+                self._part(lambda: Checkpoint.open(checkpoint, files=self._files))
             return
         if not self._written:
             missing, note = missing_first_files(self._path, log, self._files, self._config, was_closed=self._closed)
