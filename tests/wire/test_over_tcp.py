@@ -167,6 +167,22 @@ def test_a_send_that_fails_before_its_frame_repeats_no_other(rmq: Kit) -> None:
     assert [one.body for one in rmq.broker.messages("orders")] == [b"y"]
 
 
+@pytest.mark.rmq(over_tcp=True)
+def test_a_message_received_again_names_its_queue_of_retries(rmq: Kit) -> None:
+    """Its record has an offset there; at the topic's queue it would be that of another message."""
+    rmq.broker.create_topic("orders", 1)
+    with SimpleConsumer(rmq.route, "mailer") as consumer:
+        consumer.subscribe("orders")
+        for body in ("first", "again"):
+            rmq.producer().send("orders", body)
+        first, _ = consumer.receive(invisible=10, wait=0)
+        consumer.ack(first)
+        rmq.advance(seconds=20)
+        (again,) = consumer.receive(invisible=10, wait=0)
+        assert (again.queue.topic, again.queue_offset, again.topic) == ("%RETRY%mailer_orders", 0, "orders")
+        consumer.ack(again)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOT_OVER_TCP)
 @pytest.mark.parametrize("way", ["tcp", "share"])

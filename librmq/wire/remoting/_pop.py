@@ -129,13 +129,14 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
                 queue_offset=record.queue_offset,
             )  # fmt: skip
         receipt = receipt._replace(physical_offset=record.physical_offset)
+        stored_topic = receipt.stored_topic(request.group, request.topic)
         visible_ms = receipt.received_ms + receipt.invisible_ms
         mark = _message_mark(record.queue_id, record.queue_offset)
         of_queue = counts.get((receipt.retry, str(record.queue_id)), 0)
         before = counts.get((receipt.retry, mark), of_queue) or record.reconsume_times
         for number, message in enumerate(unwrapped(record)):
             text = str(receipt._replace(queue_offset=receipt.queue_offset + number))
-            received.append(Received(message, message.topic, text, before + 1, visible_ms))
+            received.append(Received(message, stored_topic, text, before + 1, visible_ms))
     return ReceiveResponse(received)
 
 
