@@ -24,7 +24,7 @@ from librmq.files._disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import encode_properties
 from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_record
-from librmq.store import MessageStore
+from librmq.store import MessageStore, Wholeness
 from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.rocksdb_stores import write_database
@@ -337,6 +337,25 @@ def test_a_checkpoint_that_readers_refuse_is_damage(tmp_path: Path, size: int, c
     assert damage == ([("checkpoint", size, "size")] if size or closed else [])
     with pytest.raises(CorruptionError, match="checkpoint") if damage else nullcontext():
         MessageStore.open(tmp_path, read_only=True).close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_log_that_has_lost_its_records_is_short(tmp_path: Path, closed: bool) -> None:
+    """The checkpoint tells that there were some; no queue in files can."""
+    write_log(tmp_path, [Record(topic="T", body=b"x", store_timestamp_ms=START_MS)])
+    write_database(tmp_path / "consumequeue", {"default": {}})
+    (tmp_path / "checkpoint").write_bytes(2 * START_MS.to_bytes(8) + bytes(4080))
+    if not closed:
+        (tmp_path / "abort").touch()
+    with MessageStore.open(tmp_path, read_only=True) as store:
+        assert store.condition.kind is Wholeness.SOUND
+    assert verify(tmp_path).sound
+    file = min((tmp_path / "commitlog").iterdir())
+    file.write_bytes(bytes(file.stat().st_size))
+    with MessageStore.open(tmp_path, read_only=True) as store:
+        assert store.condition.kind is Wholeness.SHORT
+        assert "the checkpoint covers records up to" in store.condition.damage[0].what
+    assert [damage.kind for damage in verify(tmp_path).damage] == ["ahead"]
 
 
 def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> None:

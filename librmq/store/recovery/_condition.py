@@ -33,6 +33,7 @@ from librmq.formatting import moment
 from librmq.runtime.event_log import counted
 from librmq.store.engine.saved_state import noted_ends, was_copied
 from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format.directory import LOST, MISSING_LOG, has_abort
 from librmq.store.recovery._log_end import beyond_checkpoint
 from librmq.store.recovery.missing_files import missing_first_files
@@ -86,22 +87,27 @@ class Condition(NamedTuple):
         return (*lost, *(damage for damage in (*self.gaps, *self.derived) if damage not in lost))
 
 
-def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
+def condition_of(
+    path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool, has_queues: bool = True
+) -> Condition:
     """Return the condition of the store in ``path``, by its parts as a recovery would leave them in memory.
 
-    Of a store that is being written, or whose queues are in no files, only what the log lacks counts.
+    Of a store that is being written, or whose queues are in no files (``has_queues``), only what the log lacks counts.
     """
     log = parts.log
     cut = cut_before_records(log, parts.recovered.cuts)
     gaps = [_with_messages(gap, parts) for gap in log.gaps]
-    if is_written:
-        return Condition(Wholeness.SHORT if cut or gaps else Wholeness.SOUND, cut, gaps=gaps)
+    was_closed, note = not has_abort(files, path), ""
+    if is_written or not has_queues:
+        if cut is None and not is_written:
+            cut, note = cut_before_covered(path, log, parts.checkpoint, files, was_closed=was_closed)
+        return Condition(Wholeness.SHORT if cut or gaps else Wholeness.SOUND, cut, note=note, gaps=gaps)
     of_end = next((number for number, gap in enumerate(gaps) if gap.bytes and gap.offset >= log.end), None)
-    was_closed = not has_abort(files, path)
     if cut is None:
         has_log = bool(log.sequence.starts)  # a kill leaves the files of a log whose entries are there
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
-    cut, note = (cut, "") if cut is not None else _cut_before_covered(path, parts, files, was_closed=was_closed)
+    if cut is None:
+        cut, note = cut_before_covered(path, log, parts.checkpoint, files, was_closed=was_closed)
     begin, begin_note = missing_first_files(path, log, files, config, was_closed=was_closed)
     unseen = f"queues, which can lack last entries, were compared with the log from {parts.recovered.compared_from} on"
     unseen = "" if was_closed or parts.recovered.knows_ends else f"{unseen}; librmq verify compares all"
@@ -157,18 +163,20 @@ def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Dama
     return _with_messages(_lost_end(parts.log, f"queues have entries up to {end}"), parts, lost)
 
 
-def _cut_before_covered(path: str, parts: Parts, files: Files, *, was_closed: bool) -> tuple[Damage | None, str]:
+def cut_before_covered(
+    path: str, log: CommitLog, checkpoint: Checkpoint, files: Files, *, was_closed: bool
+) -> tuple[Damage | None, str]:
     """Return as damage that the log ends before a record that was flushed, or a note where a copy explains that.
 
     A copy that was made while the store was written can have older bytes of the log than of its other files.
     """
-    log, what, is_of_copy = parts.log, "", False
+    what, is_of_copy = "", False
     for end in noted_ends(path, files):
         if end.log_end > log.end:
             what = f"{end.what} noted that it reached {end.log_end}"
             is_of_copy = end.by_flush and end.log_end <= log.sequence.end
             break
-    if not what and not log.is_missing(log.end - 1) and (what := beyond_checkpoint(parts)):  # a gap says more
+    if not what and not log.is_missing(log.end - 1) and (what := beyond_checkpoint(log, checkpoint)):  # a gap says more
         is_of_copy = True
     if not what:
         return None, ""

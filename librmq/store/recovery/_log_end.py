@@ -32,6 +32,7 @@ from librmq.store.engine._durability import MANY_FILES
 from librmq.store.engine.saved_state import WORTH_A_MARK, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery._case import Case, RecoveryMode
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
@@ -160,11 +161,10 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
 
 
-def beyond_checkpoint(parts: Parts) -> str:
+def beyond_checkpoint(log: CommitLog, checkpoint: Checkpoint) -> str:
     """Return what the checkpoint says of flushed records that the log lacks at its end; empty if it lacks none."""
-    checkpoint = parts.checkpoint
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
-    if covered_ms <= 0 or _has_record_of(parts.log, covered_ms):
+    if covered_ms <= 0 or _has_record_of(log, covered_ms):
         return ""
     return f"the checkpoint covers records up to {exact_moment(covered_ms)}"
 
@@ -396,7 +396,7 @@ class Recovery:
         if case.is_thorough and max(parts.checkpoint.times_ms) > stored:
             what = f"times {parts.checkpoint.times_ms}, the last record was stored at {stored}"
             parts.recovered.cuts.append(Damage(parts.checkpoint.path, 0, "checkpoint", what, 24))
-        elif not case.is_thorough and not case.is_clean and (what := beyond_checkpoint(parts)):
+        elif not case.is_thorough and not case.is_clean and (what := beyond_checkpoint(parts.log, parts.checkpoint)):
             # Say it before the checkpoint is set, because no later opening can know it.
             end = parts.log.end
             path = parts.log.sequence.path_at(end)

@@ -189,7 +189,11 @@ def _judged_log(
         with PartFiles(path, config, overlay).open_log() as log:
             if cut_before_records(log, ()) is None:
                 folder, end = log.sequence.folder, log.end
-                behind = [item for item in damage if os.path.dirname(item.file) == folder and item.offset >= end]
+                behind = [
+                    item
+                    for item in damage
+                    if os.path.dirname(item.file) == folder and item.offset >= end and item.kind != "ahead"
+                ]
                 return [item for item in damage if item not in behind], behind
     return damage, []
 
@@ -258,9 +262,11 @@ class _StoreCheck:
             what = f"this is {self._kind.value}: only its log was checked{', and its queues in RocksDB' * has_compared}"
             self._damages += queues_of_log.damages + damages
             self.notes = [what, *queues_of_log.notes(), *notes]
-            checkpoint = os.path.join(self._path, directory.CHECKPOINT)
-            if self._closed or file_size(self._files, checkpoint):  # readers pass over an empty one after a kill
-                self._part(lambda: Checkpoint.open(checkpoint, files=self._files))
+            place = os.path.join(self._path, directory.CHECKPOINT)
+            if self._closed or file_size(self._files, place):  # readers pass over an empty one after a kill
+                checkpoint = self._part(lambda: Checkpoint.open(place, files=self._files))
+                if checkpoint is not None and end.damage is None and not self._written:
+                    self._covered(log, checkpoint)
             return
         if not self._written:
             missing, note = missing_first_files(self._path, log, self._files, self._config, was_closed=self._closed)
@@ -278,6 +284,13 @@ class _StoreCheck:
             index.release()
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
+
+    def _covered(self, log: CommitLog, checkpoint: Checkpoint) -> None:
+        from librmq.store.recovery._condition import cut_before_covered
+
+        cut, note = cut_before_covered(self._path, log, checkpoint, self._files, was_closed=self._closed)
+        self._damages += [] if cut is None else [cut]
+        self.notes += [note] if note else []
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
