@@ -395,8 +395,7 @@ class ReceiveHandler(BrokerPart):
         self, key: QueueKey, queue_offset: int, room: int, selection: Selection, damage_ms: int
     ) -> ReadResult | None:
         """Read a queue, and pass what has become a dead letter; None while the queue waits at a damaged message."""
-        group, topic, queue_id = key
-        state = ("read", group, topic, str(queue_id)), f"group {group}: receiving from {topic}/{queue_id}"
+        _, topic, queue_id = key
         try:
             result = self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
         except CorruptionError as error:
@@ -406,9 +405,10 @@ class ReceiveHandler(BrokerPart):
             elif damage_ms == NEVER:
                 raise
             else:
-                self._states.failing(*state, error)
+                self._states.failing(*_reading(key), error)
                 return None
-        self._states.works(*state)
+        if self._states.causes:
+            self._states.works(*_reading(key))
         return result
 
     def _redelivered(self, request: Receive, queue: QueueFlights) -> list[Received]:
@@ -614,6 +614,12 @@ class ReceiveHandler(BrokerPart):
                     flight.queue.note_flight(flight)
                     self._wake_at(flight)
         self._latest_ms = now_ms
+
+
+def _reading(key: QueueKey) -> tuple[tuple[str, ...], str]:
+    """Return the key and the words of the state of reading a queue."""
+    group, topic, queue_id = key
+    return ("read", group, topic, str(queue_id)), f"group {group}: receiving from {topic}/{queue_id}"
 
 
 def _cause(request: Receive, group: GroupSettings, attempt: int, deaths: int, deaths_alone: int) -> str | None:
