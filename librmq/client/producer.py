@@ -245,7 +245,7 @@ class Producer(Member):
         timeout_ms: float,
     ) -> SendResult:
         if selector is not None and queue is None and self.config.if_broker_down == "another":
-            _check_choice(prepared, queue, selector)
+            _check_choice(prepared, queue, selector, arg)
             if not self._life.is_running:
                 self._start_or_refuse()
             choose = partial(self._routes.selected, prepared, selector, arg, "another")
@@ -257,13 +257,9 @@ class Producer(Member):
         self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
     ) -> MessageQueue | None:
         """Return the queue that a caller or its selector names; None for the queues in turn."""
-        if selector is None and arg is not None:
-            raise MessageIllegalError(
-                f"topic {prepared.topic!r}: arg= is for a selector: give selector= too, such as select_by_hash"
-            )
-        if queue is None and selector is None:
+        if queue is None and selector is None and arg is None:
             return None
-        _check_choice(prepared, queue, selector)
+        _check_choice(prepared, queue, selector, arg)
         if queue is not None:
             return self._routes.named_queue(prepared.topic, queue)
         assert selector is not None
@@ -521,7 +517,13 @@ def _checked(message: object) -> Message:
     return message
 
 
-def _check_choice(message: Message, queue: MessageQueue | int | None, selector: QueueSelector | None) -> None:
+def _check_choice(
+    message: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
+) -> None:
+    if selector is None and arg is not None:
+        raise MessageIllegalError(
+            f"topic {message.topic!r}: arg= is for a selector: give selector= too, such as select_by_hash"
+        )
     if queue is not None and selector is not None:
         raise MessageIllegalError(f"topic {message.topic!r}: give queue= or selector=, not both")
     if message.priority is not None:

@@ -261,9 +261,9 @@ def _deleted(topic: str) -> ConsumerCancelled:
 class ClusterReceiver:
     """Pulls messages, because brokers of 4.x hide none: the progress of a queue waits for its first message in flight.
 
-    It has the methods of `ShareReceiver`.
     Where a process ends, or the group's instances change, all messages after that one are delivered again. A thread of
-    its own pulls, because a broker that does not answer must not hold up the worker.
+    its own pulls, because a broker that does not answer must not hold up the worker. It has the methods of
+    `ShareReceiver`.
     """
 
     def __init__(self, route: KombuRoute, producer: librmq.Producer, wake: Callable[[], None]) -> None:
