@@ -9,8 +9,10 @@ from typing import TypeVar
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., object])
 
-PART = 8
-"""The quick check tries one case in this many."""
+PART = 11
+"""The quick check tries one case in this many: a prime, so that it meets each value of a test's parameters."""
+QUICK_DRAWN_PART = 8
+"""The quick check tries one drawn case in this many."""
 DRAWN_PART = 6
 """The whole check in CI tries one drawn case in this many, because CI draws the same ones in each run."""
 
@@ -27,7 +29,7 @@ class Run:
     @property
     def drawn_part(self) -> int:
         """One drawn case in this many is tried."""
-        return PART if self.quick else DRAWN_PART if self.in_ci else 1
+        return QUICK_DRAWN_PART if self.quick else DRAWN_PART if self.in_ci else 1
 
 
 run = Run(quick=False)
@@ -45,7 +47,7 @@ def step() -> int:
 
 
 def many(test: Test) -> Test:
-    """Say that a test has many cases, of which the quick check runs every eighth."""
+    """Say that a test has many cases, of which the quick check runs one in `PART`."""
     test.has_many_cases = True  # type: ignore[attr-defined]
     return test
 

@@ -33,6 +33,7 @@ from librmq.protocol import ConsumeFrom, MessageModel, QueryOffset
 from librmq.runtime import ManualRunner
 from librmq.store import verify
 from librmq.store.engine import saved_state
+from tests.budget import many
 
 COUNT = 9
 BODIES = [b"coat %d" % number for number in range(COUNT)]
@@ -293,6 +294,7 @@ def test_each_damaged_message_that_holds_a_group_up_is_logged(flushed: Shop, cap
 # ---- what a record says of itself
 
 
+@many
 @pytest.mark.parametrize("bit", [0, 7, 13, 30, 47, 62, 63])
 @pytest.mark.parametrize("number", [0, 4, COUNT - 1])
 def test_a_push_consumer_goes_by_the_place_and_not_by_the_word_of_a_record(shop: Shop, number: int, bit: int) -> None:
@@ -308,6 +310,7 @@ def test_a_push_consumer_goes_by_the_place_and_not_by_the_word_of_a_record(shop:
 # ---- the broker's tables
 
 
+@many
 @pytest.mark.parametrize("damaged", [b"Table", b"}"], ids=["key", "end"])
 @pytest.mark.parametrize("name", ["consumerOffset", "subscriptionGroup", "topics"])
 def test_the_backup_of_a_damaged_table_counts(
@@ -352,6 +355,7 @@ BITS = [0, 6, 20, 37, 50, 63, 64, 70, 90, 95]
 """Of place and size in an entry, most significant byte first."""
 
 
+@many
 @pytest.mark.parametrize("bit", [*BITS, 96, 100, 120, 127, 140, 150, 155])
 @pytest.mark.parametrize("number", [0, 4, COUNT - 1])
 def test_delayed_messages_come_at_their_time(shop: Shop, number: int, bit: int) -> None:
@@ -380,6 +384,7 @@ def fail(message: object) -> None:
     raise ValueError("no more coats")
 
 
+@many
 @pytest.mark.parametrize("bit", BITS)
 def test_dead_letters_and_retries_are_found(shop: Shop, bit: int) -> None:
     shop.send()

@@ -202,6 +202,7 @@ def test_a_report_takes_the_paths_of_a_store(shell: Shell, whole: Path) -> None:
     assert (answer.status, "--log-path: expected it with a single folder" in answer.said) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_console_takes_the_paths_of_a_store(shell: Shell, whole: Path) -> None:
     path = spread(whole, shell.folder / "s", here=0, of=2, into=shell.folder / "b")
     answer = shell("console", "127.0.0.1:1", "--log-path", shell.folder / "b")

@@ -30,14 +30,20 @@ def running(path: str) -> Broker:
     return broker
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that was killed before its entries and keys were written; tests copy it."""
+    path = tmp_path_factory.mktemp("killed") / "s"
+    run_program(f"import os; from tests.cli.test_recoverable import *; running({str(path)!r}); os.kill(os.getpid(), 9)")
+    return path
+
+
 @pytest.fixture(params=["killed", "copied"])
 def left(shell: Shell, request: pytest.FixtureRequest) -> Path:
     """Return a store that was killed, or copied while it ran, before its entries and keys were written."""
     left = shell.folder / "left"
     if request.param == "killed":
-        run_program(
-            f"import os; from tests.cli.test_recoverable import *; running({str(left)!r}); os.kill(os.getpid(), 9)"
-        )
+        shutil.copytree(request.getfixturevalue("killed"), left)
     else:
         with running("running"):
             shutil.copytree("running", left)

@@ -142,6 +142,7 @@ def holding(path: Path | None) -> Iterator[None]:
         lock.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_prepared_file", [False, True])
 def test_the_first_look_shows_a_lost_end_of_many_queues(shell: Shell, has_prepared_file: bool) -> None:
     config = StoreConfig.tiny(commitlog_file_size=SIZE, consumequeue_file_size=400)

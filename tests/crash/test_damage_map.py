@@ -15,7 +15,7 @@ from librmq.consumequeue_entries import ENTRY
 from librmq.message.record import BODY_AT, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
 from librmq.store.format.timerfiles import TimerLog, unit_dtype
-from tests.budget import step
+from tests.budget import many, step
 from tests.conftest import SlowBudget
 from tests.crash.damage_map import Damage, Look, draw, look, places, silent, store
 from tests.stores import Contents
@@ -191,6 +191,7 @@ def ended(found: Contents) -> Iterator[Damage]:
         yield changed_at(found, path, "bit", (at + BODY_AT, b";"))
 
 
+@many
 @pytest.mark.parametrize("closed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["closed", "killed"])
 @pytest.mark.parametrize(
     "damages",

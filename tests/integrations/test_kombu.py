@@ -827,6 +827,7 @@ def test_queues_for_replies_leave_nothing_behind(share: Connect, tmp_path: Path)
         assert states[-1][2] == {}
 
 
+@pytest.mark.slow
 def test_a_queue_gets_nothing_of_the_former_one_with_its_topic(share: Connect, tmp_path: Path) -> None:
     """A process of the former one was killed with a message in flight, and senders were slow."""
     first, second = (kombu.Queue(name, kombu.Exchange(name), routing_key="key", expires=3600) for name in ("1", "2"))

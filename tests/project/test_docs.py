@@ -45,6 +45,7 @@ MARKS = {
     "cluster.md": [pytest.mark.slow],
     "columns.md": [ENGINES, pytest.mark.slow],
     "dedup.md": [pytest.mark.slow],
+    "howto/scheduled-jobs.md": [pytest.mark.slow],
     "store.md": [pytest.mark.slow],
 }
 
@@ -58,6 +59,7 @@ COMMAND_MARKS = {
     "cli.md": [pytest.mark.slow],
     "processes.md": [pytest.mark.slow],
     "testing.md": [pytest.mark.slow],
+    "howto/shell.md": [pytest.mark.slow],
     "tutorials/django.md": [pytest.mark.slow, DJANGO],
     "tutorials/investigate.md": [pytest.mark.slow],
     "tutorials/queue.md": [pytest.mark.slow],

@@ -18,6 +18,7 @@ from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from librmq.store.recovery._verify import verify
+from tests.budget import many
 from tests.bytime import TINY, Wheel, put_timed
 from tests.stores import ROOT, SMALL, START_MS, contents, died
 
@@ -427,6 +428,7 @@ def test_chains_that_lead_nowhere_terminate(caplog: pytest.LogCaptureFixture) ->
     assert "which is not before it" in caplog.text
 
 
+@many
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize("number", [0, 2, 5], ids=["delivered long ago", "the last delivered", "waiting"])
 @pytest.mark.parametrize(
@@ -459,6 +461,7 @@ def test_a_changed_bit_of_a_unit_delays_no_message(
     assert sorted(delivered) == [(second, second) for second in (1, 2, 3, 10, 20, 20, 30)]
 
 
+@many
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize("delay_s", [1, 14, 20, 99])
 @pytest.mark.parametrize("rolled", [1, 3], ids=["alone in its slot", "last of its slot"])

@@ -51,6 +51,7 @@ def test_half_a_day_in_the_store_of_a_broker(name: str, store_copy: StoreCopy) -
     World(name, begin_with=(store_copy(name), sizes, last_ms + 1000)).run(**HALF_A_DAY)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in another process."""
     texts = []

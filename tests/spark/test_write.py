@@ -590,6 +590,7 @@ def test_the_driver_reads_staged_records_in_blocks(tmp_path: Path) -> None:
     assert most_bytes(64) < 1.2 * most_bytes(16)
 
 
+@pytest.mark.slow
 def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
     path = new_store(tmp_path / "store")
     folder = Path(run_folder(str(path), "job", None, START_MS))

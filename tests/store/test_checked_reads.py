@@ -21,6 +21,7 @@ from librmq.message import StoredMessage, record
 from librmq.store import verify
 from librmq.store.engine import _comparison, saved_state
 from librmq.store.engine.read import ReadResult, read_queue
+from tests.budget import many
 from tests.stores import START_MS, from_disk
 
 CONFIG = StoreConfig.tiny()
@@ -100,6 +101,7 @@ def places(folder: Path) -> list[int]:
 # ---- entries
 
 
+@many
 @pytest.mark.parametrize(("number", "step"), [(0, 7), (1, 7), (30, 1), (COUNT - 1, 7)])
 def test_an_entry_with_any_flipped_bit_of_its_place_leads_to_its_message(folder: Path, number: int, step: int) -> None:
     sent = messages(folder)
@@ -122,6 +124,7 @@ def test_a_read_only_store_tells_once_and_changes_nothing(folder: Path, caplog: 
     assert from_disk(folder) == before
 
 
+@many
 @pytest.mark.parametrize("begin", [0, 20])
 @pytest.mark.parametrize("count", [1, 5, COUNT])
 def test_entries_of_zeros_are_derived_together(folder: Path, begin: int, count: int) -> None:
@@ -279,6 +282,7 @@ def field_bits(first: int, last: int) -> range:
     return range(8 * first, 8 * (last + 1))
 
 
+@many
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
@@ -344,6 +348,7 @@ def test_a_body_with_any_flipped_bit_is_an_error_behind_the_messages_before_it(f
                 assert [seen(message) for message in store.messages("orders", 0, 31)] == rest
 
 
+@many
 @pytest.mark.parametrize("at", [0, 3, 5, record.BODY_AT - 1, record.BODY_AT - 4])
 def test_a_record_whose_frame_is_damaged_is_an_error_with_its_place(folder: Path, at: int) -> None:
     sent = messages(folder)
@@ -371,6 +376,7 @@ def test_a_message_that_the_log_does_not_have_is_an_error_at_its_entry(folder: P
     assert (error.kind, error.offset) == ("entry", 20 * 30)
 
 
+@many
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 @pytest.mark.parametrize("at", [record.BODY_AT + 2, record.BODY_CRC_AT, 0, 5])
 def test_a_search_for_a_damaged_record_is_an_error(tmp_path: Path, at: int, closed: bool) -> None:
@@ -457,6 +463,7 @@ def test_the_checksum_of_a_whole_record_is_compared(tmp_path: Path) -> None:
 # ---- queues that a damaged entry ends
 
 
+@many
 @pytest.mark.parametrize("files", ["small", "large"])
 @pytest.mark.parametrize(
     ("number", "value"), [(0, 1 << 63), (58, 1 << 63), (59, 1 << 63), (59, 1 << 50), (0, 0), (58, 0)]
@@ -505,6 +512,7 @@ def test_the_last_record_of_a_closed_store_is_cut_with_a_warning(
 # ---- times
 
 
+@many
 @pytest.mark.parametrize("is_known", [True, False], ids=["order known", "order unknown"])
 @pytest.mark.parametrize(("file", "step"), [(QUEUE, 8 * 20 + 3), (LOG, 613)], ids=["queue", "log"])
 def test_a_search_by_time_passes_no_damaged_message(tmp_path: Path, file: str, step: int, is_known: bool) -> None:

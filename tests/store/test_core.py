@@ -13,7 +13,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -50,6 +50,10 @@ CORE = compiled_core.CORE.module
 def needs_core(test: Any) -> Any:
     """Skip a test where the core is not installed or switched off."""
     return pytest.mark.platform(pytest.mark.skipif(CORE is None, reason=compiled_core.CORE.state)(test))
+
+
+WITH_AND_WITHOUT: Final = ["pure"] if CORE is None else ["core", "pure"]
+"""For tests of both codes: those that this run has."""
 
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,7 @@ def test_a_copy_interrupted_at_a_new_queue_keeps_its_offsets() -> None:
         assert [copy.queues["T", number].max_offset for number in range(20)] == [2] * 20
 
 
+@pytest.mark.slow
 def test_a_copy_interrupted_where_a_queue_begins_again_is_completed() -> None:
     """The record that the signal leaves is the first of a topic that was made again: its queue has others already."""
     config = StoreConfig.tiny()

@@ -44,7 +44,7 @@ from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery._verify import verify
 from tests.budget import examples, many
-from tests.store.test_core import without_core
+from tests.store.test_core import WITH_AND_WITHOUT, without_core
 from tests.stores import START_MS
 
 LEVELS = DelayLevels.parse("1s 5s")
@@ -509,7 +509,7 @@ def test_a_changed_header_byte_loses_no_message(
 IMPOSSIBLE_NUMBERS = st.sampled_from(IMPOSSIBLE) | st.integers(-(1 << 63), -1) | st.integers(1 << 58, (1 << 63) - 1)
 
 
-@pytest.mark.parametrize("core", ["core", "pure"])
+@pytest.mark.parametrize("core", WITH_AND_WITHOUT)
 @settings(max_examples=examples(12), deadline=None)
 @given(
     wrong=st.dictionaries(st.integers(0, 29), IMPOSSIBLE_NUMBERS, min_size=1, max_size=2),

@@ -45,7 +45,7 @@ from librmq.message.topics import has_no_row
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry, is_indexed
 from librmq.store.recovery._verify import UNKNOWABLE, verify
-from tests.store.test_core import without_core
+from tests.store.test_core import WITH_AND_WITHOUT, without_core
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, in_memory, opened
 
 FOLDER: Final = Path(__file__).parent / "recoveries"
@@ -250,7 +250,7 @@ class Cases:
         return f"{path} at {damage.offset}: {damage.kind}: {damage.what.replace(f'{ROOT}/', '')}{lost}"
 
 
-@pytest.mark.parametrize("code", ["core", "pure"])
+@pytest.mark.parametrize("code", WITH_AND_WITHOUT)
 @pytest.mark.parametrize("name", FILES)
 def test_recoveries_are_as_written(name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if code == "pure":

@@ -271,6 +271,7 @@ def test_states_are_beginnings_of_histories() -> None:
     assert f"{many.states:,} states ({many.late_states:,} of them new" in many.summary()
 
 
+@pytest.mark.slow
 def test_few_schedules_run_twice() -> None:
     """Random choices that make a schedule with one decision at most, which has run, give way to more of them."""
 

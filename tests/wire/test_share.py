@@ -528,6 +528,7 @@ def owner_clients(shared: SharedBroker) -> list[Any]:
     return [client for client in broker.clients() if client.consumer_groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", ["drain", "close"])
 def test_a_second_close_completes_one_that_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
@@ -802,6 +803,7 @@ def test_a_one_way_message_is_stored_before_the_next_one_of_its_peer(tmp_path: P
                 assert [message.body for message in owner.messages(topic)][-1:] == [body]
 
 
+@pytest.mark.slow
 def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
     with librmq.share(tmp_path / "store") as first:
         with Producer(first, "shop") as producer:
