@@ -842,6 +842,20 @@ def test_the_first_heartbeat_waits_only_for_the_connection(served: Served, monke
     assert runner.shutdown()
 
 
+def test_a_broker_whose_first_connection_opens_late_was_not_away(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else orderly consumers would distrust the locks that they have just got, and store no progress for a while."""
+    monkeypatch.setattr("librmq.wire.remote.remote_route.Connections", partial(Connections, patience_s=0.0))
+    notified = threading.Event()
+    with librmq.connect(served.server.address) as route:
+        before = route.endpoint("broker-a")
+        route.watch(notified.set)
+        with librmq.Producer(route, "shop"):
+            assert notified.wait(WAIT_S)
+        assert route.endpoint("broker-a") is before
+
+
 def test_a_join_waits_for_a_consumer_whose_connection_was_not_open(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

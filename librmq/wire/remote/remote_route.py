@@ -274,7 +274,8 @@ class RemoteRoute(AdministeredRoute):
         self._asked: dict[str, int] = {}  # topics whose routes clients use, with the time when it was asked for
         self._is_closed = self._has_ended = False
         self._asking: set[str] = set()  # topics that are being asked for
-        self._lost_ones: set[str] = set()
+        # Brokers to which a connection is missing, and whether they had it before.
+        self._missing: dict[str, bool] = {}
         self._label = f"route {addresses[0]}"
         self._states = StateLog(_log, self._label)
         self._level = logging.DEBUG if is_shared else logging.WARNING  # a share says itself what its owner does
@@ -552,9 +553,9 @@ class RemoteRoute(AdministeredRoute):
 
     def _beat(self, step: Step, again_ms: int) -> int | None:
         """Repeat the heartbeats, which reopens connections; notify the clients of brokers that are back."""
-        lost = set(self._lost_ones)
-        names = lost if step is self._reviving else set(self._links)
-        if self._is_closed or (step is self._reviving and not lost):
+        missing = self._missing.copy()
+        names = missing if step is self._reviving else self._links
+        if self._is_closed or (step is self._reviving and not missing):
             return None
         groups = [link.group for name, link in sorted(self._links.items()) if name in names]
 
@@ -564,14 +565,15 @@ class RemoteRoute(AdministeredRoute):
         def ended(arrived: set[str], error: Exception | None) -> None:
             if error is not None:
                 self._states.failing(("heartbeats",), "repeating heartbeats", error)
-            elif back := arrived & lost:
-                self._lost_ones -= back
+            elif back := arrived & missing.keys():
                 for name in back:
-                    if (link := self._links.get(name)) is not None:
+                    # Consumers doubt what they know of a broker behind another link. One whose first connection opened
+                    # late was not away.
+                    if self._missing.pop(name, missing[name]) and (link := self._links.get(name)) is not None:
                         self._links[name] = _Link(link.group)
                     self._states.works(("connection", name), f"reaching {name}")
                 self._watchers.notify()
-            if not self._is_closed and (step is self._beating or self._lost_ones):
+            if not self._is_closed and (step is self._beating or self._missing):
                 self.runner.wake(step, self.runner.now_ms() + again_ms)
 
         self.runner.submit(Work(step.label, beat, ended))
@@ -595,7 +597,8 @@ class RemoteRoute(AdministeredRoute):
                 if error is not None:
                     for name in names:
                         self._states.failing(("connection", name), f"reaching {name}", error, self._level)
-                self._lost_ones |= names
+                for name in names:
+                    self._missing[name] = error is not None or self._missing.get(name, False)
                 self.runner.wake(self._reviving, self.runner.now_ms() + after_ms)
 
         self._later(revive)
