@@ -352,6 +352,21 @@ def test_a_broker_s_table_wins_for_the_queues_that_it_has_moved(store_copy: Stor
     consume_what_was_in_work(path)
 
 
+@pytest.mark.parametrize("greatest", [1 << 48, (1 << 63) - 1])
+def test_the_greatest_number_skips_a_queue(tmp_path: Path, greatest: int) -> None:
+    """Clients of 4.x store it, and it is in the tables of their brokers."""
+    table, name = tmp_path / "config" / "consumerOffset.json", ("g", "t", 0)
+    with Broker.open(tmp_path) as broker, Producer(broker, "p") as producer:
+        producer.send("t", b"x", queue=0)
+        broker.set_group("g")
+        broker.call(UpdateOffset(*name, greatest))
+        assert broker.lag("g", "t") == 0
+    table.write_text(f'{{"offsetTable":{{"t@g":{{0:{greatest}}}}}}}')
+    shutil.rmtree(tmp_path / "librmq")  # as a folder that only a broker had
+    with Broker.open(tmp_path) as broker:
+        assert broker.consumer_offset(*name) == 1
+
+
 class _Late(WrappedBrokers):
     """A route whose broker gets what a client says of its progress only when it has gone on, as behind a slow peer."""
 

@@ -97,6 +97,8 @@ _NO_SLOTS: Final = bytes(8 * SLOTS)
 _WORD: Final = struct.Struct("=q")
 _FLIGHT: Final = struct.Struct("=7q")
 _NUMBER: Final = (1 << 48) - 1
+_MOST_POSITION: Final = _NUMBER - 1
+"""Stands for all greater positions too, as of a client of 4.x that stores the greatest number to skip a queue."""
 _WORD_MASK: Final = (1 << 64) - 1
 _encoded: Final = partial(str.encode, errors="surrogatepass")
 _PRIME: Final = 32749
@@ -410,7 +412,7 @@ class Place:
 
     def set(self, position: int) -> None:
         """Set the position, also back; what a holder reaches from before then counts no more. -1 removes it."""
-        words, at, number = self._words, self._at, position + 1
+        words, at, number = self._words, self._at, min(position, _MOST_POSITION) + 1
         if number < words[at + _POSITION] & _NUMBER:
             words[at + _SET_BACK] += 1
         words[at + _POSITION] = number | number % _PRIME + 1 << 48  # `_sealed`, inlined
@@ -782,7 +784,7 @@ class GroupPage:
         group, topic = self._named(name.group), self._named(name.topic)
         number = self._room(_PLACE_CELLS)
         words, at = self.words[number // _CELLS], number % _CELLS * _CELL
-        words[at + _POSITION] = words[at + _SAVED_LAST] = _sealed(position)
+        words[at + _POSITION] = words[at + _SAVED_LAST] = _sealed(max(-1, min(position, _MOST_POSITION)))
         words[at + _SET_BACK], words[at + _SAVED_BEFORE], words[at + _QUEUE] = 0, 0, name.queue_id
         words[at + _TAKES], words[at + _HOLDER] = 0, 0
         words[at + _GROUP], words[at + _TOPIC] = group, topic
