@@ -500,13 +500,17 @@ def test_reader_that_does_not_read_stops_no_client(serving: Process[str]) -> Non
 
 @pytest.mark.slow
 def test_both_protocols_serve_one_store(tmp_path: Path) -> None:
-    """Each message has the address of the classic port, and the next start reports that the port has changed."""
+    """Each message has the address of the classic port, and the next start reports that the port has changed.
+
+    A message that waits for its time has made the files of a timer by then.
+    """
     for is_first in (True, False):
         with start_serve(tmp_path / "store", "--grpc", "0", "--remoting", "0") as (process, row):
             port = int(row["remoting"].rpartition(":")[2])
             with Stub(row["grpc"]) as stub, RawClient(port) as client:
                 assert stub.send(message("t")).status.code == 20000
                 assert client.put("t", b"x").fields["msgId"].startswith(f"7F000001{port:08X}")
+                assert client.put("t", b"later", "TIMER_DELAY_SEC\1999\2").code == 0
             process.send_signal(signal.SIGTERM)
             said = process.communicate(timeout=60)[1]
             assert process.returncode == 0

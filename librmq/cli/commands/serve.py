@@ -24,19 +24,20 @@ from urllib.parse import parse_qs, urlsplit
 
 from librmq.cli._output import EndSignals, Output, complain, end_signals
 from librmq.cli._rows import schedule_row
+from librmq.cli._stores import recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
-from librmq.files import DiskFiles
+from librmq.files import DiskFiles, Files
 from librmq.message import record
 from librmq.message.ids import format_host, parse_host
 from librmq.override import override
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.store.format.directory import has_abort
+from librmq.store.format.directory import has_abort, is_made_by_librmq
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:
-    from librmq.broker import Broker
+    from librmq.broker import Broker, BrokerConfig
     from librmq.config import StoreConfig
     from librmq.message import StoredMessage
     from librmq.testing import Kit, ServedKit
@@ -59,9 +60,8 @@ _STOP_S: Final = 5.0
 
 def serve(arguments: argparse.Namespace, output: Output) -> int:
     """Serve the store until a signal ends it."""
-    from librmq.broker import Broker, BrokerConfig
+    from librmq.broker import Broker
     from librmq.config import StoreConfig
-    from librmq.scheduling import TimerConfig
 
     _check_clock(arguments)
     _allow_files()
@@ -91,7 +91,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                 broker = opened.enter_context(
                     Broker.open(
                         arguments.store,
-                        BrokerConfig(timers=TimerConfig.of_store(arguments.store, files)),
+                        _timers_of_a_broker(arguments.store, files),
                         store_config=config,
                         files=files,
                     )
@@ -115,6 +115,20 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         output.flush()
         os._exit(0)
     return 0
+
+
+def _timers_of_a_broker(path: str, files: Files) -> BrokerConfig | None:
+    """Return settings with the timer that a broker of RocketMQ 5 has left; None for a store that names its own.
+
+    Naming the default would bind the store to it: no later start could name the timer whose files appear meanwhile.
+    """
+    from librmq.broker import BrokerConfig
+    from librmq.scheduling import TimerConfig
+
+    if is_made_by_librmq(path, files) or "timers" in recorded_settings(path, files):
+        return None
+    timers = TimerConfig.of_store(path, files)
+    return None if timers is None else BrokerConfig(timers=timers)
 
 
 def _allow_files() -> None:
