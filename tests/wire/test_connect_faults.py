@@ -190,9 +190,10 @@ def test_requests_are_signed() -> None:
     assert frame.fields["AccessKey"] == "ak"
 
 
-def test_a_key_needs_its_secret() -> None:
-    with pytest.raises(librmq.ConfigError, match="secret_key: expected text"):
-        librmq.connect("127.0.0.1:9876", access_key="ak")
+@pytest.mark.parametrize("secret", [None, b"secret"])
+def test_a_key_needs_its_secret(secret: Any) -> None:
+    with pytest.raises(librmq.ConfigError, match=r"secret_key: expected text.*found (none|bytes)$"):
+        librmq.connect("127.0.0.1:9876", access_key="ak", secret_key=secret)
 
 
 REQUESTS = (

@@ -41,9 +41,11 @@ class AccessKeys:
     """An access key with its secret, which signs requests. Thread-safe."""
 
     def __init__(self, access_key: str, secret_key: str, security_token: str | None = None) -> None:
-        for name, value in (("access_key", access_key), ("secret_key", secret_key)):
-            if not value:
-                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found none")
+        named: dict[str, object] = {"access_key": access_key, "secret_key": secret_key}
+        for name, value in (named | {"security_token": security_token or "none"}).items():
+            if not isinstance(value, str) or not value:
+                found = type(value).__name__ if value else "none"  # a secret stays out of errors
+                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found {found}")
         self.access_key = access_key
         self._secret = secret_key.encode()
         self._token = security_token
