@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -85,6 +86,30 @@ def test_a_wait_ends_with_a_message(served: Served) -> None:
         assert consumer.receive(1, invisible=30, wait=0) == []
         send(served, b"later")
         assert [message.body for message in consumer.receive(1, invisible=30, wait=10)] == [b"later"]
+
+
+def test_an_answer_is_what_one_frame_holds() -> None:
+    """The messages together are larger, and no message waits until its invisible time is over."""
+    body = random.Random(0).randbytes(4_180_000)
+    config = librmq.StoreConfig(max_transfer_bytes_in_memory=1 << 30, max_transfer_bytes_on_disk=1 << 30)
+    with (
+        librmq.Broker.temporary(store_config=config) as broker,
+        RemotingServer(broker) as server,
+        librmq.connect(server.address) as route,
+        librmq.Producer(broker, "shop") as producer,
+        librmq.SimpleConsumer(route, "g") as consumer,
+    ):
+        for topic, queues in (("wide", 5), ("deep", 1)):
+            broker.create_topic(topic, queues)
+            for number in range(5):
+                producer.send(topic, body, keys="k", queue=number % queues)
+        consumer.subscribe("wide")
+        received: list[librmq.ReceivedMessage] = []
+        while len(received) < 5:
+            received += consumer.receive(32, invisible=3600, wait=0)
+        assert {message.attempt for message in received} == {1}
+        assert [message.queue_offset for message in route.messages("deep")] == [0, 1, 2, 3, 4]
+        assert [message.queue_offset for message in route.find_by_key("deep", "k")] == [2, 3, 4]
 
 
 def test_a_damaged_message_becomes_a_dead_letter_at_a_broker_that_compares(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ _log = EventLog("librmq.broker")
 
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
+_ENOUGH_BYTES: Final = 4 << 20
+"""A receive that has them reads no further queue, because its answer has to fit into one frame."""
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
@@ -304,7 +306,7 @@ class ReceiveHandler(BrokerPart):
         stored = self._store.queues
         for topic, queue_id in queues:
             room = request.max_messages - len(received)
-            if room <= 0:
+            if room <= 0 or sum(item.message.size for item in received) >= _ENOUGH_BYTES:
                 break
             queue_selection = ALL if topic != request.topic else selection  # a redelivered message has matched before
             if (topic, queue_id) not in stored:

@@ -32,6 +32,8 @@ from librmq.store.format.documents import LetterIdentity
 MOST_REQUEST_BYTES: Final = 4 << 20
 MOST_REQUEST_ELEMENTS: Final = 200_000
 """Values in the body of a request. A heartbeat of a thousand groups has some ten thousand."""
+MOST_RECORD_BYTES: Final = 15 << 20
+"""Records in the body of an answer, which a frame holds beside its header."""
 _MOST_QUEUES: Final = 100_000
 """Of a topic, and in each number of a route."""
 _PULLS = ("CONSUME_ACTIVELY", 0)
@@ -74,6 +76,17 @@ def _key(key: object) -> str:
 def records_body(messages: Iterable[StoredMessage]) -> bytes:
     """Return messages as their records in the log, one after the other."""
     return b"".join(StoredRecords.raw_records(messages))
+
+
+def fitting(messages: Iterable[StoredMessage]) -> list[StoredMessage]:
+    """Return the first messages, as many as one frame holds, and at least one if there is any."""
+    size, first = 0, list[StoredMessage]()
+    for message in messages:
+        size += message.size
+        if first and size > MOST_RECORD_BYTES:
+            break
+        first.append(message)
+    return first
 
 
 def read_request(body: bytes, what: str) -> dict[str, Any]:

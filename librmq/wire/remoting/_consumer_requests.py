@@ -46,7 +46,7 @@ from librmq.protocol import (
 from librmq.runtime import Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting._bodies import records_body
+from librmq.wire.remoting._bodies import MOST_RECORD_BYTES, fitting, records_body
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._frames import Frame, to_fields
 from librmq.wire.remoting._headers import (
@@ -293,6 +293,10 @@ class Pulls:
         header: PullHeader = call.header
         call.await_device(self._broker, request, response)
         status, body = response.status, records_body(response.messages)
+        if len(body) > MOST_RECORD_BYTES:
+            messages = fitting(response.messages)
+            response = replace(response, messages=messages, next_offset=messages[-1].queue_offset + 1)
+            body = records_body(messages)
         suggested = int(response.suggests_replica)  # the id of a slave
         places = response.next_offset, response.min_offset, response.max_offset, suggested
         now_ms, rates = self._runner.now_ms(), self._rates

@@ -96,6 +96,7 @@ from librmq.protocol import (
 from librmq.scheduling import Schedule
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting._bodies import (
+    fitting,
     heartbeat_body,
     letters_in,
     messages_of,
@@ -412,6 +413,7 @@ def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -
     if not messages:
         remark = "can not find message, maybe time range not correct"
         return Reply(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
+    messages = fitting(messages) if request.is_unique else fitting(reversed(messages))[::-1]
     last_ms = max(message.store_timestamp_ms for message in messages)
     return Reply(FoundByKeyHeader(last_ms, messages[-1].physical_offset), records_body(messages))
 
