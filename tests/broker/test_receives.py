@@ -163,6 +163,19 @@ def test_queue_in_order_waits_for_its_messages(rmq: Kit, in_order: Broker) -> No
     assert ("%RETRY%g_t", 0) not in in_order.store.queues
 
 
+def test_a_group_that_becomes_ordered_gets_its_earlier_retries(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    receive(broker)
+    rmq.advance(seconds=10)
+    broker.set_group("g", retry_max_times=2, is_ordered=True)
+    for attempt in (2, 3):
+        (a,) = receive(broker)
+        assert (a.message.body, a.attempt, receive(broker)) == (b"a", attempt, [])
+        rmq.advance(seconds=10)
+    assert receive(broker) == []
+    assert [letter.body for letter in broker.dead_letters("g")] == [b"a"]
+
+
 def test_queue_in_order_is_read_again_from_the_first(rmq: Kit, in_order: Broker) -> None:
     send(in_order, "a", "b", "c", "d")
     _, b, _ = receive(in_order, 3)

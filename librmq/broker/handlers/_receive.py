@@ -28,7 +28,7 @@ from librmq.broker.long_polling import ALL, Deadlines, Selection
 from librmq.errors import BrokerError, CorruptionError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message.ids import IN_ORDER, Receipt
-from librmq.message.topics import check_receive_retry_topic
+from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
     MAX_RECEIVED,
@@ -208,9 +208,12 @@ class ReceiveHandler(BrokerPart):
         if not topic.read_queues:
             raise not_readable(name)
         selection = ALL if request.subscription is None else self._selection(request.subscription)
-        retries = ""
+        retries = receive_retry_topic(group.name, name)
         if not group.is_ordered:
-            retries = check_receive_retry_topic(group.name, name)
+            check_receive_retry_topic(group.name, name)
+        elif (retries, 0) not in self._store.queues:
+            retries = ""  # A group in order makes none, but has those of before it was made ordered.
+        if retries:
             self._check_owner(group.name, name, retries)
         self._warn_of_pulls(group.name, name)
         if topic.message_type == "FIFO" and not group.is_ordered:
@@ -368,7 +371,7 @@ class ReceiveHandler(BrokerPart):
             for message in result.messages:
                 queue_offset = message.queue_offset
                 deaths = queue.deaths_of(message) if has_suspects else (0, 0)
-                attempt = 1 + (queue.attempts(queue_offset) if group.is_ordered else message.reconsume_times)
+                attempt = 1 + max(queue.attempts(queue_offset), message.reconsume_times)
                 if (attempt > max_attempts or deaths[0]) and (cause := _cause(request, group, attempt, *deaths)):
                     self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
