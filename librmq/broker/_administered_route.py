@@ -532,7 +532,7 @@ class AdministeredRoute(Route, Closing):
     ) -> int:
         """Send dead letters to their group again, with all their retries; return their number.
 
-        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
+        Each goes to a retry topic of the group and is delivered immediately; the dead letter itself stays.
         ``librmq/resent.json`` of the store notes it. After a kill, the last letters that were sent have no note; the
         next call for those that were not sent finds their copies, which name them, in the log, and notes them. While
         the broker of a letter cannot be reached, another one sends it without a note; such a call finds its copy there.

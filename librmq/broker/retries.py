@@ -214,6 +214,8 @@ class FailedMessages(BrokerPart):
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
+        if request.reconsume_times < (request.max_reconsume_times or 0):
+            return queue_id
         with self._runner.lock:
             group = self._groups.get_or_create(message.topic.removeprefix(TopicPrefix.RETRY))
         if request.reconsume_times < _max_retries(group, request):
@@ -242,14 +244,18 @@ class FailedMessages(BrokerPart):
         if self._was_stored_again(message, group, retries):
             return
         name = self._topics.ensure(retries).name
-        if self._offsets.consumer_offset(retries, group, 0) is None:  # from now on it has a lag there
-            self._offsets.set_consumer_offset(retries, group, 0, self._store.queue_range(retries, 0)[0])
+        self._count_lag(group, retries)
         properties = dict(message.properties)
         properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
         if is_suspect:
             deaths, alone = process_deaths(properties)
             properties[PropertyName.PROCESS_DEATHS] = f"{deaths + 1} {alone + bool(flight.receiver & ALONE)}"
         self._store_copy(message, name, 0, properties, of_receive=True)
+
+    def _count_lag(self, group: str, retries: str) -> None:
+        """Give a group progress in a retry topic of its receives, so that it has a lag there from now on."""
+        if self._offsets.consumer_offset(retries, group, 0) is None:
+            self._offsets.set_consumer_offset(retries, group, 0, self._store.queue_range(retries, 0)[0])
 
     def _was_stored_again(self, message: StoredMessage, group: str, retries: str) -> bool:
         """Return whether the last process stored this message again, and died before it saved that it had.
@@ -294,7 +300,7 @@ class FailedMessages(BrokerPart):
         if not unsent:
             return ()
         begin, topic = min(unsent.values()).physical_offset, retry_topic(group)
-        queues = [queue for queue in store.queues if queue[0] == topic]
+        queues = [queue for queue in store.queues if queue[0] == topic or is_receive_retry(group, queue[0])]
         copies = chain.from_iterable(
             store.messages(*queue, offset_at_place(store.queues[queue], begin)) for queue in queues
         )
@@ -311,7 +317,7 @@ class FailedMessages(BrokerPart):
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
             while left := [*left, *islice(present, _SENT_TOGETHER - len(left))]:
-                requests = [retry_of(letter, group) for letter in left]
+                requests = [retry_of(letter, group, receives=self._receives) for letter in left]
                 try:
                     # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
                     count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
@@ -319,12 +325,23 @@ class FailedMessages(BrokerPart):
                     first = left.pop(0)
                     refused.append((LetterIdentity.of(first), refused_copy(first, error)))
                     continue
+                for topic in () if dry_run else {request.message.topic for request in requests} - {retry_topic(group)}:
+                    with self._runner.lock:
+                        self._count_lag(group, topic)
                 sent += map(LetterIdentity.of, left[:count])
                 left = left[count:]
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
         return ResentLetters(tuple(sent), tuple(refused))
+
+    def _receives(self, group: str, topic: str) -> bool:
+        """Return whether a group receives from a topic, so that it does not read the retry topic of the group."""
+        if (members := self._clients.consumers.get(group)) is not None:
+            return members.kind == "simple"
+        # Each consumer with a listener has progress in the retry topic of its group, from its start on.
+        read = self._offsets.topics(group)
+        return topic in read and retry_topic(group) not in read
 
     def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
         store = self._store
@@ -356,23 +373,30 @@ def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
-def retry_of(letter: StoredMessage, group: str) -> SendMessage:
+def retry_of(
+    letter: StoredMessage, group: str, *, receives: Callable[[str, str], bool] = lambda group, topic: False
+) -> SendMessage:
     """Return the request that sends a dead letter to its group again, with all its retries.
 
-    It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately.
+    It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately: to that of
+    the letter's topic if it was received there, or if ``receives(group, topic)``.
     """
     if not isinstance(letter, StoredMessage):
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
     if letter.topic != dead_letter_topic(group):
         raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
     properties = {name: value for name, value in letter.properties.items() if name not in _DELIVERY_PROPERTIES}
+    topic, origin = retry_topic(group), properties.get(_RETRY_TOPIC, "")
+    if origin and (is_receive_retry(group, origin) or receives(group, origin)):
+        topic = origin if is_receive_retry(group, origin) else receive_retry_topic(group, origin)
+        del properties[_RETRY_TOPIC]
     named = properties | {_RESENT_LETTER: _name_of(LetterIdentity.of(letter))}
     has_room = record_format.has_room(named)
-    retry = Message.from_parts(retry_topic(group), letter.stored_body, letter.flag, named if has_room else properties)
+    retry = Message.from_parts(topic, letter.stored_body, letter.flag, named if has_room else properties)
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
     flags = letter.sys_flag & (record_format.COMPRESSED | record_format.COMPRESSION_MASK)
-    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, flags, max_reconsume_times=1)
+    return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, flags, 1, max_reconsume_times=1)
 
 
 def resend_letters(
@@ -418,8 +442,9 @@ def unsent_letters(
     answers = [route.endpoint(name).call(ResendLetters(group)).sent for name in route.broker_names()]
     unsent = {_name_of(letter): letter for letter in chain.from_iterable(answers)}
     if unsent and len(answers) > 1:  # a broker does not know of the copies that another one has sent
-        for copy in messages(retry_topic(group)):
-            unsent.pop(copy.properties.get(_RESENT_LETTER, ""), None)
+        for topic in {retry_of(letter, group).message.topic for letter in messages(dead_letter_topic(group))}:
+            for copy in messages(topic):
+                unsent.pop(copy.properties.get(_RESENT_LETTER, ""), None)
     return list(unsent.values())
 
 

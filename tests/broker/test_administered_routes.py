@@ -425,11 +425,11 @@ def test_letters_that_another_call_sends_now_are_left_out(monkeypatch: pytest.Mo
             broker.store.append(librmq.Message("%DLQ%billing", b"%d" % number, unique_key=f"U{number}"))
         letters, counts = broker.dead_letters("billing"), list[int]()
 
-        def retry_during_another_call(letter: librmq.StoredMessage, group: str) -> SendMessage:
+        def retry_during_another_call(letter: librmq.StoredMessage, group: str, **way: Any) -> SendMessage:
             with monkeypatch.context() as inside:
                 inside.setattr(retries, "retry_of", retry_of)
                 counts.append(broker.resend_dead_letters("billing", letters, only_unsent=True))
-            return retry_of(letter, group)
+            return retry_of(letter, group, **way)
 
         retry_of = retries.retry_of
         monkeypatch.setattr(retries, "retry_of", retry_during_another_call)

@@ -143,6 +143,32 @@ def test_tags_are_exact_and_others_are_passed(broker: Broker) -> None:
     assert broker.consumer_offset("g", "t", 0) == 3
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+def test_dead_letters_sent_again_are_received(
+    rmq: Kit, broker: Broker, attempts: int, ordered: bool, running: bool
+) -> None:
+    broker.set_group("g", is_ordered=ordered)
+    send(broker, "a")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        for _ in range(attempts):
+            rmq.advance(seconds=10)
+            (message,) = consumer.receive(invisible=10, wait=0)
+        consumer.dead_letter(message, "no address")
+        sent = [broker.resend_dead_letters("g") for _ in range(2)] if running else []
+    sent = sent or [broker.resend_dead_letters("g") for _ in range(2)]
+    assert sent == [1, 0]
+    assert (broker.lag("g"), "g_t" in broker.groups()) == (1, False)
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        (again,) = consumer.receive(wait=0)
+        assert (again.body, again.topic, again.attempt) == (b"a", "t", 1)
+        consumer.ack(again)
+    assert broker.lag("g") == 0
+
+
 # ---- in order
 
 
