@@ -12,7 +12,7 @@ from librmq.config import to_timestamp_ms
 from librmq.errors import BrokerError
 from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
-from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_user_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_user_topic, receive_retry_topic
 from librmq.protocol import (
     ConsumeFrom,
     DescribeProgress,
@@ -251,7 +251,10 @@ class Progress(BrokerPart):
         for group in list(self._clients.consumers.values()):
             if group.model is MessageModel.BROADCASTING:
                 continue
-            for name in group.subscriptions:
+            names = list(group.subscriptions)
+            if group.kind == "simple":
+                names += [receive_retry_topic(group.name, name) for name in names]
+            for name in names:
                 topic = self._topics.by_name.get(name)
                 for queue_id in range(0 if topic is None else topic.read_queues):
                     begin, end = self._store.queue_range(name, queue_id)

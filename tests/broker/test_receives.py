@@ -33,6 +33,7 @@ from librmq import (
 from librmq.broker._offsets import TableWriter
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines, HeldRequests
+from librmq.errors import GroupBehindError
 from librmq.files import DiskFiles
 from librmq.message.ids import IN_ORDER, Receipt
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
@@ -141,6 +142,20 @@ def test_tags_are_exact_and_others_are_passed(broker: Broker) -> None:
     assert bodies(found) == ["a", "c"]
     broker.call(Acknowledge("g", "t", tuple(one.receipt for one in found)))
     assert broker.consumer_offset("g", "t", 0) == 3
+
+
+def test_join_waits_for_messages_that_are_visible_again(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        consumer.receive(invisible=10, wait=0)
+        with pytest.raises(GroupBehindError, match="group g: 1 messages of t/0"):
+            broker.join(timeout=1)
+        rmq.advance(seconds=10)
+        with pytest.raises(GroupBehindError, match="group g: 1 messages of %RETRY%g_t/0"):
+            broker.join(timeout=1)
+        consumer.ack(*consumer.receive(invisible=10, wait=0))
+        broker.join(timeout=1)
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
