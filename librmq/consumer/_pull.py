@@ -368,7 +368,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 while True:
                     arrived.clear()
                     # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks
-                    # the whole interpreter. For the same reason a pull can't be interrupted.
+                    # the whole interpreter.
                     messages, has_moved = self._try_poll(one_by_one)
                     if messages or self._stopping:
                         return receive.returns(messages)
@@ -377,6 +377,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                         await asyncio.sleep(0)
                     elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
                         return receive.returns(self._no_messages())
+            except BaseException:  # as in `_poll`: a watcher, a predicate or a signal handler can raise
+                self._rewind()
+                raise
             finally:
                 self._arrived.awaited = None
                 self._polling.release()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.operations import Operation, watch
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer
@@ -68,6 +69,20 @@ async def test_a_poll_that_is_cancelled_loses_nothing(broker: Broker, reader: Pu
     while messages := await reader.poll_async(0):
         seen += [message.body for message in messages]
     assert seen == sent
+
+
+@pytest.mark.anyio
+async def test_a_poll_that_a_watcher_fails_loses_nothing(broker: Broker, reader: PullConsumer) -> None:
+    def fail(operation: Operation) -> None:
+        if operation.kind == "hand_out":
+            raise OSError("no audit")
+
+    Producer(broker, "writers").send("T", b"1")
+    unwatch = watch(reader, fail)
+    with pytest.raises(OSError, match="no audit"):
+        await reader.poll_async(WAIT_S)
+    unwatch()
+    assert [message.body for message in await reader.poll_async(0)] == [b"1"]
 
 
 @pytest.mark.anyio
