@@ -100,6 +100,10 @@ class ReceivedMessage(DeliveredMessage):
         return self._topic
 
 
+_Asked: TypeAlias = tuple[list[ReceivedMessage], list[ReceivedMessage]]
+"""What was received, and what is wanted of it."""
+
+
 class _Wait:
     """The held receives of one call, which end with it."""
 
@@ -227,6 +231,7 @@ class SimpleConsumer(Member):
         self._waits: set[_Wait] = set()
         self._notices: dict[str, _Wait] = {}  # of `receive_or_notify`, by topic
         self._turn = 0
+        self._kept: list[ReceivedMessage] = []  # of cancelled receives, for the next ones
 
     # ---- life
 
@@ -387,7 +392,10 @@ class SimpleConsumer(Member):
         invisible: float | timedelta = _INVISIBLE_S,
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
-        """Receive while other coroutines of the event loop run."""
+        """Receive while other coroutines of the event loop run.
+
+        What a broker answers to a receive that was cancelled is returned by the next call.
+        """
         with self._receiving() as receive:
             invisible_ms, seconds = self._check_receive("receive_async", invisible, wait)
             clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
@@ -400,13 +408,41 @@ class SimpleConsumer(Member):
             with _Wait(self._waits, wake) as waits:
                 while True:
                     arrived.clear()
-                    received = self._receive_once(waits, max_messages, invisible_ms)
-                    messages = self._wanted(received)
+                    received, messages = await self._ask_async(waits, max_messages, invisible_ms)
                     remaining = deadline - clock.monotonic()
                     if messages or not self._life.is_running or remaining <= 0:
                         return receive.returns(messages)
                     if not received and not await wait_async(clock, arrived, remaining):
                         return receive.returns([])
+
+    async def _ask_async(self, waits: _Wait, max_messages: int, invisible_ms: int) -> _Asked:
+        """Ask once, like `receive`; a thread waits for the answers of brokers that are elsewhere."""
+
+        def ask() -> _Asked:
+            received = self._receive_once(waits, max_messages, invisible_ms)
+            return received, self._wanted(received)
+
+        def keep(asked: asyncio.Future[_Asked]) -> None:
+            waits.cancel()
+            if not asked.cancelled() and asked.exception() is None:
+                with self.runner.lock:
+                    self._kept += asked.result()[1]
+                    self._wake_all()
+
+        if not self.route.is_remote:
+            return ask()
+        with self.runner.lock:
+            now_ms = self.runner.now_ms()
+            kept = [message for message in self._kept if message.visible_timestamp_ms > now_ms]
+            kept, self._kept = kept[:max_messages], kept[max_messages:]
+        if kept:
+            return kept, kept
+        asking = asyncio.ensure_future(self.runner.offload(ask))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:  # the thread goes on
+            asking.add_done_callback(keep)
+            raise
 
     def receive_or_notify(
         self,

@@ -52,6 +52,7 @@ from librmq.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
+    CancelReceive,
     ChannelClosed,
     Endpoint,
     EndTransaction,
@@ -470,6 +471,8 @@ class SharedBroker(AdministeredRoute):
         if isinstance(request, SendLater):
             request.explain = link.explained
             return self.link is link and (link.appends.send_later(request, endpoint.call) or endpoint.call(request))
+        if isinstance(request, CancelReceive):  # what an owner held has ended with it, so there is nothing to wait for
+            return endpoint.call(request) if self.link is link else None
         begin_s = SystemClock().monotonic()
         if self.link is not link:
             return self._call_next(request, until_s)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import librmq
+from librmq.protocol import Receive
 from librmq.runtime import Runner
+from tests.wrapped_route import WrappedBrokers
 
 RUNNERS = pytest.mark.parametrize("make_runner", [librmq.ManualRunner, librmq.ThreadRunner])
 
@@ -50,6 +54,33 @@ async def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> N
         await consumer.ack_async(first, second)
         assert await consumer.receive_async(2, wait=0) == []
         assert await broker.run_async(broker.dead_letters, "billing") == []
+
+
+class _Elsewhere(WrappedBrokers):
+    is_remote = True
+
+
+async def test_a_receive_waits_for_a_broker_elsewhere_beside_the_loop_and_loses_nothing_if_cancelled() -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def pass_on(request: object, call: Callable[[Any], Any]) -> object:
+        if isinstance(request, Receive):
+            asked.set()
+            assert answers.wait(10)
+        return call(request)
+
+    async with librmq.Broker.temporary() as broker, librmq.Producer(broker, "shop") as producer:
+        producer.send("orders", b"1")
+        async with librmq.SimpleConsumer(_Elsewhere(broker, pass_on), "billing") as consumer:
+            consumer.subscribe("orders")
+            receiving = asyncio.create_task(consumer.receive_async())
+            await asyncio.to_thread(asked.wait)
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            answers.set()
+            (message,) = await consumer.receive_async()
+            assert (message.body, message.attempt) == (b"1", 1)
 
 
 @RUNNERS

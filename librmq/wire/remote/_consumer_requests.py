@@ -319,7 +319,7 @@ class HeldReceives:
         self._timeout_s = timeout_s
         self._lock = Lock()
         self._numbers = itertools.count(1)
-        self._held: dict[int, tuple[str, Callable[[], None]]] = {}
+        self._held: dict[int, tuple[Transport, Callable[[], None]]] = {}
 
     def receive(self, request: Receive) -> ReceiveResponse:
         """Return messages, or hold the request until the broker calls its ``notify``."""
@@ -327,7 +327,7 @@ class HeldReceives:
         if notify is not None:
             with self._lock:
                 hold = next(self._numbers)
-                self._held[hold] = request.client_id, notify  # before the answer, which a message can overtake
+                self._held[hold] = transport, notify  # before the answer, which a message can overtake
         is_held = False
         try:
             response = read_received(transport.request(receive_frame(request, hold), self._timeout_s))
@@ -352,8 +352,8 @@ class HeldReceives:
         for hold in holds:
             held = self._remove(hold)
             if held is not None:
-                self._connect(held[0]).send_one_way(frame_of(RequestCode.CANCEL_RECEIVE, HoldHeader(hold)))
+                held[0].send_one_way(frame_of(RequestCode.CANCEL_RECEIVE, HoldHeader(hold)))
 
-    def _remove(self, hold: int) -> tuple[str, Callable[[], None]] | None:
+    def _remove(self, hold: int) -> tuple[Transport, Callable[[], None]] | None:
         with self._lock:
             return self._held.pop(hold, None)
