@@ -480,15 +480,15 @@ class CommitLog(LogReader, Closing):
 
     def _resume(self) -> None:
         """Find the file to write next."""
-        self._flushed_start = -1
         start = self.sequence.start_of(self.end)
-        self._buffer = None
+        # Map the file before anything changes, because a signal can interrupt this in a peer of a share.
+        buffer = self.sequence.file(start).buffer if start is not None and self.sequence.writable else None
+        self._flushed_start, self._buffer = -1, None
         if start is None:
             self._file_start = self._file_end = self._reserved = -1
         else:
             self._file_start, self._file_end, self._reserved = start, start + self.file_size, -1
-            if self.sequence.writable:
-                self._buffer = self.sequence.file(start).buffer
+        self._buffer = buffer
         self.fits = self._file_end - _BLANK_SIZE
         self.sure = -1
 

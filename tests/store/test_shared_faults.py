@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import Prepared
 from librmq.store.peer_appends import PeerAppender
-from tests.interrupting import at_each_call
+from tests.interrupting import at_each_call, interrupted_at_call
 from tests.store.shared_store import CONFIG, Shared, within_a_write
 from tests.store.test_shared_deaths import REFUSED, child
 
@@ -69,6 +70,21 @@ def test_a_signal_in_an_append_of_a_peer_leaves_the_lock_free(shared: Shared) ->
     bodies = shared.bodies()
     assert len(bodies) == len({*bodies})
     assert b"interrupted %d" % sent in bodies
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a listing of files ends unclosed
+def test_a_signal_in_the_first_append_of_a_peer_lets_it_append_later(shared: Shared) -> None:
+    """It may come while the peer maps the file."""
+    came, number = True, 0
+    while came:
+        peer = shared.peer(0.01)
+        came = interrupted_at_call(number, partial(peer.append, Message("orders", b"interrupted"), 0))
+        while peer.append(Message("orders", b"%d" % number), 1) is None:
+            shared.send(Message("orders", b"by the owner"), 1)
+        peer.close()
+        number += 1
+    bodies = shared.bodies(1)
+    assert [body for body in bodies if body.isdigit()] == [b"%d" % sent for sent in range(number)]
 
 
 def test_a_signal_in_an_append_of_the_owner_keeps_peers_appending(shared: Shared) -> None:
