@@ -558,8 +558,8 @@ class SimpleConsumer(Member):
                     if suspect.takes is Takes.BESIDE_OTHERS:
                         self._turns.begin_now(suspect.turn)
                     takes, suspect.is_taken = suspect.takes, bool(suspect.takes)
-        self._asking.add(waits)  # before the look whether it may, because a turn holds back, and looks at this then
         try:
+            self._asking.add(waits)  # before the look whether it may, because a turn holds back, and looks at this then
             if self._is_held_back and not takes:
                 for subscription, name in sources[:1] if waits.acknowledged else ():
                     acknowledged = Acknowledge(self.group, subscription.topic, waits.acknowledged, is_one_way=True)
