@@ -63,7 +63,7 @@ from librmq.protocol import (
     Subscription,
     Takes,
 )
-from librmq.runtime import Runner, StateLog
+from librmq.runtime import Runner, StateLog, critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, call_outside
 
@@ -301,7 +301,7 @@ class SimpleConsumer(Member):
             BrokerUnreachableError: The route is a single broker, which is closed.
             ClientStateError: The consumer was started before.
         """
-        with self.runner.lock:
+        with self.runner.lock, critical:  # no shutdown would complete a part of it
             self._life.start(lambda: self.client.join(self))
             self._turns.join(self)
         return self
@@ -312,7 +312,7 @@ class SimpleConsumer(Member):
 
         A second call does nothing.
         """
-        with self.runner.lock:
+        with self.runner.lock, critical:  # nor would a second call
             if self._life.shut_down():
                 self._wake_all()
                 for topic in list(self._notices):

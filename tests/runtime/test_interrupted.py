@@ -12,7 +12,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.config import StoreConfig
-from librmq.consumer import PullConsumer, PushConsumer
+from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
@@ -200,6 +200,20 @@ def test_an_interrupted_consumer_leaves_its_group(
         with broker.runner.lock:
             assert broker.clients() == ()
             assert not consumer.assigned
+        if not came:
+            break
+    assert number >= 8
+
+
+@pytest.mark.parametrize("call", ["start", "shutdown"])
+def test_an_interrupted_simple_consumer_leaves_its_group(call: str, broker: Broker) -> None:
+    for number in places():
+        consumer = SimpleConsumer(broker, "G")
+        if call == "shutdown":
+            consumer.start()
+        came = interrupted_at_call(number, getattr(consumer, call))
+        consumer.shutdown()
+        assert broker.clients() == ()
         if not came:
             break
     assert number >= 8
