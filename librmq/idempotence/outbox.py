@@ -35,14 +35,14 @@ from weakref import WeakSet
 from librmq.client import Producer
 from librmq.client.operations import note_kept
 from librmq.clock import Clock, default_clock, moves_by_itself
-from librmq.config import Config, Seconds, check_now
+from librmq.config import Config, Seconds, check_now, wrong_kind
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence._autocommit import Autocommit
 from librmq.idempotence._drivers import StatementResult, is_temporary_error
 from librmq.idempotence._sessions import check_database, link_to
 from librmq.idempotence._sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
 from librmq.idempotence.stores import LONGEST
-from librmq.message import Message
+from librmq.message import Message, record
 from librmq.message.message import priority_with_queue, reserved_topic
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
@@ -95,6 +95,8 @@ class Outbox:
                 driver is unknown, and does not show that.
             MessageIllegalError: No broker would accept the message.
         """
+        if not isinstance(message, Message):
+            raise wrong_kind("message", message, "a Message")
         validate_client_topic(message.topic)
         if message.topic in NOT_FOR_SENDING:
             raise reserved_topic(message.topic)
@@ -107,6 +109,11 @@ class Outbox:
         if order_key is not None and message.priority is not None:
             raise priority_with_queue(message.topic)
         message.properties.setdefault(PropertyName.UNIQUE_KEY, secrets.token_hex(16).upper())
+        if not record.has_room(message.properties):
+            raise MessageIllegalError(
+                f"topic {message.topic!r}: expected at most {record.MAX_PROPERTIES_SIZE:,} bytes of properties: put "
+                "large values into the body"
+            )
         link = link_to(connection)
         link.check_no_autocommit()
         if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id

@@ -201,6 +201,14 @@ def test_messages_that_no_broker_accepts_are_refused(embedded: Post, topic: str,
     assert embedded.rows(0) == 0
 
 
+@pytest.mark.parametrize("value", ["x" * 40_000, "\ud800"])
+def test_properties_that_no_record_holds_are_refused(embedded: Post, value: str) -> None:
+    message = Message("orders", b"one", properties={"note": value})
+    with embedded.engine.begin() as connection, pytest.raises(MessageIllegalError, match="propert"):
+        embedded.outbox.add(connection, message)
+    assert embedded.rows(0) == 0
+
+
 def test_a_delay_counts_from_the_send(embedded: Post) -> None:
     """A delivery time is kept as it is, also in a row that is sent late."""
     at = datetime(2030, 1, 1, tzinfo=UTC)
