@@ -35,7 +35,14 @@ from librmq.consumer import OrderlyResult
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
 from librmq.idempotence import Claim, DedupStore, dedup_key, purge_step, unique_id
 from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, run_in_background
-from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator, returned_failure
+from librmq.listener import (
+    Delivered,
+    ReconsumeLater,
+    is_coroutine_function,
+    note_consumed,
+    refuse_generator,
+    returned_failure,
+)
 from librmq.metrics import Metrics, outside
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock
@@ -197,7 +204,7 @@ class DedupListener:
     """A listener that calls ``listener`` only for messages that were not consumed before. Thread-safe.
 
     ``listener`` is concurrent or orderly, sync or async. From a list, a listener of one message gets the messages one
-    by one up to the first failure; `ReconsumeLater` or the returned index has the number of consumed ones.
+    by one up to the first failure; the consumer learns from the error or the returned index how many are consumed.
     """
 
     def __init__(
@@ -597,10 +604,8 @@ class DedupListener:
                 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
                     return index - 1
             except Exception as error:
-                if not index:
-                    raise
-                level = error.delay_level if isinstance(error, ReconsumeLater) else 0
-                raise ReconsumeLater(str(error), delay_level=level, consumed=index) from error
+                note_consumed(error, index)
+                raise
         return True
 
     def _consume_list(self, messages: Sequence[Any]) -> _Flow:
@@ -640,14 +645,13 @@ class DedupListener:
         if failure is None and done == len(claimed):
             if refusal is None:
                 return True
-            raise ReconsumeLater(str(refusal), delay_level=refusal.delay_level, consumed=end) from refusal
+            note_consumed(refusal, end)
+            raise refusal
         consumed = claimed[done][0] if done < len(claimed) else claimed[-1][0] + 1
         if failure is None:
             return result if result is OrderlyResult.ROLLBACK else consumed - 1
-        if not consumed or not isinstance(failure, Exception):
-            raise failure
-        level = failure.delay_level if isinstance(failure, ReconsumeLater) else 0
-        raise ReconsumeLater(str(failure), delay_level=level, consumed=consumed) from failure
+        note_consumed(failure, consumed)
+        raise failure
 
     def _run_together(self, flows: Sequence[Generator[_Request, Any, Any]]) -> Generator[_Request, Any, list[Any]]:
         """Run flows in parallel, join their calls of the store, and return each one's result or error."""

@@ -98,6 +98,7 @@ class SuspendQueue(Exception):
         self.seconds = seconds
 
 
+_CONSUMED: Final = "_librmq_consumed"
 _FAILURES: Final = frozenset({"FAILURE", "RECONSUME_LATER", "SUSPEND", "SUSPEND_CURRENT_QUEUE_A_MOMENT"})
 
 
@@ -127,6 +128,16 @@ def refuse_generator(function: object, where: str = "") -> None:
             f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
             "remove `yield` from it"
         )
+
+
+def note_consumed(error: BaseException, count: int) -> None:
+    """Note in the error of a batch how many of its first messages are consumed, as `ReconsumeLater` says itself."""
+    vars(error)["consumed" if isinstance(error, ReconsumeLater) else _CONSUMED] = count
+
+
+def consumed_before(error: Exception) -> int:
+    """Return how many messages of a batch are consumed in spite of its error."""
+    return error.consumed if isinstance(error, ReconsumeLater) else getattr(error, _CONSUMED, 0)
 
 
 def is_requested(error: Exception | None) -> bool:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import Listener
-from librmq.listener import DownstreamDown, ReconsumeLater, returned_failure
+from librmq.listener import DownstreamDown, consumed_before, returned_failure
 from librmq.message import MessageQueue
 from librmq.runtime import Step
 from librmq.runtime.closing import LaterPart
@@ -45,7 +45,7 @@ def outcome(listener: Listener, count: int, result: object, error: Exception | N
     if error is None and result is not None and result is not True:
         error = returned_failure(result)
     if error is not None:
-        consumed = error.consumed if isinstance(error, ReconsumeLater) and listener.as_list else 0
+        consumed = consumed_before(error) if listener.as_list else 0
         return min(max(0, consumed), count), error
     if listener.as_list and isinstance(result, int) and not isinstance(result, bool):
         if result < -1:

@@ -20,9 +20,10 @@ from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
-from librmq.listener import ReconsumeLater
+from librmq.listener import DeadLetter, DownstreamDown, ReconsumeLater
 from librmq.message.message import Message
 from librmq.metrics import Metrics
+from librmq.protocol import ConsumeFrom
 from librmq.testing import Kit, Process, explore
 from tests.budget import examples
 from tests.planted import send
@@ -102,6 +103,34 @@ def test_a_batch_continues_where_it_stopped(in_bulk: bool) -> None:
         rmq.advance(minutes=5)
     assert sorted(seen) == ["o-1", "o-2", "o-3", "o-4"]
     assert guarded.counts.consumed == 4
+
+
+@pytest.mark.parametrize("in_bulk", [False, True])
+@pytest.mark.parametrize(
+    ("error", "causes"),
+    [
+        (DownstreamDown(seconds=60, consumed=1), set()),
+        (DeadLetter("no order"), {"DeadLetter: no order"}),
+        (ValueError("no order"), {"ValueError: no order"}),
+    ],
+)
+def test_a_failure_in_a_batch_stays_what_it_is(error: Exception, causes: set[str], in_bulk: bool) -> None:
+    failures = [error]
+
+    def consume(messages: Any) -> None:
+        for message in messages if in_bulk else [messages]:
+            if order_of(message) == "o-2" and failures:
+                raise failures.pop()
+
+    with Kit() as rmq:
+        for order in ("o-1", "o-2"):
+            rmq.producer().send(Message("orders", b"an order", keys=order), queue=0)
+        consumer = rmq.consumer(
+            "billing", batch_size=8, fail_fast=False, consume_from=ConsumeFrom.FIRST, max_reconsume_times=0
+        )
+        consumer.subscribe("orders")(guard(rmq, consume, MemoryDedupStore(), batch=in_bulk))
+        rmq.advance(minutes=5)
+        assert {letter.properties["DEAD_LETTER_CAUSE"] for letter in rmq.dead_letters("billing")} == causes
 
 
 def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
