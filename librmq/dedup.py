@@ -156,6 +156,7 @@ _OUTCOMES: Final = {
     "postponed": "no store",
 }
 """Label values in `Metrics` for each count."""
+_NOT_ACKNOWLEDGED: Final = "the listener did not acknowledge it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,13 +322,13 @@ class DedupListener:
             result = yield _Request(listen, of_store=False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
-            if (failure := returned_failure(result)) is not None:
+            if (failure := self._failure_in(result)) is not None:
                 raise failure
         except (Exception, asyncio.CancelledError):
             yield from self._release_claim(claim)
             raise
         # Any other exception ends the process, and the claim expires as after a crash.
-        if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
+        if result is OrderlyResult.ROLLBACK:
             yield from self._release_claim(claim)
         else:
             yield from self._finish_claim(claim)
@@ -601,8 +602,8 @@ class DedupListener:
         for index, message in enumerate(messages):
             try:
                 result = yield from self._consume(message)
-                if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True):
-                    return index - 1
+                if result is OrderlyResult.ROLLBACK:
+                    return result
             except Exception as error:
                 note_consumed(error, index)
                 raise
@@ -649,7 +650,9 @@ class DedupListener:
             raise refusal
         consumed = claimed[done][0] if done < len(claimed) else claimed[-1][0] + 1
         if failure is None:
-            return result if result is OrderlyResult.ROLLBACK else consumed - 1
+            if result is OrderlyResult.ROLLBACK:
+                return result
+            failure = ReconsumeLater(_NOT_ACKNOWLEDGED)  # an orderly consumer knows no index
         note_consumed(failure, consumed)
         raise failure
 
@@ -700,15 +703,21 @@ class DedupListener:
 
     def _consumed_count(self, result: object, count: int) -> int:
         """Return how many of ``count`` messages a listener of lists has consumed, by its result."""
-        if (failure := returned_failure(result)) is not None:
-            raise failure
-        if isinstance(result, int) and not isinstance(result, bool):
+        if isinstance(result, int) and not isinstance(result, bool) and returned_failure(result) is None:
             if result < -1:
                 raise ValueError(f"the listener returned {result}: expected the index of a message, or -1 for none")
             return min(result + 1, count)
+        if (failure := self._failure_in(result)) is not None:
+            raise failure
         if result is OrderlyResult.HOLD:
             raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
-        return 0 if result is OrderlyResult.ROLLBACK or (self._must_return and result is not True) else count
+        return 0 if result is OrderlyResult.ROLLBACK else count
+
+    def _failure_in(self, result: object) -> Exception | None:
+        """Return the error that a listener's result stands for."""
+        if self._must_return and result is not True and not isinstance(result, OrderlyResult):
+            return ReconsumeLater(_NOT_ACKNOWLEDGED)
+        return returned_failure(result)
 
     def _count(self, what: str, topic: str = "") -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import pytest
 
 from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock, default_clock
-from librmq.consumer import DeliveredMessage
+from librmq.consumer import DeliveredMessage, OrderlyResult
 from librmq.dedup import DedupCounts, DedupListener
 from librmq.errors import StoreLockedError
 from librmq.idempotence._sqltables import upgrade_tables
@@ -131,6 +131,30 @@ def test_a_failure_in_a_batch_stays_what_it_is(error: Exception, causes: set[str
         consumer.subscribe("orders")(guard(rmq, consume, MemoryDedupStore(), batch=in_bulk))
         rmq.advance(minutes=5)
         assert {letter.properties["DEAD_LETTER_CAUSE"] for letter in rmq.dead_letters("billing")} == causes
+
+
+@pytest.mark.parametrize("result", [OrderlyResult.ROLLBACK, None])
+@pytest.mark.parametrize(("batch_size", "in_bulk"), [(1, False), (8, False), (8, True)])
+def test_an_orderly_queue_passes_no_message_that_is_not_acknowledged(
+    result: object, batch_size: int, in_bulk: bool
+) -> None:
+    seen: list[str] = []
+    results = [result]
+
+    def consume(messages: Any) -> object:
+        orders = [order_of(message) for message in (messages if in_bulk else [messages])]
+        if orders[-1] == "o-2" and results:
+            return results.pop()
+        seen.extend(orders)
+        return True
+
+    with Kit() as rmq:
+        for order in ("o-1", "o-2"):
+            rmq.producer().send(Message("orders", b"an order", keys=order), queue=0)
+        consumer = rmq.consumer("billing", orderly=True, batch_size=batch_size, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders")(guard(rmq, consume, MemoryDedupStore(), batch=in_bulk, must_return=result is None))
+        rmq.advance(minutes=5)
+    assert seen == ["o-1", "o-2"]
 
 
 def test_a_crash_while_consuming_makes_no_dead_letter() -> None:
