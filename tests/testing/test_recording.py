@@ -112,6 +112,15 @@ def test_a_cancelled_message_is_not_promised(rmq: Kit) -> None:
     assert len(events(rmq, "drained")) == 1
 
 
+def test_a_copy_at_another_broker_is_not_cancelled(rmq: Kit) -> None:
+    rmq.cluster(brokers=2).create_topic("orders", 1)
+    rmq.consumer("billing").subscribe("orders")(lambda message: None)
+    rmq.faults.lose_answer("orders")
+    assert rmq.producer().cancel(rmq.producer().send("orders", b"x", delay=5)).cancelled
+    rmq.advance(minutes=1)
+    assert [attempt.broker_name for attempt in rmq.delivered("billing")] == ["broker-a"]
+
+
 def test_polls_and_receives(rmq: Kit) -> None:
     rmq.broker.create_topic("orders", 1)
     for body in (b"a", b"b", b"c"):

@@ -159,6 +159,7 @@ class History:
     def cancels(self, name: str, *, is_sure: bool = False) -> None:
         """Note that a message was taken back, so that nothing is promised for it; if that is sure, it must not come."""
         sends = [event for event in self.events if event["event"] == "send" and event["id"] == name]
+        is_sure &= all(event["outcome"] != "unknown" for event in sends)  # another broker may have a copy
         _withdraw(sends)
         for event in sends if is_sure else ():
             event["outcome"] = "failed"
