@@ -121,6 +121,22 @@ def test_a_copy_at_another_broker_is_not_cancelled(rmq: Kit) -> None:
     assert [attempt.broker_name for attempt in rmq.delivered("billing")] == ["broker-a"]
 
 
+def test_a_rest_is_no_repeat_of_a_message_that_was_sent_twice(rmq: Kit) -> None:
+    rmq.broker.create_topic("orders", 2)
+    failures = [librmq.DownstreamDown(seconds=5, only_queue=True)]
+
+    @rmq.consumer("billing").subscribe("orders")
+    def charge(message: librmq.DeliveredMessage) -> None:
+        if failures:
+            raise failures.pop()
+
+    rmq.advance(minutes=1)
+    rmq.faults.lose_answer("orders")
+    rmq.producer().send("orders", b"x")
+    rmq.advance(minutes=1)
+    assert len(rmq.delivered("billing")) == 3
+
+
 def test_polls_and_receives(rmq: Kit) -> None:
     rmq.broker.create_topic("orders", 1)
     for body in (b"a", b"b", b"c"):

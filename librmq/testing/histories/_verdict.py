@@ -262,7 +262,11 @@ def history_problem(events: Sequence[Event], expected: Collection[str], begin_ms
             "or let the test cause it"
         )
     surprises = [
-        anomaly for anomaly in found if anomaly.anomaly not in expected and not _is_of_a_moment(anomaly, events)
+        anomaly
+        for anomaly in found
+        if anomaly.anomaly not in expected
+        and not _is_of_a_moment(anomaly, events)
+        and not (anomaly.anomaly == "repeat" and _has_rested(anomaly, events))
     ]
     if not surprises:
         return ""
@@ -295,6 +299,23 @@ def _is_of_a_moment(anomaly: Anomaly, events: Sequence[Event]) -> bool:
             return False
         highest = max(highest, attempt)
     return True
+
+
+def _has_rested(anomaly: Anomaly, events: Sequence[Event]) -> bool:
+    """Return whether a message came again to its listener after a rest, which the rules take for a resend.
+
+    A rest (`DownstreamDown`) counts as no attempt, so the same place gives the same attempt again.
+    """
+    rested: set[tuple[object, ...]] = set()
+    deliveries = [event for event in events if event["event"] == "deliver"]
+    for event in sorted(deliveries, key=lambda event: event["begin_ms"]):
+        if (event["id"], event["group"]) == (anomaly.id, anomaly.group):
+            place = (place_of(event), event["attempt"])
+            if place in rested:
+                return True
+            if event.get("outcome") == "retry":
+                rested.add(place)
+    return False
 
 
 def sentence(event: Event, begin_ms: int) -> str:
