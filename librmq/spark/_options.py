@@ -63,6 +63,8 @@ _SPELLINGS: Final = {
 """Options that have another name in `librmq.columns`, which is theirs too, and the later one. Both work until 1.0."""
 _LARGEST_QUEUE_ID: Final = (1 << 31) - 1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
+_QUEUE_NAME: Final = re.compile("0|[1-9][0-9]*")
+"""A queue's number, as the text by which offsets are looked up."""
 
 
 _OF_KAFKA: Final = {
@@ -431,7 +433,11 @@ def _check_offsets(document: Any, minimum: int, depth: int = 0) -> None:
     for name, below in document.items():
         if isinstance(below, dict) and depth < 2:
             _check_offsets(below, minimum, depth + 1)
-        elif depth == 0 or type(below) is not int or not minimum <= below <= LARGEST_OFFSET or not name.isdigit():
+        elif (
+            depth == 0
+            or type(below) is not int
+            or not (minimum <= below <= LARGEST_OFFSET and _QUEUE_NAME.fullmatch(name))
+        ):
             raise ValueError
 
 
