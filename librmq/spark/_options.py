@@ -38,7 +38,7 @@ from librmq.columns.options import (
 )
 from librmq.columns.remote import located
 from librmq.config import suggest, to_timestamp_ms
-from librmq.errors import ConfigError, CorruptionError, FilterError, RmqError, StoreLockedError
+from librmq.errors import ConfigError, CorruptionError, FilterError, RmqError, StoreIOError, StoreLockedError
 
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queue", "tags", "sql", "startingOffsets",
@@ -519,6 +519,8 @@ def with_condition(error: RmqError) -> RmqError:
     if not text.startswith("[RMQ_"):
         condition = next(name for kind, name in _CONDITIONS if isinstance(error, kind))
         error.args = (f"[{condition}] {text}",)
+        if isinstance(error, StoreIOError):  # its text begins with the file
+            error.filename = f"[{condition}] {error.filename}"
     return error
 
 

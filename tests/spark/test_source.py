@@ -24,9 +24,10 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException  # noqa: E402
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition  # noqa: E402
+from pyspark.sql.types import BinaryType, StructField, StructType  # noqa: E402
 
 from librmq.columns import planner  # noqa: E402
-from librmq.errors import ConfigError  # noqa: E402
+from librmq.errors import ConfigError, StoreIOError  # noqa: E402
 from librmq.spark import cause_of  # noqa: E402
 from librmq.spark._options import WriteOptions, parse_read_options  # noqa: E402
 from librmq.spark._source import RocketMQDataSource  # noqa: E402
@@ -536,6 +537,13 @@ def test_offsets_by_timestamp(folder: Path) -> None:
 def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match=r"\[RMQ_ERROR\] .*no store"):
         read(tmp_path).count()
+
+
+def test_an_error_of_a_file_has_a_condition(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    source = RocketMQDataSource({"path": str(tmp_path / "file" / "store"), "topic": "T"})
+    with pytest.raises(StoreIOError, match=r"^\[RMQ_ERROR\] .*/file/store"):
+        source.writer(StructType([StructField("body", BinaryType())]), False)
 
 
 def test_damage(folder: Path, tmp_path: Path) -> None:
