@@ -481,7 +481,8 @@ class PlannedStore(Closing):
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
                     queues = {f"{name[0]}:{name[1]}" for name in self.store.queues if not is_system_topic(name[0])}
-                    hint = suggest(f"{topic}:{queue_id}", queues)
+                    asked = f"{topic}:{queue_id}"
+                    hint = suggest(asked, queues - {asked})
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )

@@ -272,6 +272,7 @@ def test_no_body_is_decoded_that_no_column_asks_for(folder: Path, tmp_path: Path
         ({"mode": "fast"}, None, "FAILFAST"),
         ({"startingOffsets": "{]"}, None, "earliest, latest"),
         ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
+        ({"topic": "Refunds", "queue": "1", "startingOffsets": '{"Refunds": {"0": 5}}'}, None, "mean Refunds:1?"),
         ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "[RMQ_DATA_LOSS] "),
         ({"minPartitions": "0"}, None, "at least 1"),
         ({"names": "kafka"}, "key string", "expected type binary, found string"),
