@@ -120,6 +120,11 @@ def _headers_of(properties: pa.Array) -> pa.Array:
     return pc.if_else(pa.array(ends[1:] > ends[:-1]), lists, pa.scalar(None, lists.type))
 
 
+def written_name(name: str) -> str:
+    """Return librmq's name for a column to write that may have Kafka's."""
+    return _WRITTEN.get(name, name)
+
+
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the names and types of columns to write as librmq names them.
 
@@ -129,7 +134,7 @@ def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     if any(name == "offset" for name, _ in columns):
         raise ConfigError("column 'offset': the store gives a message its offset; drop the column before the write")
     return [
-        (_WRITTEN.get(name, name), _TYPES[name][1].simpleString() if _is_kafkas(name, kind) else kind)
+        (written_name(name), _TYPES[name][1].simpleString() if _is_kafkas(name, kind) else kind)
         for name, kind in columns
     ]
 
@@ -142,25 +147,31 @@ def written_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch to write with librmq's names."""
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name == "key" and pa.types.is_binary(column.type):
-            column = column.cast(pa.string())
+        if name == "key" and not pa.types.is_list(column.type):
+            column = _texts_of(name, column)
         elif name == _HEADERS and pa.types.is_list(column.type):
             column = _properties_of(column)
         columns.append(column)
-    return pa.RecordBatch.from_arrays(columns, [_WRITTEN.get(name, name) for name in batch.schema.names])
+    return pa.RecordBatch.from_arrays(columns, list(map(written_name, batch.schema.names)))
+
+
+def _texts_of(name: str, column: pa.Array) -> pa.Array:
+    """Return a column of bytes in UTF-8, or of texts with wide offsets, as texts."""
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        raise ConfigError(f"column {name!r}: expected UTF-8, as keys and properties are; drop other values") from None
 
 
 def _properties_of(headers: pa.Array) -> pa.Array:
     """Return lists of headers as maps of properties; a row without headers has none.
 
     Raises:
-        ConfigError: A value is no UTF-8, or a row has two headers of one name.
+        ConfigError: A header has no name, a value is no UTF-8, or a row has two headers of one name.
     """
-    names, values = headers.flatten().field(0), headers.flatten().field(1)
-    try:
-        texts = values.cast(pa.string())
-    except pa.ArrowInvalid:
-        raise ConfigError("column 'headers': expected values in UTF-8, as properties are; drop other headers") from None
+    names, texts = (_texts_of(_HEADERS, column) for column in headers.flatten().flatten())
+    if names.null_count:
+        raise ConfigError("column 'headers': expected a name for each header, found null; drop headers without one")
     sizes = pc.fill_null(pc.list_value_length(headers), 0).to_numpy(zero_copy_only=False)
     rows = pa.array(np.repeat(np.arange(len(headers)), sizes))
     if len(names) and len(pa.table({"row": rows, "name": names}).group_by(["row", "name"]).aggregate([])) < len(names):

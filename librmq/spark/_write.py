@@ -36,7 +36,7 @@ from librmq.files.interface import confine, make_folders
 from librmq.message import record
 from librmq.override import override
 from librmq.spark._encode import Encoder, check_columns
-from librmq.spark._kafka import written_batch, written_schema
+from librmq.spark._kafka import written_batch, written_name, written_schema
 from librmq.spark._options import WriteOptions, local_path, shows_conditions
 from librmq.spark._source import freeze_modules
 from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, missing, run_folder
@@ -333,7 +333,10 @@ class StagingWriter:
 
     def __init__(self, options: WriteOptions, schema: StructType, job: str) -> None:
         columns = [(field.name, field.dataType.simpleString()) for field in schema.fields]
-        check_columns(written_schema(columns) if options.names == "kafka" else columns, options.order_by)
+        if options.names == "kafka":
+            columns = written_schema(columns)
+            options = replace(options, order_by=options.order_by and written_name(options.order_by))
+        check_columns(columns, options.order_by)
         files = DiskFiles()
         directory.check_kind(options.path, files, writable=True)
         wait_until_free(options.path, options.wait_seconds)  # before all the work

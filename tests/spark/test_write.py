@@ -22,6 +22,7 @@ pytest.importorskip("pyspark")
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, MapType, StringType, StructField, StructType
 
 from librmq.cli import main
@@ -30,6 +31,7 @@ from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
 from librmq.spark import _write as write
 from librmq.spark._encode import Encoder
+from librmq.spark._kafka import written_batch
 from librmq.spark._options import WriteOptions
 from librmq.spark._staged_records import Staged, StagedRecords, discard, run_folder
 from librmq.spark._write import Writer, commit, wait_until_free
@@ -155,6 +157,42 @@ def test_two_columns_for_one_of_a_message_are_refused(tmp_path: Path) -> None:
     source.writer(StructType(fields), False)
     with pytest.raises(ConfigError, match="column 'properties': two columns are written to it"):
         source.writer(StructType([*fields, StructField("properties", properties)]), False)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_rows_of_kafka_are_written_in_the_order_of_their_times(tmp_path: Path, is_wide: bool) -> None:
+    """Texts and bytes have wide offsets in a session with spark.sql.execution.arrow.useLargeVarTypes."""
+    text, binary = (pa.large_string(), pa.large_binary()) if is_wide else (pa.string(), pa.binary())
+    columns = {
+        "key": pa.array([b"k1", None], binary),
+        "value": pa.array([b"late", b"early"], binary),
+        "timestamp": pa.array([2000, 1000], pa.timestamp("us", "UTC")),
+        "headers": pa.array([[{"key": "h", "value": b"1"}], None], pa.list_(pa.struct({"key": text, "value": binary}))),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
+    options = WriteOptions(str(tmp_path), topic="T", names="kafka", order_by="timestamp")
+    writer = Writer(options, from_arrow_schema(batch.schema))
+    writer.commit([writer.write(iter([batch]))])
+    with MessageStore.open(tmp_path, read_only=True) as store:
+        assert [(one.body, one.keys, one.properties.get("h")) for one in store] == [
+            (b"early", (), None),
+            (b"late", ("k1",), "1"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "text"),
+    [
+        ("key", [b"\xff"], "column 'key': expected UTF-8"),
+        ("headers", [[{"key": "a", "value": b"\xff"}]], "column 'headers': expected UTF-8"),
+        ("headers", [[{"key": None, "value": b"1"}]], "column 'headers': expected a name for each header"),
+        ("headers", [[None]], "column 'headers': expected a name for each header"),
+    ],
+)
+def test_rows_of_kafka_that_are_no_messages_are_refused(column: str, values: list[Any], text: str) -> None:
+    kind = pa.binary() if column == "key" else pa.list_(pa.struct({"key": pa.string(), "value": pa.binary()}))
+    with pytest.raises(ConfigError, match=text):
+        written_batch(pa.RecordBatch.from_pydict({column: pa.array(values, kind)}))
 
 
 @pytest.mark.spark
