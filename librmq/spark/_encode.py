@@ -215,8 +215,13 @@ def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
             raise ConfigError(f"column {name!r}: expected type {' or '.join(COLUMNS[name])}, found {kind}")
     if "body" not in {name for name, _ in names}:
         raise ConfigError("no body: expected a column body of type binary or string")
-    if extra is not None and extra not in {name for name, _ in names}:
-        raise ConfigError(f"option orderBy: there is no column {extra!r}; {suggest(extra, [n for n, _ in names])}")
+    if extra is None:
+        return
+    order_kind = dict(names).get(extra)
+    if order_kind is None:
+        raise ConfigError(f"option orderBy: there is no column {extra!r}; {suggest(extra, dict(names))}")
+    if order_kind.partition("<")[0] in ("array", "map", "struct", "void"):
+        raise ConfigError(f"option orderBy: column {extra!r} has type {order_kind}, which has no order; name another")
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
