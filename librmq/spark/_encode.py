@@ -150,8 +150,7 @@ class Encoder:
         column = _column(batch, "queueId")
         if column is None:
             return queue_ids
-        requested = column.cast(pa.int64()).fill_null(-1 << 40).to_numpy(zero_copy_only=False)
-        return np.where(requested == -1 << 40, queue_ids, requested)
+        return integers(pc.coalesce(column.cast(pa.int64()), pa.array(queue_ids)))
 
     def _check_rows(
         self,
