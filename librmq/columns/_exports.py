@@ -33,8 +33,8 @@ import pyarrow.parquet as pq
 from librmq.columns._export_text import Batches, write_text
 from librmq.columns.arrays import integers
 from librmq.columns.decoding import CORRUPT, TYPES
+from librmq.columns.options import log_unknown_topics
 from librmq.columns.planned_store import PlannedStore
-from librmq.columns.planner import log_unknown_topics
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError

@@ -6,15 +6,18 @@ They are apart from the planner, so that a process that only reads does not load
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal
 
+from librmq.config import nearest
 from librmq.errors import ConfigError, StoreError
 from librmq.files import Damage
 from librmq.message.topics import is_user_topic
+from librmq.runtime.event_log import EventLog
 
+_log = EventLog("librmq.columns")
 View = Literal["messages", "all", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
 OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]
@@ -180,6 +183,26 @@ class ReadOptions:
     """Arguments of the file system, for paths that are URLs."""
     at: datetime | int | None = None
     """The moment at which the store is read: a time, or the physical offset of the log's end; None for now."""
+
+
+def log_unknown_topics(options: ReadOptions, topics: Collection[str]) -> None:
+    """Log which of the topics that a read names are not among ``topics`` of its stores, and which one is near."""
+    selection, stores = options.selection, ", ".join(options.paths)
+    for topic in sorted((selection.topics or frozenset()) - set(topics)):
+        near = nearest(topic, topics)
+        _log.warning(
+            "topic %(topic)s has no queue in %(stores)s; %(hint)s",
+            topic=repr(topic),
+            stores=stores,
+            hint="librmq topics lists the topics" if near is None else f"did you mean {near!r}?",
+        )
+    pattern = selection.topic_pattern
+    if pattern is not None and not any(map(selection.names_topic, topics)):
+        _log.warning(
+            "no topic of %(stores)s matches %(pattern)s; librmq topics lists the topics",
+            stores=stores,
+            pattern=pattern.pattern,
+        )
 
 
 # ---- parts of a read

@@ -21,16 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
-from librmq.columns.options import Part, Predicate, ReadOptions, ReadSelection, Slice
+from librmq.columns.options import Part, Predicate, ReadOptions, ReadSelection, Slice, log_unknown_topics
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.remote import RemoteFiles
-from librmq.config import nearest
 from librmq.files import Files
-from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 
-_log = EventLog("librmq.columns")
 PARTITION_BYTES: Final = 128 << 20
 """Bytes of the log in a task; twice as many where it decodes none of `_WHOLE`."""
 PARTITION_ENTRIES: Final = 1 << 20
@@ -95,26 +92,6 @@ def plan(
     if opened is None:  # a caller that has opened the store says itself what it lacks
         log_unknown_topics(options, topics)
     return parts
-
-
-def log_unknown_topics(options: ReadOptions, topics: Collection[str]) -> None:
-    """Log which of the topics that a read names are not among those of its stores, and which one is near."""
-    selection, stores = options.selection, ", ".join(options.paths)
-    for topic in sorted((selection.topics or frozenset()) - set(topics)):
-        near = nearest(topic, topics)
-        _log.warning(
-            "topic %(topic)s has no queue in %(stores)s; %(hint)s",
-            topic=repr(topic),
-            stores=stores,
-            hint="librmq topics lists the topics" if near is None else f"did you mean {near!r}?",
-        )
-    pattern = selection.topic_pattern
-    if pattern is not None and not any(map(selection.names_topic, topics)):
-        _log.warning(
-            "no topic of %(stores)s matches %(pattern)s; librmq topics lists the topics",
-            stores=stores,
-            pattern=pattern.pattern,
-        )
 
 
 def queue_parts(

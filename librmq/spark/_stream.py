@@ -23,7 +23,7 @@ from pyspark.sql.streaming.datasource import (
 
 from librmq.clock import SystemClock
 from librmq.columns import DataLossError, ReadOptions, RemoteStore
-from librmq.columns.options import LARGEST_OFFSET
+from librmq.columns.options import LARGEST_OFFSET, log_unknown_topics
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.planner import portable, queue_parts
 from librmq.columns.remote import RemoteFiles
@@ -101,7 +101,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if options.view == "log":
             raise ConfigError("option view: a stream reads messages or queues; the log is read by a batch")
         if options.ending != "latest" or options.selection.end_ms is not None:
-            raise ConfigError("options endingOffsets, endingTimestamp, endingOffsetsByTimestamp: a stream has no end")
+            raise ConfigError("options endingOffsets, until, endingOffsetsByTimestamp: a stream has no end")
         self._options = options
         self._unless = _UNLESS if options.fail_on_data_loss else None
         self._limits = limits
@@ -124,9 +124,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @override
     def initialOffset(self) -> Document:  # noqa: N802 (Spark's)
         """Return the start of a new query."""
-        options = self._options
+        options, stores = self._options, self._refreshed_stores()
+        log_unknown_topics(options, {topic for store in stores.values() for topic in store.topics})
         offsets: dict[Key, int] = {}
-        for path, store in self._refreshed_stores().items():
+        for path, store in stores.items():
             store.check_names(options.starting, options.offset_settings[0])
             for name, queue in store.queues.items():
                 begin = store.offset_of(name, options.starting, -2)

@@ -383,6 +383,13 @@ def test_a_batch_of_a_topic_that_the_options_leave_out(tmp_path: Path) -> None:
     assert advance(narrow, end) == (end, 0)
 
 
+def test_a_new_stream_names_a_topic_that_no_store_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stream = reader(store_of(tmp_path / "s", 0, 1, "Orders"), {"topic": "Order"})
+    stream.initialOffset()
+    stream.stop()
+    assert [f"topic 'Order' has no queue in {tmp_path}/s; did you mean 'Orders'?"] == caplog.messages
+
+
 def test_a_delay_without_a_minimum_is_refused() -> None:
     with pytest.raises(ConfigError, match="option maxTriggerDelay: it limits the wait for minOffsetsPerTrigger"):
         StreamLimits.from_options({"maxTriggerDelay": "5s"})
