@@ -207,6 +207,7 @@ class Registrations:
         self.dialect: Final[Dialect] = dialect
         # They are replaced as a whole under the lock, so readers without it see one state or the other.
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
+        self._latest_ms = 0  # store time of the latest message that got a bitmap
         self._lock: Final = RLock()
 
     @classmethod
@@ -283,19 +284,21 @@ class Registrations:
                 if old is not None:
                     self._retain(lambda registration: registration is not old)
                 return False
-            self._set_registration(
-                Registration(
-                    topic=topic,
-                    group=group,
-                    expression=expression,
-                    expression_type=expression_type,
-                    born_timestamp_ms=now_ms,
-                    dead_timestamp_ms=0,
-                    client_version=client_version,
-                    bloom=bloom,
-                    filter=filter_,
-                )
+            made = Registration(
+                topic=topic,
+                group=group,
+                expression=expression,
+                expression_type=expression_type,
+                born_timestamp_ms=now_ms,
+                dead_timestamp_ms=0,
+                client_version=client_version,
+                bloom=bloom,
+                filter=filter_,
             )
+            self._set_registration(made)
+            # Bitmaps until here lack the group, also those of messages that were stored during the compilation or
+            # before the clock was set back.
+            self._set_registration(replace(made, born_timestamp_ms=max(now_ms, self._latest_ms)))
             return True
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
@@ -310,7 +313,8 @@ class Registrations:
         with self._lock:
             for registration in self.of_group(group):
                 if selected(registration) and not registration.dead:
-                    self._set_registration(replace(registration, dead_timestamp_ms=now_ms))
+                    dead_ms = max(now_ms, registration.born_timestamp_ms)
+                    self._set_registration(replace(registration, dead_timestamp_ms=dead_ms))
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
         """Remove registrations that have been dead for ``after_ms``."""
@@ -328,8 +332,9 @@ class Registrations:
         }
         self._by_topic = {topic: groups for topic, groups in by_topic.items() if groups}
 
-    def bitmap(self, topic: str, properties: Mapping[str, str] | None) -> bytes | None:
+    def bitmap(self, topic: str, properties: Mapping[str, str] | None, store_timestamp_ms: int = 0) -> bytes | None:
         """Return the bitmap of a new message, with the bits of all groups that match; None if no group filters."""
+        self._latest_ms = max(self._latest_ms, store_timestamp_ms)  # first, for a registration at the same time
         groups = self._by_topic.get(topic)
         if not groups:
             return None

@@ -44,8 +44,9 @@ from librmq.runtime.compiled_core import CORE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-BitmapOf = Callable[[str, Mapping[str, str] | None], bytes | None]
-"""Function of a topic and a message's properties to the bitmap of matching filters, None if none is registered."""
+BitmapOf = Callable[[str, Mapping[str, str] | None, int], bytes | None]
+"""Function of a topic, a message's properties and its store time (ms) to the bitmap of matching filters, None if none
+is registered."""
 
 
 def has_queue_entry(sys_flag: int) -> bool:

@@ -174,7 +174,8 @@ class Dispatcher(DispatchState):
         assert lane.queue.ext is not None
         bitmap = None
         if self.bitmap_of is not None:
-            bitmap = self.bitmap_of(lane.topic, decode_properties(properties) if properties else None)
+            decoded = decode_properties(properties) if properties else None
+            bitmap = self.bitmap_of(lane.topic, decoded, store_timestamp_ms)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def _put_entries(self, lane: Lane, first: int, entries: bytes) -> None:

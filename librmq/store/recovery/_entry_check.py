@@ -120,7 +120,8 @@ class EntryRun(NamedTuple):
             place, size, code = ENTRY.unpack(entry)
             bitmap = None
             if bitmap_of is not None:
-                bitmap = bitmap_of(self.topic, decode_properties(unit.properties) if unit.properties else None)
+                properties = decode_properties(unit.properties) if unit.properties else None
+                bitmap = bitmap_of(self.topic, properties, unit.store_timestamp_ms)
             packed[number] = ENTRY.pack(place, size, queue.ext.put(code, unit.store_timestamp_ms, bitmap))
         queue.append_many(self.first, b"".join(packed))
 
