@@ -320,9 +320,9 @@ def _tags_of(expression: pc.Expression, schema: pa.Schema) -> frozenset[str] | N
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts within lists and mappings."""
-    if isinstance(value, str):
-        yield value
+    """Yield the texts within lists and mappings; Arrow compares texts with bytes, too."""
+    if isinstance(value, str | bytes):
+        yield value if isinstance(value, str) else value.decode(errors="replace")
     elif isinstance(value, list | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)

@@ -358,6 +358,7 @@ def test_a_condition_on_tags_leaves_out_records_by_the_hash_in_their_entries(pat
         tags == "t2",
         many,
         (tags == "t2") & (pc.field("queueId") >= 0),
+        tags == pc.scalar(b"t2"),
         many & tags.is_valid(),
         tags == "x",
     ):
