@@ -215,7 +215,8 @@ class AssignedQueue:
     """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
     stored even if the broker has later progress."""
     is_taken: bool = False
-    """Whether another instance has taken the queue: it is pulled no more, until a rebalance gives it up or takes it."""
+    """Whether another instance has taken the queue, so that it is pulled no more, or its topic was unsubscribed: the
+    next rebalance gives it up, or takes it again."""
     settled_ms: int = 0
     """By then the former reader has stored its progress, or the next one has taken the queue."""
     released: bool = False

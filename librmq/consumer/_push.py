@@ -611,6 +611,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self.predicates = [entry for entry in self.predicates if entry[0] != topic]
             self._filters.pop(topic, None)
             self._line_up()
+            for assigned in self.assigned.values():
+                # If the topic is subscribed again before the rebalance, its new filter leaves out what is held here.
+                assigned.is_taken |= assigned.queue.topic == topic
             if self.is_running:
                 self.client.beat()
                 self._rebalancing.wake()

@@ -148,6 +148,19 @@ def test_a_failure_pauses_the_queue(one_queue: Kit) -> None:
     assert one_queue.offsets("g")[T0] == 3
 
 
+def test_another_filter_leaves_out_what_blocks_the_queue(one_queue: Kit) -> None:
+    consumer = ordered(one_queue, Noted(one_queue, {"a": 1000}))
+    send(one_queue, "a", tags="broken")
+    send(one_queue, "b", tags="sound")
+    one_queue.advance(seconds=10)
+    consumer.unsubscribe("t")
+    seen: list[bytes] = []
+    consumer.subscribe("t", lambda message: seen.append(message.body), tags="sound")
+    one_queue.advance(seconds=30)
+    assert seen == [b"b"]
+    assert one_queue.offsets("g")[T0] == 2
+
+
 @pytest.mark.parametrize(("seconds", "expected_ms"), [(0.3, 300), (0.001, 10), (100, 30_000), (None, 1000)])
 def test_a_listener_chooses_the_pause(one_queue: Kit, seconds: float | None, expected_ms: int) -> None:
     def listener(message: DeliveredMessage) -> None:
