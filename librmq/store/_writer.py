@@ -168,7 +168,11 @@ class Writer(StoreHandle):
         parts.log.check_owner = self._check_lock
         noted = noted_order(self.path, self.files, parts.log)
         parts.dispatcher.followed = end
-        parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
+        parts.dispatcher.order = order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
+        if self._bitmap_of is not None and parts.log.last_write is not None:
+            # The clock may have been set back since these messages got their bitmaps.
+            stored_ms = parts.log.store_timestamp_ms(parts.log.last_write)
+            self._bitmap_of("", None, max(order.newest_ms, stored_ms or 0))
         marks = MarkWriter(self.path, self.files, self.config, parts)
         self.durability = Durability(
             parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse,

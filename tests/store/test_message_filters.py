@@ -142,15 +142,19 @@ def test_filters_may_be_added_while_the_store_is_open() -> None:
 
 def test_a_filter_finds_what_was_stored_with_a_later_time_before_it() -> None:
     """Compiling takes time, in which others store messages, and clocks are set back."""
-    filters = registered("T")
-    with opened(MemoryFiles(), filters, later_ms=50) as store:
+    files, filters = MemoryFiles(), registered("T")
+    with opened(files, filters, later_ms=50) as store:
         store.append(priced(70))
         assert not any(units(store)[0].bitmap or b"")
         filters.register("T", "late", "price = 70", SQL92, 1, START_MS)
         store.append(priced(70))
         assert read_all(store, store.matching(registration=("T", "late"))) == [0, 1]
-        filters.unregister("late", START_MS)
-        assert (ended := filters.get("T", "late")) is not None
+    filters = registered("T")
+    with opened(files, filters) as store:
+        filters.register("T", "later", "price = 70", SQL92, 1, START_MS)
+        assert read_all(store, store.matching(registration=("T", "later"))) == [0, 1]
+        filters.unregister("later", START_MS)
+        assert (ended := filters.get("T", "later")) is not None
         assert ended.dead
 
 
