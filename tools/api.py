@@ -162,7 +162,7 @@ def command_lines() -> Iterator[str]:
     parser_of = importlib.import_module("librmq.cli._main").parser_of
     for name, command in sorted(importlib.import_module("librmq.cli._syntax").COMMANDS.items()):
         yield f"\nlibrmq {name}"
-        for action in parser_of(command)._actions:
+        for action in generated.listed_arguments(parser_of(command)):
             yield f"    {' '.join([*action.option_strings, generated.values_of(action)])}".rstrip()
         for form in ROW_TYPES.get(name, ()):
             schema = generated.row_schema([form])

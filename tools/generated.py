@@ -124,12 +124,17 @@ def common_options() -> dict[str, str]:
     return {option.settings["help"]: option.names[0] for option in (*shared, *options.LISTED)}
 
 
+def listed_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the arguments of a command without those that it only knows in order to refuse them."""
+    return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+
+
 def command_tables() -> str:
     """Return a section for each command: its arguments, and a line with those that other commands have too."""
     arguments, shared, parts = importlib.import_module("librmq.cli._main"), common_options(), []
     for command in importlib.import_module("librmq.cli._syntax").COMMANDS.values():
         parser, rows = arguments.parser_of(command), []
-        for action in parser._actions:
+        for action in listed_arguments(parser):
             if action.help not in shared and "-h" not in action.option_strings:
                 names = f"{', '.join(action.option_strings)} {values_of(action)}".strip()
                 rows.append((f"`{names}`", (action.help or "").replace("%%", "%")))

@@ -222,6 +222,7 @@ def test_every_argument_has_a_value_and_a_meaning(generated: ModuleType) -> None
     assert "| `--tls [CERT KEY]` |" in sections["serve"]
     assert "| `--format parquet \\| csv \\| jsonl` |" in sections["export"]
     assert "| `-o, --out FILE` |" not in sections["show"]
+    assert "--at" not in sections["verify"]  # known only to be refused with a reason
 
 
 def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
