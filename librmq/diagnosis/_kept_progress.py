@@ -95,6 +95,7 @@ def progress_history(source: Source, *, beside: tuple[str, ...] = ()) -> list[Ke
         rows += _rows("backup", backup, None, f"{name}.bak")
         rows += _rows("file", view.progress, tables.offsets.saved_ms or None, name)
         for folder in beside:
+            directory.check_kind(folder, view.store.files)
             other = BrokerTables.open(os.path.join(folder, directory.CONFIG), files=view.store.files).offsets
             rows += _rows("beside", progress_of(other.rows), other.saved_ms or None, folder)
     return sorted(rows, key=lambda row: (row.group, row.topic, row.queue_id, row.at_ms or 0, order[row.source]))

@@ -282,6 +282,8 @@ def test_history(path: Path, shell: Shell) -> None:
         ("beside", 0, 2), ("backup", 0, 10), ("file", 0, 10), ("beside", 1, 2), ("backup", 1, 9), ("file", 1, 3),
     ]  # fmt: skip
     assert shell("progress", path, "--group", "nobody").rows == []
+    answer = shell("progress", path, "--beside", "absent")
+    assert (answer.status, answer.said) == (2, "librmq progress: absent: no store: it has no folder commitlog\n")
 
 
 def test_moves_that_a_broker_recorded(path: Path, shell: Shell) -> None:
