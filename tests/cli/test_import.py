@@ -141,6 +141,16 @@ def test_a_bad_row_ends_the_import_with_its_number(shell: Shell, line: str, said
     assert "--skip 1" in answer.said
 
 
+def test_damaged_parquet_is_named(shell: Shell) -> None:
+    shell("export", "store", "-o", "folder", "--format", "parquet")
+    (part,) = (shell.folder / "folder").iterdir()
+    part.write_bytes(part.read_bytes()[:4] + bytes(1000) + part.read_bytes()[1004:])
+    answer = shell("import", "new", "folder")
+    assert answer.status == 2
+    assert answer.said.startswith("librmq import: folder: row 1: the file is damaged: ")
+    assert "file or folder" in shell("import", "new", "-", "--input-format", "parquet").said
+
+
 def test_a_bad_first_row_does_not_claim_an_import(shell: Shell) -> None:
     answer = shell("import", "new", "-", given='{}\n{"topic":"T","body":"x"}\n')
     assert (answer.status, answer.out) == (2, "")

@@ -190,6 +190,8 @@ def _rows_of_parquet(path: str, opened: ExitStack) -> Iterator[Mapping[str, Any]
         import pyarrow.dataset as ds
     except ImportError:
         raise MissingExtraError("reading Parquet", "arrow") from None
+    if path == "-":
+        raise InputError("-: Parquet is not read from standard input: name its file or folder")
     try:
         dataset = ds.dataset(path, format="parquet", partitioning="hive", ignore_prefixes=["_", "."])
         bar = opened.enter_context(ProgressBar("import", dataset.count_rows(), "messages"))
@@ -197,7 +199,15 @@ def _rows_of_parquet(path: str, opened: ExitStack) -> Iterator[Mapping[str, Any]
         raise InputError(f"{path}: {error}") from None
     files = sorted(dataset.get_fragments(), key=lambda fragment: str(os.path.basename(fragment.path)))
     batches = (batch for file in files for batch in file.to_batches(schema=dataset.schema))
-    return (row for batch in bar.track(batches, len) for row in batch.to_pylist())
+    return _rows_of_batches(bar.track(batches, len), pa.ArrowException)
+
+
+def _rows_of_batches(batches: Iterator[Any], arrow_error: type[Exception]) -> Iterator[Mapping[str, Any]]:
+    try:
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (OSError, arrow_error, UnicodeDecodeError) as error:
+        raise InputError(f"the file is damaged: {error}") from None
 
 
 def _from_cells(row: Mapping[str, Any]) -> dict[str, Any]:
