@@ -303,7 +303,10 @@ _CHANGE: Final = (
                 help="create: ends of its process before a message is a dead letter; 0: never (3)",
             ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
-            option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
+            option(
+                "--with-retries", action="store_true", default=None,
+                help="copy: move the retries that wait to the new group",
+            ),
             *CHANGES,
         ),
         actions=("create", "copy", "delete"), output=OUTPUT,

@@ -124,6 +124,7 @@ def test_a_topic_is_made_for_a_type_of_messages(shell: Shell) -> None:
         (["grow", "store", "OrderTopic"], "--queues is missing"),
         (["grow", "store", "OrderTopic", "--queues", "1"], "expected more, found 1"),
         (["delete", "store", "absent"], "does not exist"),
+        (["delete", "store", "OrderTopic", "--write-queues", "1"], "belongs to create, grow, not to delete"),
         (["shrink", "store", "OrderTopic"], "invalid choice"),
     ],
 )
@@ -131,6 +132,13 @@ def test_invalid_changes_of_a_topic(shell: Shell, words: list[str], said: str) -
     answer = shell("topic", *words)
     assert (answer.status, answer.out) == (2, "")
     assert said in answer.said
+
+
+@pytest.mark.parametrize("words", [["copy", "--to", "new", "--no-ordered"], ["delete", "--with-retries"]])
+def test_options_of_another_action_are_refused(shell: Shell, words: list[str]) -> None:
+    answer = shell("group", words[0], "store", "CG_order", *words[1:])
+    assert (answer.status, answer.out) == (2, "")
+    assert f"it belongs to {'copy' if words[0] == 'delete' else 'create'}, not to {words[0]}" in answer.said
 
 
 def test_a_copied_group_continues_where_the_other_stands(shell: Shell) -> None:

@@ -24,6 +24,8 @@ from librmq.protocol import INNER_PRODUCER, LOCAL_HOST, MoveGroup, SendMessage, 
 from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from librmq.broker import AdministeredRoute, StoreRoute
     from librmq.diagnosis import Skip
 
@@ -35,12 +37,21 @@ _ROW_QUEUES: Final = 16
 _NAMED: Final = 10
 """The most retries that are named."""
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
+_TOPIC_OPTIONS: Final = {
+    "create": ("queues", "write_queues", "permission", "type"), "grow": ("queues", "write_queues"),
+    "permit": ("permission",), "delete": (),
+}  # fmt: skip
+_GROUP_OPTIONS: Final = {
+    "create": ("retries", "ordered", "consumes", "broadcasts", "priority_factor", "max_process_deaths"),
+    "copy": ("to", "with_retries"), "delete": (),
+}  # fmt: skip
 _OF_THE_DELAY: Final = frozenset((PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID))
 
 
 def topic(arguments: argparse.Namespace, output: Output) -> int:
     """Create a topic, add queues, change its permission, or delete it."""
     name, action = arguments.topic, arguments.action
+    _check_options(arguments, _TOPIC_OPTIONS)
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
     with open_running(arguments, makes_store=action == "create") as broker:
@@ -60,6 +71,14 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
             changes = {"grow": _grow, "permit": _permit}[action](broker, old, arguments)
     output.row({"topic": name, "action": action, **changes, "dry_run": arguments.dry_run})
     return 0
+
+
+def _check_options(arguments: argparse.Namespace, taken: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse an option that only another action of the command takes."""
+    for name in chain.from_iterable(taken.values()):
+        if name not in taken[arguments.action] and getattr(arguments, name) is not None:
+            actions = ", ".join(action for action, names in taken.items() if name in names)
+            raise InputError(f"--{name.replace('_', '-')}: it belongs to {actions}, not to {arguments.action}")
 
 
 def _create(broker: StoreRoute, arguments: argparse.Namespace) -> Row:
@@ -115,6 +134,7 @@ def _delete(broker: StoreRoute, name: str) -> Row:
 def group(arguments: argparse.Namespace, output: Output) -> int:
     """Create a consumer group or change its settings, copy its progress to a new group, or delete it."""
     name, action = arguments.group, arguments.action
+    _check_options(arguments, _GROUP_OPTIONS)
     if action == "create":
         validate_group(name)
     with open_running(arguments, makes_store=action == "create") as broker:
