@@ -11,7 +11,7 @@ from binascii import b2a_base64
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from json.encoder import encode_basestring
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 from librmq.cli._output import complain, to_json
 from librmq.consumequeue_entries import is_ext_address
@@ -57,6 +57,17 @@ def parse_object(text: str | bytes) -> Row:
 def refuse_constant(name: str) -> object:
     """Refuse a number of Python that JSON does not have, such as NaN."""
     raise ValueError(f"{name} is no JSON number")
+
+
+def binary_input() -> BinaryIO:
+    """Return standard input.
+
+    Raises:
+        InputError: It is closed.
+    """
+    if sys.stdin is None:
+        raise InputError("-: standard input is closed")
+    return sys.stdin.buffer
 
 
 def standard_input() -> Iterator[bytes]:

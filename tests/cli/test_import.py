@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from librmq import Broker, Message, MessageStore
+from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.errors import StoreIOError
 from librmq.message import record
@@ -190,6 +192,14 @@ def test_stored_properties_are_imported_as_they_are(shell: Shell) -> None:
     assert found["properties_raw"] == row["propertiesString"]
     assert shell("query", "new", "--topic", "T", "--key", "Miller").rows
     assert shell("verify", "new").status == 0
+
+
+@pytest.mark.parametrize("words", [("import", "new", "-"), ("send", "store", "OrderTopic")])
+def test_a_closed_standard_input_is_named(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert (main(words), capsys.readouterr().err) == (2, f"librmq {words[0]}: -: standard input is closed\n")
 
 
 def test_several_keys_are_a_list(shell: Shell) -> None:

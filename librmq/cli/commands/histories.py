@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.cli._output import Output, complain, write_page
-from librmq.cli._rows import parse_object
+from librmq.cli._rows import binary_input, parse_object
 from librmq.errors import InputError
 from librmq.formatting import visible
 from librmq.runtime.event_log import counted
@@ -91,9 +91,7 @@ def _file_name(path: str) -> str:
 @contextmanager
 def _history_file(path: str) -> Iterator[BinaryIO]:
     if path == "-":
-        if sys.stdin is None:
-            raise InputError("-: standard input is closed")
-        yield sys.stdin.buffer
+        yield binary_input()
         return
     try:
         with open(path, "rb") as file:

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple, cast
 
 from librmq.cli._output import Output, ProgressBar, complain
-from librmq.cli._rows import parse_object
+from librmq.cli._rows import binary_input, parse_object
 from librmq.cli._selection import times_between
 from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
@@ -173,7 +172,7 @@ def _rows(path: str, form: str | None, opened: ExitStack) -> Iterator[Mapping[st
     if form == "parquet":
         return _rows_of_parquet(path, opened)
     try:
-        raw = sys.stdin.buffer if path == "-" else opened.enter_context(open(path, "rb"))  # noqa: SIM115
+        raw = binary_input() if path == "-" else opened.enter_context(open(path, "rb"))  # noqa: SIM115
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     total = 0 if path == "-" else os.fstat(raw.fileno()).st_size

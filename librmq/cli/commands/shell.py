@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import librmq
 from librmq.cli._output import EndSignals, Output, end_signals
-from librmq.cli._rows import message_line
+from librmq.cli._rows import binary_input, message_line
 from librmq.cli._stores import folder_of_place, names_cluster
 from librmq.errors import InputError
 from librmq.listener import DownstreamDown, ReconsumeLater
@@ -80,13 +80,13 @@ def _bodies(arguments: argparse.Namespace) -> Iterator[bytes]:
     if arguments.lines:
         if given not in (None, "-"):
             raise InputError("--lines: expected no BODY with it, because it sends the lines of standard input")
-        for number, line in enumerate(sys.stdin.buffer, 1):
+        for number, line in enumerate(binary_input(), 1):
             body = line.rstrip(b"\r\n")
             if not body:
                 raise InputError(f"line {number} of standard input is empty: a message has at least one byte")
             yield body
     else:
-        yield sys.stdin.buffer.read() if given in (None, "-") else os.fsencode(given)
+        yield binary_input().read() if given in (None, "-") else os.fsencode(given)
 
 
 # ---- consume
