@@ -194,6 +194,13 @@ def test_stored_properties_are_imported_as_they_are(shell: Shell) -> None:
     assert shell("verify", "new").status == 0
 
 
+def test_a_message_is_no_longer_in_light_queues_of_the_store_that_was_exported(shell: Shell) -> None:
+    properties = {"INNER_MULTI_DISPATCH": "%LMQ%one", "INNER_MULTI_QUEUE_OFFSET": "0"}
+    rows = [{"topic": topic, "properties": properties, "body": "x"} for topic in ("orders", "%LMQ%one")]
+    assert shell("import", "new", "-", given="\n".join(map(json.dumps, rows))).status == 0
+    assert shell("verify", "new").status == 0
+
+
 @pytest.mark.parametrize("words", [("import", "new", "-"), ("send", "store", "OrderTopic")])
 def test_a_closed_standard_input_is_named(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]

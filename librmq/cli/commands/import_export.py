@@ -319,7 +319,8 @@ def _stored_properties(row: Mapping[str, Any]) -> bytes:
     properties |= message.properties
     if PropertyName.KEYS not in properties and (keys := _keys(row)):
         properties[PropertyName.KEYS] = keys
-    if not raw:
+    light = properties.pop(PropertyName.INNER_MULTI_QUEUE_OFFSET, None)  # its places in the store that was exported
+    if not raw or light is not None:
         return encode_properties(properties)
     checked_encoding(raw.encode(), properties)
     return raw.encode()
