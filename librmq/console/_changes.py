@@ -83,7 +83,7 @@ class Changes:
     def _command(self, *words: object) -> str:
         place = self._place.title if self._place.folder is not None or self._place.broker is not None else "STORE"
         first, *rest = map(str, words)
-        return shlex.join(["librmq", first, place, *rest])
+        return shlex.join(["librmq", *first.split(), place, *rest])
 
     # ---- progress
 
@@ -115,7 +115,7 @@ class Changes:
                         Cell(f"{passed:+,}" if passed else "", is_number=True),
                     ]
                 )
-        word = ["--offset", to] if isinstance(target, int) else ["--to", to]
+        word = ["--offset", to] if isinstance(target, int) else ["--to", str(target)]  # of a time with its zone
 
         def apply() -> list[Table]:
             moved = route.reset_group(group, topic, target)
@@ -174,7 +174,7 @@ class Changes:
 
         return Change(
             f"Let group {group} retry {retries} times",
-            self._command("group", "create", group, "--retries", retries),
+            self._command("group create", group, "--retries", retries),
             [Table("Retries before a dead letter", ("before", "after"), [[count(before), count(retries)]])],
             apply,
             back=link("group", name=group),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,25 @@ def test_a_given_up_half_is_decided(tmp_path: Path, decision: str) -> None:
         assert [message.body for message in broker.messages("orders")] == ([b"half"] if decision == "commit" else [])
 
 
-def test_the_named_command_does_the_same(broker: Broker, runner: ManualRunner, shell: Shell) -> None:
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("what=reset&topic=orders&to=end", [("after", 4), ("after", 4)]),
+        ("what=reset&topic=orders&to=2001-09-09T01:46:40", [("after", 0), ("after", 0)]),
+        ("what=retries&retries=5", [("retries", 5)]),
+    ],
+)
+def test_the_named_command_does_the_same(
+    broker: Broker, runner: ManualRunner, shell: Shell, change: str, expected: list[tuple[str, int]]
+) -> None:
     shop(broker, runner)
-    page = Asked(console(broker, allow_changes=True)).page("/change?what=reset&group=billing&topic=orders&to=end")
+    page = Asked(console(broker, allow_changes=True)).page(f"/change?group=billing&{change}")
     (command,) = cells(page, "code")
+    assert ("to=2001" in change) == ("--to '2001-09-09 01:46:40+00:00'" in command)  # without a zone it is local time
     broker.close()
-    answer = shell(*command.split()[1:])
-    assert (answer.status, [row["after"] for row in answer.rows]) == (0, [4, 4])
+    answer = shell(*shlex.split(command)[1:])
+    assert answer.status == 0
+    assert [(name, row[name]) for (name, _), row in zip(expected, answer.rows, strict=True)] == expected
 
 
 def test_a_change_that_fails_says_why(broker: Broker, runner: ManualRunner) -> None:
