@@ -56,8 +56,10 @@ _MAKING_S: Final = 0.01
 _LARGEST: Final = 1 << 16  # a file of a queue with more bytes is mapped, not read at once
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"(config|retention|settings)\.json")
-_OF_PLACES: Final = re.compile(r"(config|retention|settings|cancelled(-since)?|starts)\.json")
-"""These and the tables with physical offsets, which a snapshot keeps."""
+_OF_PLACES: Final = re.compile(
+    r"(config|retention|settings|cancelled(-since)?|starts|schedules|resent|replay)\.json|skipped\.jsonl"
+)
+"""These and what has places in the log and its queues, which a snapshot keeps."""
 _NOTE: Final = re.compile(r".*\.json")  # these are notes of a Spark job whose records are in the log
 
 
@@ -95,8 +97,9 @@ def snapshot(
     acknowledged before the call, and is a sound, cleanly closed store. Full files of the log, except the last two, are
     hard-linked if the file system allows it and ``copy`` is false. All others are copied. The whole log is read.
     Tables of ``config/`` are copied as they are, progress beyond the end of a queue too, with what groups have reached
-    since, but not what they have in work. Queues and index then agree with the log; `Snapshot.changed` lists what that
-    changed. ``end()`` returns the end of the log; without it, the end is searched for. An error leaves no ``target``.
+    since, but not what they have in work; so are schedules, and notes of what was skipped or sent again. Queues and
+    index then agree with the log; `Snapshot.changed` lists what that changed. ``end()`` returns the end of the log;
+    without it, the end is searched for. An error leaves no ``target``.
 
     Raises:
         RmqError: As of an opening of the store.

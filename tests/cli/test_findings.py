@@ -319,6 +319,19 @@ def test_dead_letters_go_to_another_topic_without_their_past(broken: Shell) -> N
     assert (wrong.status, "another topic" in wrong.said) == (2, True)
 
 
+def test_a_snapshot_has_schedules_and_knows_what_was_skipped_and_sent_again(broken: Shell) -> None:
+    assert broken("dead-letters", "kit", "--group", "g", "--resend").rows
+    assert broken("reset", "kit", "--group", "g", "--topic", "orders", "--to", "begin").status == 0
+    assert broken("skip", "kit", "--group", "g", "--topic", "orders").rows
+    with Broker.open(broken.folder / "kit", runner=ManualRunner()) as broker:
+        broker.set_schedule("daily", topic="orders", every=86_400)
+    assert broken("snapshot", "kit", "copy").status == 0
+    for command in ("dead-letters", "schedules", "progress"):
+        rows = broken(command, "copy").rows
+        assert rows
+        assert rows == broken(command, "kit").rows
+
+
 @pytest.mark.parametrize("by_library", [False, True])
 def test_unnoted_letters_of_a_killed_resend_go_once(broken: Shell, by_library: bool) -> None:
     words = ("dead-letters", "kit", "--group", "g", "--resend")
