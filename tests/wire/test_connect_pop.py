@@ -104,8 +104,9 @@ def test_an_answer_is_what_one_frame_holds() -> None:
             for number in range(5):
                 producer.send(topic, body, keys="k", queue=number % queues)
         consumer.subscribe("wide")
+        consumer.subscribe("deep")
         received: list[librmq.ReceivedMessage] = []
-        while len(received) < 5:
+        while len(received) < 10:
             received += consumer.receive(32, invisible=3600, wait=0)
         assert {message.attempt for message in received} == {1}
         assert [message.queue_offset for message in route.messages("deep")] == [0, 1, 2, 3, 4]

@@ -59,7 +59,7 @@ _log = EventLog("librmq.broker")
 MAX_IN_FLIGHT: Final = 10_000
 """Messages of a queue that a group can have in flight, as in 5.x."""
 _ENOUGH_BYTES: Final = 4 << 20
-"""A receive that has them reads no further queue, because its answer has to fit into one frame."""
+"""A receive that has them takes no further message, because its answer has to fit into one frame."""
 _RETRIES_FIRST_EVERY: Final = 5
 _TRY_AGAIN_MS: Final = 1000
 _READS_WITHOUT_MESSAGE: Final = 8
@@ -304,28 +304,29 @@ class ReceiveHandler(BrokerPart):
         """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
         received: list[Received] = []
         has_more = False
+        size = 0
         if request.takes is not Takes.NO_SUSPECT:  # they are among the retries, which come last else, or in order
             queues = sorted(queues, key=lambda queue: queue[0] == request.topic and not self._ended_in(group, queue))
         stored = self._store.queues
         for topic, queue_id in queues:
             room = request.max_messages - len(received)
-            if room <= 0 or sum(item.message.size for item in received) >= _ENOUGH_BYTES:
+            if room <= 0 or size >= _ENOUGH_BYTES:
                 break
             queue_selection = ALL if topic != request.topic else selection  # a redelivered message has matched before
             if (topic, queue_id) not in stored:
                 continue
             try:
                 messages, has_unread = self._read_queue(
-                    request, group, (group.name, topic, queue_id), room, queue_selection
+                    request, group, (group.name, topic, queue_id), room, _ENOUGH_BYTES - size, queue_selection
                 )
             except RmqError:
                 if not received:
                     raise
                 break  # the received messages are in flight already, and the next receive meets the error
             received += messages
+            size += sum(item.message.size for item in messages)
             has_more |= has_unread
         if received and self._metrics is not None:
-            size = sum(item.message.size for item in received)
             self._metrics.count("messages_out", len(received), topic=request.topic, group=group.name)
             self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
         return received, has_more
@@ -342,9 +343,12 @@ class ReceiveHandler(BrokerPart):
         return name in self._store.queues and self._queue(group.name, *name).has_deaths
 
     def _read_queue(
-        self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection
+        self, request: Receive, group: GroupSettings, key: QueueKey, room: int, room_bytes: int, selection: Selection
     ) -> tuple[list[Received], bool]:
-        """Take messages of one queue; return also whether more are unread although no read found a match."""
+        """Take messages of one queue, until they have ``room_bytes``.
+
+        Return also whether more are unread although no read found a match.
+        """
         now_ms = self._runner.now_ms()
         queue = self._queue(*key)
         if group.is_ordered:
@@ -375,8 +379,8 @@ class ReceiveHandler(BrokerPart):
                 if (attempt > max_attempts or deaths[0]) and (cause := _cause(request, group, attempt, *deaths)):
                     self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
-                if deaths[0] and (received or request.takes is Takes.NO_SUSPECT):
-                    self._suspect_deaths, next_offset = deaths[0], queue_offset
+                if room_bytes <= 0 or (deaths[0] and (received or request.takes is Takes.NO_SUSPECT)):
+                    self._suspect_deaths, next_offset = deaths[0] or self._suspect_deaths, queue_offset
                     break
                 visible_ms = now_ms + request.invisible_ms
                 times = now_ms, request.invisible_ms, attempt, visible_ms
@@ -387,6 +391,7 @@ class ReceiveHandler(BrokerPart):
                 if not received:  # the others are visible at the same time
                     self._runner.wake(self._step, visible_ms)
                 received.append(self._received(request.topic, message, flight, group.is_ordered))
+                room_bytes -= message.size
             queue.next_offset = next_offset
             if received or next_offset == before or next_offset != result.next_offset:
                 break
