@@ -360,7 +360,7 @@ class AdministeredRoute(Route, Closing):
     def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
         """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
         check_names(group=group, topic="" if topic is None else topic)
-        parts, _ = self._ask_those_with(DescribeProgress(group, topic), ResponseCode.TOPIC_NOT_EXIST)
+        parts, _ = self._ask_those_with(DescribeProgress(group, topic or None), ResponseCode.TOPIC_NOT_EXIST)
         return dict(sorted(chain.from_iterable(part.items() for part in parts)))
 
     def lag(self, group: str, topic: str | None = None) -> int:

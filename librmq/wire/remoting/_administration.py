@@ -216,7 +216,7 @@ class AdminRequests:
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
         request: DescribeProgress = call.header
-        progress = self._broker.progress(request.group, request.topic or None)
+        progress = self._broker.progress(request.group, request.topic)
         topics = {queue.topic for queue in progress}
         per_second = math.fsum(self._per_second(request.group, topic) for topic in topics)
         return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": _progress_rows(progress)}))
