@@ -387,6 +387,24 @@ def test_late_receipts_succeed_at_the_server_as_at_a_broker(served: Served) -> N
         assert client.answer().code == 208
 
 
+@pytest.mark.parametrize(("topic", "queue_offset", "code"), [("orders", 1, 208), ("ordres", 0, 17)])
+def test_receipts_of_messages_that_no_queue_has_are_refused(
+    served: Served, topic: str, queue_offset: int, code: int
+) -> None:
+    send(served, b"a")
+    request = Receive("", "g", "orders", 1, 300_000)
+    with RawClient(served.server.port) as client:
+        client.write(encode(pop_frame(request, 0, is_ordered=False)))
+        (part,) = read_popped(request, served.broker.name, client.answer()).messages
+        receipt = Receipt.parse(part.receipt)._replace(queue_offset=queue_offset)
+        for frame in (
+            ack_frame("g", topic, receipt),
+            change_frame(ChangeInvisible("g", topic, part.receipt, 9_000), receipt),
+        ):
+            client.write(encode(frame))
+            assert client.answer().code == code
+
+
 def consumed_again(served: Served) -> bool:
     with consumer_of(served) as consumer:
         return bool(consumer.receive(1, invisible=300, wait=0))

@@ -326,15 +326,13 @@ class PopRequests:
 
     def _acknowledge(self, call: RemotingCall) -> bytes:
         header: PopAckHeader = call.header
-        topic, receipt = _named(header)
-        (is_valid,) = call.call_broker(Acknowledge(header.consumer_group, topic, (receipt,)))
-        begin, end = self._broker.store.queue_range(header.topic, header.queue_id)
-        is_valid = is_valid or begin <= header.offset < end
-        return call.answer(code=0 if is_valid else _NO_MESSAGE, remark=None if is_valid else "no longer in flight")
+        topic, receipt = self._named(header)
+        call.call_broker(Acknowledge(header.consumer_group, topic, (receipt,)))
+        return call.answer()
 
     def _change(self, call: RemotingCall) -> bytes:
         header: PopChangeHeader = call.header
-        topic, receipt = _named(header)
+        topic, receipt = self._named(header)
         try:
             changed = Receipt.parse(
                 call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
@@ -346,6 +344,21 @@ class PopRequests:
                 received_ms=self._broker.runner.now_ms(), invisible_ms=header.invisible_time
             )
         return call.answer(PopChangedHeader(changed.received_ms, changed.invisible_ms, changed.revive_queue))
+
+    def _named(self, header: PopAckHeader) -> tuple[str, str]:
+        """Return the topic of the receive, and the receipt, of a message that the store has."""
+        topic = header.topic
+        if topic not in self._broker.tables.topics.rows:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist, apply first please!")
+        begin, end = self._broker.store.queue_range(topic, header.queue_id)
+        if not begin <= header.offset < end:
+            at = f"{topic}@{header.queue_id}, commit:{header.offset}, store:{begin}~{end}"
+            raise BrokerError(_NO_MESSAGE, f"offset is illegal, key:{at}")
+        receipt = Receipt.parse(header.extra_info)
+        receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
+        for v2 in (False, True) if receipt.retry != "0" else ():
+            topic = topic.removeprefix(receive_retry_topic(header.consumer_group, "", v2=v2))
+        return topic, str(receipt)
 
     def _recall(self, call: RemotingCall) -> bytes:
         header: RecallHeader = call.header
@@ -378,15 +391,6 @@ def _with_receipt(message: StoredMessage, topic: str, receipt: Receipt) -> Store
     properties = decode_properties(record.properties_raw) | {PROPERTY_POP_CK: receipt.extra_info}
     changed = replace(record, topic=topic, properties_raw=encode_properties(properties))
     return StoredMessage(bytes(record_format.encode_record(changed)))
-
-
-def _named(header: PopAckHeader) -> tuple[str, str]:
-    receipt = Receipt.parse(header.extra_info)
-    receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
-    topic = header.topic
-    for v2 in (False, True) if receipt.retry != "0" else ():
-        topic = topic.removeprefix(receive_retry_topic(header.consumer_group, "", v2=v2))
-    return topic, str(receipt)
 
 
 def unsupported(kind: str, broker_name: str, version: str) -> BrokerError:
