@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import threading
 from collections import Counter
@@ -133,6 +134,16 @@ GROUPS = [f"group-{number:03}" for number in range(200)]
 def sent_back_twice(route: RemoteRoute) -> None:
     for _ in range(2):
         route.endpoint("fake").call(SendBack(GROUPS[0], 0, 3))
+
+
+def test_a_body_that_no_frame_holds_is_refused(served: Served) -> None:
+    """The error says what to do, and the connection stays."""
+    served.broker.create_topic("orders", 1)
+    with librmq.Producer(served.route, "shop") as producer:
+        producer.configure(max_message_size=32 << 20)
+        with pytest.raises(librmq.MessageIllegalError, match=r"expected at most 16,777,216: .*largebody\.md"):
+            producer.send("orders", random.Random(0).randbytes(17 << 20))
+        producer.send("orders", b"small")
 
 
 @pytest.mark.parametrize(

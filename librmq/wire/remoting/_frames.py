@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
-from librmq.errors import MalformedError
+from librmq.errors import MalformedError, MessageIllegalError
 from librmq.runtime.locks import Inherited, Lock, if_free
 
 MAX_FRAME: Final = 16 << 20
@@ -115,7 +115,10 @@ def encode(frame: Frame) -> bytes:
     header = (_binary_header if frame.is_binary else _json_header)(frame)
     length = 4 + len(header) + len(frame.body)
     if length > MAX_FRAME:
-        raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
+        raise MessageIllegalError(
+            f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}: store large bodies elsewhere and send "
+            "references (docs/largebody.md)"
+        )
     return b"".join((_PREFIX.pack(length, frame.is_binary << 24 | len(header)), header, frame.body))
 
 

@@ -47,7 +47,7 @@ from librmq.runtime.locks import Lock
 from librmq.wire._unix_sockets import checked_credentials, has_ended, host_of_process, process_of_host
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
-from librmq.wire.remoting._bodies import broker_row, route_body, write_body
+from librmq.wire.remoting._bodies import MOST_RECORD_BYTES, broker_row, route_body, write_body
 from librmq.wire.remoting._channels import (
     Channel,
     ClientChannels,
@@ -442,11 +442,17 @@ class RemotingServer(Closing):
             raise ConfigError(f"RemotingServer: expected a Broker, found {broker!r:.80}")
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
             raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
+        self._is_local = not isinstance(listening, int) and listening.family not in (socket.AF_INET, socket.AF_INET6)
+        max_size = broker.store.config.max_message_size
+        if max_size > MOST_RECORD_BYTES and not self._is_local:
+            raise ConfigError(
+                f"max_message_size: expected at most {MOST_RECORD_BYTES:,} where a store is served by remoting, found "
+                f"{max_size:,}: no frame holds more. Open the store with less (docs/largebody.md)"
+            )
         self._advertise = advertise
         self._tls = None if tls is None else server_context(*tls)
         self._listening = listen(port=listening) if isinstance(listening, int) else listening
         close_in_child(self._listening)
-        self._is_local = self._listening.family not in (socket.AF_INET, socket.AF_INET6)
         address = self._listening.getsockname()
         self.host: str = str(address) if self._is_local else address[0]
         self.port: int = 0 if self._is_local else address[1]

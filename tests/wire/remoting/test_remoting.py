@@ -514,6 +514,12 @@ def test_a_taken_port_is_an_error(server: RemotingServer, broker: Broker) -> Non
         RemotingServer(broker, advertise="here")
 
 
+def test_a_store_whose_messages_no_frame_holds_is_not_served() -> None:
+    config = StoreConfig(max_message_size=16 << 20)
+    with Broker.temporary(store_config=config) as broker, pytest.raises(ConfigError, match="max_message_size"):
+        RemotingServer(broker)
+
+
 def test_many_clients_at_once_lose_nothing(server: RemotingServer, broker: Broker) -> None:
     clients = [RawClient(server.port) for _ in range(20)]
     for number in range(10):
