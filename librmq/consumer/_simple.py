@@ -417,31 +417,33 @@ class SimpleConsumer(Member):
 
     async def _ask_async(self, waits: _Wait, max_messages: int, invisible_ms: int) -> _Asked:
         """Ask once, like `receive`; a thread waits for the answers of brokers that are elsewhere."""
+        answer: list[ReceivedMessage] = []
+        is_given_up = False
+
+        def keep() -> None:
+            if answer:
+                self._kept += answer
+                self._wake_all()
 
         def ask() -> _Asked:
             received = self._receive_once(waits, max_messages, invisible_ms)
-            return received, self._wanted(received)
-
-        def keep(asked: asyncio.Future[_Asked]) -> None:
-            waits.cancel()
-            if not asked.cancelled() and asked.exception() is None:
-                with self.runner.lock:
-                    self._kept += asked.result()[1]
-                    self._wake_all()
+            messages = self._wanted(received)
+            with self.runner.lock:
+                answer[:] = messages
+                if is_given_up:
+                    keep()
+            if is_given_up:
+                waits.cancel()
+            return received, messages
 
         if not self.route.is_remote:
             return ask()
-        with self.runner.lock:
-            now_ms = self.runner.now_ms()
-            kept = [message for message in self._kept if message.visible_timestamp_ms > now_ms]
-            kept, self._kept = kept[:max_messages], kept[max_messages:]
-        if kept:
-            return kept, kept
-        asking = asyncio.ensure_future(self.runner.offload(ask))
         try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:  # the thread goes on
-            asking.add_done_callback(keep)
+            return await self.runner.offload(ask)
+        except BaseException:  # The thread can go on, and outlive the event loop.
+            with self.runner.lock:
+                is_given_up = True
+                keep()
             raise
 
     def receive_or_notify(
@@ -535,6 +537,13 @@ class SimpleConsumer(Member):
     def _receive_once(self, waits: _Wait, max_messages: int, invisible_ms: int) -> list[ReceivedMessage]:
         """Ask the brokers of each topic until one has messages, starting with another broker each time."""
         waits.cancel()
+        if self._kept:
+            with self.runner.lock:
+                now_ms, topics = self.runner.now_ms(), self.subscriptions
+                kept = [item for item in self._kept if item.visible_timestamp_ms > now_ms and item.topic in topics]
+                kept, self._kept = kept[:max_messages], kept[max_messages:]
+            if kept:
+                return kept
         sources = [
             source for subscription in list(self.subscriptions.values()) for source in self._sources(subscription)
         ]

@@ -83,6 +83,29 @@ async def test_a_receive_waits_for_a_broker_elsewhere_beside_the_loop_and_loses_
             assert (message.body, message.attempt) == (b"1", 1)
 
 
+def test_the_next_receive_returns_what_came_when_its_event_loop_had_ended() -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def pass_on(request: object, call: Callable[[Any], Any]) -> object:
+        if isinstance(request, Receive):
+            asked.set()
+            assert answers.wait(10)
+        return call(request)
+
+    async def leave() -> None:
+        receiving = asyncio.create_task(consumer.receive_async())
+        await asyncio.to_thread(asked.wait)
+        receiving.add_done_callback(lambda _: answers.set())
+
+    with librmq.Broker.temporary() as broker, librmq.Producer(broker, "shop") as producer:
+        producer.send("orders", b"1")
+        with librmq.SimpleConsumer(_Elsewhere(broker, pass_on), "billing") as consumer:
+            consumer.subscribe("orders")
+            asyncio.run(leave())
+            (message,) = consumer.receive(wait=0)
+            assert (message.body, message.attempt) == (b"1", 1)
+
+
 @RUNNERS
 @pytest.mark.parametrize("state", [librmq.TransactionState.COMMIT, librmq.TransactionState.ROLLBACK])
 def test_a_local_transaction_may_be_a_coroutine(
