@@ -387,6 +387,15 @@ def test_options_that_do_not_go_together_are_refused(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("options", [["--no-auto-create"], ["--min-invisible", "1"], ["--min-polling", "0"]])
+def test_options_of_grpc_are_refused_without_it(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "store"), "--remoting", "0", *options]) == 2
+    assert f"{options[0]}: add --grpc PORT" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.slow
 def test_the_example_for_node_passes(node: OfficialClient, tmp_path: Path) -> None:
     script = CHECKOUT / "examples" / "worker.test.cjs"

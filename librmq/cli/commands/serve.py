@@ -66,6 +66,9 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     _check_clock(arguments)
     _allow_files()
     grpc, remoting = _ports(arguments)
+    if grpc is None and arguments.grpc_tls is None:
+        names = ("grpc_calls", "min_invisible", "min_polling", "no_auto_create")
+        _refuse(arguments, names, "add --grpc PORT, which it is for")
     output = output.of_lines()
     lines = _Lines(output)
     pair = None if arguments.tls is None and arguments.grpc_tls is None else _pair(arguments)
@@ -175,14 +178,18 @@ def _check_clock(arguments: argparse.Namespace) -> None:
         if arguments.control is not None:
             raise ConfigError("--control: moves a clock that stands still: add --clock manual")
         return
-    for name in ("advertise", "tls", "grpc_tls", "grpc_calls", "min_invisible", "admin", "no_auto_create"):
-        value = getattr(arguments, name)
-        if value is not None and value is not False:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: not with --clock manual, which serves tests on this machine"
-            )
+    names = ("advertise", "tls", "grpc_tls", "grpc_calls", "min_invisible", "admin", "no_auto_create")
+    _refuse(arguments, names, "not with --clock manual, which serves tests on this machine")
     if arguments.host != "127.0.0.1":
         raise ConfigError(f"--host {arguments.host}: --clock manual serves 127.0.0.1 only")
+
+
+def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    """Refuse options that would have no effect."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            raise ConfigError(f"--{name.replace('_', '-')}: {why}")
 
 
 class _Serving:
