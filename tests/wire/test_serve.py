@@ -387,6 +387,15 @@ def test_options_that_do_not_go_together_are_refused(
     assert not (tmp_path / "store").exists()
 
 
+def test_the_settings_of_a_file_count(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    settings.write_text('{"message_delay_level": "1s 2s"}')
+    with start_serve(tmp_path / "store", "--remoting", "0", "--config", str(settings)) as (serving, _):
+        end(serving, signal.SIGTERM)
+    with Broker.open(tmp_path / "store") as broker:
+        assert broker.store.config.message_delay_level == "1s 2s"
+
+
 @pytest.mark.parametrize("options", [["--no-auto-create"], ["--min-invisible", "1"], ["--min-polling", "0"]])
 def test_options_of_grpc_are_refused_without_it(
     tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from librmq.cli._output import EndSignals, Output, complain, end_signals
 from librmq.cli._rows import schedule_row
-from librmq.cli._stores import recorded_settings
+from librmq.cli._stores import recorded_settings, settle_config
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles, Files
@@ -78,19 +78,21 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     with end_signals() as ended:  # to the last line: a second signal changes nothing
         with ExitStack() as opened:
             serving = _Serving(arguments, lines, opened, stop)
+            files = DiskFiles(follow_links=arguments.follow_links)
             listening, config = None, None
+            if arguments.config is not None:
+                config = settle_config(arguments.store, files, arguments.config)
             if remoting is not None:
                 from librmq.wire.remoting import listen
 
                 listening = opened.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
                 remoting = listening.getsockname()[1]
-                config = StoreConfig(store_host=f"{_dialled(arguments)}:{remoting}")
+                config = (config or StoreConfig()).with_settings({"store_host": f"{_dialled(arguments)}:{remoting}"})
             ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
             if arguments.clock == "manual":
                 ready |= serving.by_hand(grpc, listening, config)
                 grpc = listening = None
             else:
-                files = DiskFiles(follow_links=arguments.follow_links)
                 broker = opened.enter_context(
                     Broker.open(
                         arguments.store,
