@@ -185,8 +185,12 @@ class DjangoLink(Link):
     @override
     def begin(self) -> None:
         """Enter an atomic block: a transaction, or a savepoint of the block around it."""
+        from django.db import connections
         from django.db.transaction import atomic
 
+        if self.connection is not connections[self.connection.alias]:  # a copy, which has no atomic blocks
+            super().begin()
+            return
         self.is_joined = self.connection.in_atomic_block
         self._atomic = atomic(using=self.connection.alias)
         self._atomic.__enter__()

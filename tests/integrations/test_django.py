@@ -28,7 +28,8 @@ if find_spec("django") is None or (sys.version_info < (3, 12) and find_spec("dja
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
+from django.db.backends.signals import connection_created
 from django.test import override_settings
 from django.utils import timezone
 
@@ -327,6 +328,22 @@ class TestOutbox:
 
         with pytest.raises(TaskResultDoesNotExist):
             tasks.backend.get_result(lost.id)
+
+    @pytest.mark.usefixtures("orders")
+    def test_django_closes_what_its_sender_opens(self, tasks: Tasks) -> None:
+        """The driver's own `close` would keep a connection's place in a pool of Django's."""
+        call_command("migrate", verbosity=0)
+        opened: list[Any] = []
+
+        def note(connection: Any, **_: object) -> None:
+            opened.append(connection)
+
+        connection_created.connect(note)
+        tasks.worker.run_pending()
+        connection_created.disconnect(note)
+        copies = [copy for copy in opened if copy is not connections["default"]]
+        assert copies
+        assert [copy.connection for copy in copies] == [None] * len(copies)
 
 
 def test_a_hook_enqueues_after_the_commit(tasks: Tasks, orders: None) -> None:

@@ -335,16 +335,11 @@ class LibrmqBackend(BaseTaskBackend):
             return None
         database = connections[self._outbox_database]
 
-        def connect() -> Any:
-            copy = database.copy()  # a thread of its own
-            copy.connect()
-            copy.set_autocommit(False)
-            return copy.connection
-
         def send(message: Message, _: str) -> Any:
             return self._send(message, json.loads(message.body)["priority"])
 
-        return OutboxSender(connect, self.connection().producer, send_ordered=send, poll_interval=0.5)
+        # A copy for each use, in a thread of its own; its `close` gives what came from a pool of Django's back.
+        return OutboxSender(database.copy, self.connection().producer, send_ordered=send, poll_interval=0.5)
 
 
 _outbox = lru_cache(maxsize=1)(Outbox)
