@@ -104,8 +104,11 @@ class Outbox:
             raise MessageIllegalError(
                 f"topic {message.topic!r}: expected a body of 1 to {_MAX_BODY} bytes, found {len(message.body)}"
             )
-        if order_key is not None and not 0 < len(order_key) <= KEY_LIMIT:
-            raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
+        if order_key is not None and not _is_order_key(order_key):
+            raise MessageIllegalError(
+                f"order key: expected 1 to {KEY_LIMIT} characters of text, none of them NUL or half a surrogate pair, "
+                f"found {order_key!r:.100}"
+            )
         if order_key is not None and message.priority is not None:
             raise priority_with_queue(message.topic)
         message.properties.setdefault(PropertyName.UNIQUE_KEY, secrets.token_hex(16).upper())
@@ -166,6 +169,11 @@ class _Row(NamedTuple):
         )
         message.properties.update(properties)
         return message
+
+
+def _is_order_key(key: object) -> bool:
+    """Return whether every database takes a key: PostgreSQL refuses NUL, and half of a surrogate pair is no UTF-8."""
+    return isinstance(key, str) and re.fullmatch(rf"[^\0\ud800-\udfff]{{1,{KEY_LIMIT}}}", key) is not None
 
 
 _DELAY: Final = "\x01delay_s"
