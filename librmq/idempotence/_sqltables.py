@@ -223,7 +223,9 @@ def upgrade_tables(
     """
     named = {"dedup": dedup, "messages": messages, "transactions": transactions, "outbox": outbox}
     kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
-    check_name(versions)
+    names = [name.lower() for name in (*named.values(), check_name(versions)) if name is not None]
+    if twice := {name for name in names if names.count(name) > 1}:  # Some databases ignore case.
+        raise ConfigError(f"table {twice.pop()}: expected a name of its own for each table, also regardless of case")
     with linked(connection) as link:
         if not link.dialect:
             raise unknown_driver(link.connection, "its dialect of SQL")
@@ -336,14 +338,19 @@ def _locked(link: Link) -> StoreLockedError:
 
 _VERSION_TABLE: Final[_Steps] = {
     "": (
-        "CREATE TABLE IF NOT EXISTS {table} (table_name VARCHAR(255) NOT NULL PRIMARY KEY, version INTEGER NOT NULL)",
+        "CREATE TABLE IF NOT EXISTS {table} (table_name VARCHAR(255) NOT NULL PRIMARY KEY, version INTEGER NOT NULL)"
+        "{options}",
     ),
 }
 
 
+_IN_INDEX: Final = 55
+"""Characters of a table's name that an index's has, of 64 at MySQL, and of 63 at PostgreSQL, which ignores the rest."""
+
+
 def _run_steps(link: Link, steps: _Steps, table: str) -> None:
     types = _TYPES.get(link.dialect, _TYPES[""])
-    plain = table.rpartition(".")[2]
-    options = " WITHOUT ROWID" if link.dialect == "sqlite" else ""
+    plain = table.rpartition(".")[2][:_IN_INDEX]
+    options = {"sqlite": " WITHOUT ROWID", "mysql": " CHARACTER SET ascii COLLATE ascii_bin"}.get(link.dialect, "")
     for statement in steps.get(link.dialect, steps[""]):
         link.execute(statement.format(table=table, plain=plain, options=options, **types))

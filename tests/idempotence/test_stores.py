@@ -884,6 +884,21 @@ def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
     assert upgrade_tables(engine, **names) == {"d1": 1, "m1": 1, "t1": 1, "o1": 1}
 
 
+@pytest.mark.parametrize("shared", [{"outbox": "D5"}, {"versions": "d5"}])
+def test_tables_that_differ_only_in_case_are_refused(engine: sqlalchemy.Engine, shared: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="table d5: expected a name of its own"):
+        upgrade_tables(engine, dedup="d5", **shared)
+
+
+def test_tables_of_two_calls_may_differ_in_case_and_be_long(engine: sqlalchemy.Engine) -> None:
+    long = "t" * 62
+    names: Any = {"messages": None, "transactions": None, "versions": "v6"}
+    for dedup, outbox in (("D6", long), ("d6", None)):
+        made = {name: 1 for name in (dedup, outbox) if name}
+        assert upgrade_tables(engine, dedup=dedup, outbox=outbox, **names) == made
+    assert len(sqlalchemy.inspect(engine).get_indexes(long)) == 2
+
+
 ADDED: Final = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
 
 
