@@ -137,7 +137,6 @@ class Channel(virtual.Channel):
         if self._has_queue(queue):
             self._purge(queue)
         self.broker.delete(queue)  # also without its topic: a process that was killed here left the bindings
-        self.state.queue_bindings_delete(queue)
 
     def _delete_expired(self) -> bool:
         """Delete queues that no client has used within their ``x-expires``; return whether there were any."""
@@ -175,17 +174,22 @@ class Channel(virtual.Channel):
         table = self.broker.bindings.read()["tables"].get(exchange, [])
         return list(self.broker.bindings.read()["tables"].get(exchange, []) if self._delete_expired() else table)
 
-    def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
-        self.broker.bindings.change("bind", exchange, routing_key or "", pattern or "", queue)
+    def queue_bind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        """Bind a queue in all processes; without what kombu remembers, because another one may have deleted it."""
+        self._change_binding("bind", queue, exchange, routing_key, arguments)
 
     def queue_unbind(
         self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
     ) -> None:
         """Remove a binding in all processes."""
+        self._change_binding("unbind", queue, exchange, routing_key, arguments)
+
+    def _change_binding(self, what: str, queue: str, exchange: str | None, routing_key: str, arguments: Any) -> None:
         exchange = exchange or "amq.direct"
-        self.state.binding_delete(queue, exchange, routing_key)
         key, pattern, _ = self.typeof(exchange).prepare_bind(queue, exchange, routing_key, arguments)
-        self.broker.bindings.change("unbind", exchange, key or "", pattern or "", queue)
+        self.broker.bindings.change(what, exchange, key or "", pattern or "", queue)
 
     # ---- messages
 

@@ -155,6 +155,17 @@ def test_another_connection_routes_by_the_bindings(connect: Connect, kind: str) 
         assert drain(consuming, queues[1], 1) == ["item"] if kind == "fanout" else is_empty(consuming, queues[1])
 
 
+@many
+def test_a_queue_that_another_connection_has_deleted_is_bound_again(connect: Connect) -> None:
+    queue = kombu.Queue("tasks", kombu.Exchange("news"), routing_key="x")
+    with connect() as connection, connect() as other:
+        queue(connection.channel()).declare()
+        queue(other.channel()).delete()
+        queue(connection.channel()).declare()
+        kombu.Producer(connection, queue.exchange).publish("item", routing_key="x")
+        assert drain(connection, queue, 1) == ["item"]
+
+
 def test_a_put_looks_twice_whether_bindings_have_changed(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look asks the system, and another process may have bound a queue, or given it a time to live."""
     with share() as connection:
