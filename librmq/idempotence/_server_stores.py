@@ -103,7 +103,7 @@ class SqlDedupStore(TableStore):
 
     def __init__(
         self,
-        engine: sqlalchemy.Engine | str,
+        engine: sqlalchemy.Engine | sqlalchemy.URL | str,
         *,
         table: str = "rmq_dedup",
         prefilter: SeenKeys | None = None,
@@ -111,12 +111,12 @@ class SqlDedupStore(TableStore):
     ) -> None:
         self.clock = clock
         try:
-            from sqlalchemy import create_engine
+            from sqlalchemy import URL, create_engine
             from sqlalchemy.exc import SQLAlchemyError
         except ImportError as error:
             raise MissingExtraError("a dedup store in a SQL database", "sql") from error
         self._owned: sqlalchemy.Engine | None = None
-        if isinstance(engine, str):
+        if isinstance(engine, str | URL):
             try:
                 engine = self._owned = create_engine(
                     engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True

@@ -330,7 +330,7 @@ def test_a_server_that_is_not_there_is_reported(key: str) -> None:
 
 
 def test_a_table_that_is_not_there_is_reported(tmp_path: Path, key: str) -> None:
-    with SqlDedupStore(f"sqlite:///{tmp_path / 'x.db'}") as store:
+    with SqlDedupStore(sqlalchemy.make_url(f"sqlite:///{tmp_path / 'x.db'}")) as store:
         with pytest.raises(DedupStoreError, match="no such table"):
             store.claim(key, "a1", NOW, UNTIL)
         with pytest.raises(DedupStoreError, match="no such table"):
