@@ -177,10 +177,10 @@ class Producer(Member):
             True, like a consumer's shutdown after all its listeners have ended.
         """
         with self._runner.lock:
-            if self._life.shut_down():
-                self.client.leave(self)
-                if self._unwatch is not None:
-                    self._unwatch()
+            self._life.shut_down()
+            self.client.leave(self)  # also after a start or a shutdown that Ctrl-C has interrupted
+            if self._unwatch is not None:
+                self._unwatch()
         if self.traces is not None:
             self.traces.close()
         return True

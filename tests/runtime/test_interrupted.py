@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from librmq.broker import Broker
+from librmq.client import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
 from librmq.files._memory import MemoryFiles
@@ -205,14 +206,17 @@ def test_an_interrupted_consumer_leaves_its_group(
     assert number >= 8
 
 
+@pytest.mark.parametrize("kind", [SimpleConsumer, Producer])
 @pytest.mark.parametrize("call", ["start", "shutdown"])
-def test_an_interrupted_simple_consumer_leaves_its_group(call: str, broker: Broker) -> None:
+def test_an_interrupted_client_leaves_its_group(
+    kind: type[SimpleConsumer] | type[Producer], call: str, broker: Broker
+) -> None:
     for number in places():
-        consumer = SimpleConsumer(broker, "G")
+        client = kind(broker, "G")
         if call == "shutdown":
-            consumer.start()
-        came = interrupted_at_call(number, getattr(consumer, call))
-        consumer.shutdown()
+            client.start()
+        came = interrupted_at_call(number, getattr(client, call))
+        client.shutdown()
         assert broker.clients() == ()
         if not came:
             break
