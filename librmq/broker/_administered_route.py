@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from datetime import datetime, timedelta
 from functools import partial, reduce
 from itertools import chain
@@ -694,8 +695,9 @@ class AdministeredRoute(Route, Closing):
         consumer.subscribe(topic, tags=tags, sql=sql)
 
         def messages() -> Iterator[StoredMessage]:
-            with consumer:  # leaving the loop early ends this block by an exception
-                yield from consumer
+            with ExitStack() as ended:  # by an exception, if the loop ends early
+                ended.push(consumer)  # once more, because nobody else could complete an end that Ctrl-C interrupts
+                yield from ended.enter_context(consumer)
                 if not self.broker_names():
                     raise BrokerUnreachableError(
                         f"topic {topic!r}, group {group!r}: the broker was closed during the iteration"
