@@ -397,13 +397,14 @@ class ClientChannels:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
             client = self.by_id.get(client_id)
             is_new = client is None
-            if client is None or client.channel is not channel:
+            if client is None or (client.channel is not channel and not client.channel.stream.has_ended):
                 client = ClientChannel(client_id, channel, self._broker.store.config.store_host)
+            client.channel = channel  # the next one of a client whose former one has ended
+            channel.client_ids.add(client_id)
             channel.endpoint.call(Heartbeat(client_id, client, producers, consumers, checking))
             client.language, client.version = frame.language, frame.version
             client.beat_ms = self._broker.runner.now_ms()
             self.by_id[client_id] = client
-            channel.client_ids.add(client_id)
         if is_new:
             groups = [data.group for data in consumers]
             for group in groups or [""]:

@@ -509,6 +509,18 @@ class FrameSocket:
         """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
         return self._poll is not None and not isinstance(self._socket, ssl.SSLSocket)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether either end has ended it, perhaps behind bytes that are not read yet, where the system tells that."""
+        if not hasattr(select, "poll"):
+            return False
+        looking = select.poll()
+        try:
+            looking.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        except ValueError:  # it is closed
+            return True
+        return bool(looking.poll(0))
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until `receive` need not wait; return False after some time. Called by one thread at a time."""
         if self._is_brief and timeout_s >= _TICKS_S:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import random
 import socket
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from librmq import Broker, ConfigError, ManualRunner, PullConsumer, PushConsumer, SimpleConsumer, StoreConfig
 from librmq.message.message import StoredMessage
+from librmq.protocol import LOCAL_HOST, Heartbeat
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting import _server as server_module
+from librmq.wire.remoting._channels import Channel, ClientChannels
 from librmq.wire.remoting._frames import Frame, encode
 from librmq.wire.remoting._headers import REQUESTS
 from librmq.wire.remoting._headers import RequestCode as Code
+from librmq.wire.remoting._request_codec import heartbeat_frame
 from tests.budget import many
 from tests.wire.remoting_client import RawClient
 
@@ -230,6 +234,25 @@ def test_a_connection_that_ended_takes_no_client_along(
         former.call(Code.UNREGISTER_CLIENT, clientID="c1", consumer_group="g")
     client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0)
     assert [client.client_id for client in broker.clients()] == ["c1"]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_client_that_comes_back_is_no_second_one(broker: Broker, has_ended: bool) -> None:
+    """Its former connection has ended, which the server has not seen yet."""
+    clients = ClientChannels(broker, lambda *_: None)
+    beat = heartbeat_frame(Heartbeat("c1", broker, frozenset("p"), ()))
+    with ExitStack() as opened:
+        pairs = [tuple(map(opened.enter_context, socket.socketpair())) for _ in "ab"]
+        former, present = (Channel(ours, LOCAL_HOST, LOCAL_HOST, broker) for ours, _ in pairs)
+        clients.register_client(former, beat)
+        if has_ended:
+            pairs[0][1].shutdown(socket.SHUT_RDWR)
+        clients.register_client(present, beat)
+        assert broker.shared_client_ids() == (frozenset() if has_ended else {"c1"})
+        clients.closed(former, has_ended=False)
+        assert [client.client_id for client in broker.clients()] == ["c1"]
+        clients.closed(present, has_ended=False)
+        assert broker.clients() == ()
 
 
 def test_progress_is_kept(client: RawClient, broker: Broker) -> None:
