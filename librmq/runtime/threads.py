@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
-from librmq.errors import BrokerUnreachableError, RunnerClosedError
+from librmq.errors import LASTING, BrokerUnreachableError, RunnerClosedError
 from librmq.override import override
 from librmq.runtime import _lazy_asyncio as asyncio
 from librmq.runtime.event_log import EventLog, StateLog
@@ -84,7 +84,7 @@ class ThreadRunner(Runner):
         self._is_clock_there = False
         self._is_clock_missed = False  # no thread can be started
         self._is_start_refused = False
-        self._states = StateLog(_log, "librmq")  # of steps that wait for another process
+        self._states = StateLog(_log, "librmq")  # of steps that wait for another process or a store
         self._telling = Step("calls the application", self._tell_later)
         self._is_telling = False
         self.outside: Outside = Outside(lambda: is_held_here(self.lock), self._run_outside)
@@ -215,6 +215,8 @@ class ThreadRunner(Runner):
                 # Another process keeps the log of a share, so the step has to come again.
                 self._states.failing((top.label,), top.label, error, again_ms=_START_AGAIN_MS)
                 self.wake(top, now + _START_AGAIN_MS)
+            except LASTING as error:  # nothing to do until the store is reopened
+                self._states.failing((top.label,), top.label, error)
             except BaseException:
                 # A thread of the runner has no caller to which an error could go, so log it and go on.
                 _log.exception("%(step)s: an internal step failed", step=top.label)

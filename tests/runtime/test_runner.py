@@ -15,7 +15,7 @@ import pytest
 
 import librmq
 from librmq.clock import ManualClock, SystemClock
-from librmq.errors import RmqError, RunnerError
+from librmq.errors import FlushFailedError, RmqError, RunnerError
 from librmq.runtime import ManualRunner
 from librmq.runtime._background import Background
 from librmq.runtime.runner import Step, Work
@@ -140,6 +140,20 @@ def test_what_fails_is_logged_and_ends_no_thread(
     assert runner.shutdown(60)  # waits for both
     assert "fails: an internal step failed" in caplog.text
     assert "fails too: its result could not be applied" in caplog.text
+
+
+def test_a_step_of_a_store_that_accepts_nothing_fails_without_a_traceback(
+    runner: ThreadRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(now_ms: int) -> int | None:
+        raise FlushFailedError(OSError("the disk is gone"))
+
+    with runner.lock:
+        runner.wake(Step("delivers", fails))
+    assert run(runner, lambda: 5) == (5, None)
+    assert runner.shutdown(60)
+    assert "delivers fails: a flush has failed (the disk is gone)" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
