@@ -363,7 +363,7 @@ class SharedBroker(AdministeredRoute):
             # consumers keep their queues.
             if self._was_peer or os.path.exists(owner_socket(self.path)):
                 broker.await_members(_MEMBERS_S)
-            owner = StoreOwner(lock, broker, settings.timeout_s if settings.files.has_peers else None)
+            owner = StoreOwner(lock, broker, settings.timeout_s if settings.files.has_peers else None, self._callers)
             undo.pop_all()
         return owner
 

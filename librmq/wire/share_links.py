@@ -56,6 +56,7 @@ from librmq.wire._unix_sockets import (
     share_folder,
 )
 from librmq.wire.remote._administration import connections
+from librmq.wire.remote._connection import as_caller
 from librmq.wire.remote._dialing import dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remoting._frames import close_in_child
@@ -149,16 +150,17 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
 class StoreOwner:
     """The broker of this process, and the server through which the others reach it."""
 
-    def __init__(self, lock: FileLock, broker: Broker, wait_s: float | None) -> None:
+    def __init__(self, lock: FileLock, broker: Broker, wait_s: float | None, callers: set[int]) -> None:
         """Serve a broker; ``lock`` is the one of the shared folder.
 
-        It waits at most ``wait_s`` for a peer that appends; None: none does by itself.
+        It waits at most ``wait_s`` for a peer that appends; None: none does by itself. ``callers`` gets the threads
+        within a call.
         """
         self.route = broker
         self.name: str = broker.name
         listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
         self._lock = lock
-        self.endpoint: SharedEndpoint = SharedEndpoint(broker.call)
+        self.endpoint: SharedEndpoint = SharedEndpoint(partial(as_caller, callers, broker.call))
         self._has_ended = False
         if wait_s is not None:  # before a peer gets an answer, because each looks once for the page
             bell = bell_beside(self._files[0])

@@ -694,16 +694,19 @@ def test_a_second_close_leaves_the_next_owner_its_socket(tmp_path: Path, monkeyp
             assert isinstance(third.link, StorePeer)
 
 
-def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None:
-    """At each of some calls of a send, at the owner and at a peer."""
+@pytest.mark.parametrize("role", ["owner", "peer"])
+def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path, role: str) -> None:
+    """At each of some calls of a send."""
     with librmq.share(tmp_path / "store") as owner:
         owner.create_topic("orders", 1)
+        if role == "owner":
+            owner.close()
         for number in range(0, 400, 9):
-            peer = librmq.share(tmp_path / "store")
-            producer = Producer(peer, "shop")
+            shared = librmq.share(tmp_path / "store")
+            producer = Producer(shared, "shop")
 
-            def close(signal_number: int, frame: object, peer: SharedBroker = peer) -> None:
-                peer.close()
+            def close(signal_number: int, frame: object, shared: SharedBroker = shared) -> None:
+                shared.close()
                 raise KeyboardInterrupt
 
             before = signal.signal(signal.SIGUSR1, close)
@@ -711,9 +714,9 @@ def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None
                 next(at_each_call(lambda: producer.send("orders", b"x"), signal.SIGUSR1, first=number))  # noqa: B023
             finally:
                 signal.signal(signal.SIGUSR1, before)
-            peer.close()
+            shared.close()
             with pytest.raises(BrokerUnreachableError):
-                peer.call(protocol.QueryOffset("g", "orders", 0))
+                shared.call(protocol.QueryOffset("g", "orders", 0))
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
