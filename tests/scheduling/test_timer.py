@@ -10,6 +10,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.diagnosis.pending import pending_messages
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.message.delays import TimerRefusedError, delete_key, is_timed
@@ -535,6 +536,19 @@ def test_a_clock_that_is_set_back_delivers_at_the_new_time() -> None:
     assert wheel.delivered() == []
     wheel.pass_to(60_000)
     assert wheel.delivered() == [(b"after", -55_000), (b"before", 20_000)]
+
+
+def test_a_message_that_rolls_after_the_clock_was_set_back_is_sound() -> None:
+    """The slot of its roll is at a time before its send."""
+    wheel = Wheel()
+    message = Message("T", b"b")
+    message.properties["TIMER_DELAY_SEC"] = "430"
+    put_timed(wheel.timers, message)
+    wheel.store.close()
+    wheel = Wheel(files=wheel.files, at_ms=START_MS - 300_000)
+    wheel.timers.run_due(wheel.clock.now_ms())
+    wheel.save()
+    assert [message.due_ms for message in pending_messages(wheel.store)] == [START_MS + 430_000]
 
 
 def test_a_clock_that_is_set_back_while_a_slot_is_emptied() -> None:

@@ -468,7 +468,6 @@ class _Waiting(NamedTuple):
 
     due_ms: int
     """The time of its slot, unless it is too far away for one."""
-    stored_ms: int
     deletes: bool
     """Whether it deletes another."""
 
@@ -477,7 +476,7 @@ def _waiting(message: StoredMessage | None) -> _Waiting | None:
     """Return what a message says; None if it names no time."""
     if message is None or (due_ms := java_long(message.properties.get(PropertyName.TIMER_OUT_MS, ""))) is None:
         return None
-    return _Waiting(due_ms, message.store_timestamp_ms, PropertyName.TIMER_DELETE_KEY in message.properties)
+    return _Waiting(due_ms, PropertyName.TIMER_DELETE_KEY in message.properties)
 
 
 def timer_entries(queue: ConsumeQueue, end: int, log_begin: int) -> npt.NDArray[Any]:
@@ -536,7 +535,7 @@ def unit_damage(
         if message is None or max(message.due_ms, time_ms) < read_ms:
             continue
         early_ms, deletes = message.due_ms - time_ms, bool(unit.magic & TimerLog.DELETE)
-        rolls_on = early_ms > 0 and unit.delay_ms > 0 and time_ms >= message.stored_ms and at not in moved
+        rolls_on = early_ms > 0 and unit.delay_ms > 0 and at not in moved
         is_its_time = rolls_on if unit.magic & TimerLog.ROLL else 0 <= early_ms < precision_ms
         if not is_its_time or deletes != message.deletes:
             return _unit_damage(log, at, f"it is not what the message at {unit.physical_offset} says")
