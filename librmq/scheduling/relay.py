@@ -1,8 +1,9 @@
 """Delivery at any time by delay levels: a message is sent again in hops, each as long as a level.
 
-Each hop takes the longest level that is not longer than what remains, else level 1: by 4.9's levels 10 h 1 s are 6
-hops, 5 × 2 h and 1 s. Messages are late by less than level 1 (1 s) plus one tick of the schedule (100 ms), for any
-number of hops: each hop is computed from the current time, so lateness does not add up. Messages are never early.
+Each hop takes the longest level that is not longer than what remains, else the shortest: by 4.9's levels 10 h 1 s are 6
+hops, 5 × 2 h and 1 s. Messages are late by less than the shortest level (1 s) plus one tick of the schedule (100 ms),
+for any number of hops: each hop is computed from the current time, so lateness does not add up. Messages are never
+early.
 
 `HopProxy` does this. A message that must wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own topic
 and queue as properties. The proxy sends it on by level, and finally to its own topic without those properties.
@@ -48,17 +49,15 @@ _SENDING: Final = ("sending on",), "sending on"
 
 
 def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
-    """Return the longest level that is not longer than the remaining time, or the first if all are.
+    """Return the longest level that is not longer than the remaining time, or the shortest if all are.
 
     Raises:
-        ConfigError: The first level has no delay.
+        ConfigError: No level has a delay.
     """
-    fits = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if 0 < delay_ms <= remaining_ms]
-    if fits:
-        return -max(fits)[1]
-    if not levels.delays_ms or levels.delays_ms[0] <= 0:
-        raise ConfigError("delay level 1: expected a delay above 0 s for hops, found 0 s")
-    return 1
+    delays = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if delay_ms > 0]
+    if not delays:
+        raise ConfigError("delay levels: expected one above 0 s for hops, found none")
+    return -max((delay for delay in delays if delay[0] <= remaining_ms), default=min(delays))[1]
 
 
 def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
