@@ -26,7 +26,14 @@ from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles, Files, MemoryFiles, OverlayFiles
 from librmq.message import StoredMessage, retry_topic
-from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group, kind_of_topic, validate_group
+from librmq.message.topics import (
+    SystemTopic,
+    TopicPrefix,
+    is_own_group,
+    kind_of_topic,
+    receive_retry_topic,
+    validate_group,
+)
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import topic_row
@@ -267,6 +274,7 @@ def _tables(
     tables = BrokerTables.open(FOLDER, files=MemoryFiles())
     recorded = [group for group, start in progress.items() if start is None]
     retry_topics = [retry_topic(group) for group in recorded]
+    retry_topics += [receive_retry_topic(group, topic) for group in recorded for topic in by_topic]
     for topic in retry_topics:
         if topic in view.tables.topics.rows:
             tables.topics.set(topic, view.tables.topics.rows[topic])
@@ -279,15 +287,7 @@ def _tables(
         for topic, messages in by_topic.items():
             offsets = _offsets(start, view.progress.get((group, topic), {}), topic, messages, queue_ids[topic])
             tables.offsets.set(f"{topic}@{group}", offsets)
-    waiting: list[StoredMessage] = []
-    for group in recorded:
-        offsets = view.progress.get((group, retry_topic(group)), {})
-        waiting += [
-            message
-            for message in _messages(view, retry_topic(group))
-            if message.queue_offset >= offsets.get(message.queue_id, 0)
-            and message.properties.get("RETRY_TOPIC") in by_topic
-        ]
+    waiting = [message for group in recorded for message in _retries_of(view, group, by_topic, tables)]
     if SystemTopic.SCHEDULE in view.topics:
         from librmq.diagnosis import pending_messages
 
@@ -300,6 +300,17 @@ def _tables(
             if pending.topic in by_topic and pending.target_topic in targets and message is not None:
                 waiting.append(message)
     return tables, waiting
+
+
+def _retries_of(view: StoreView, group: str, topics: Collection[str], tables: BrokerTables) -> Iterator[StoredMessage]:
+    """Yield the waiting retries of a group's messages, also of those that it receives; note where it begins in them."""
+    for topic in (retry_topic(group), *(receive_retry_topic(group, topic) for topic in topics)):
+        if offsets := view.progress.get((group, topic), {}):
+            tables.offsets.set(f"{topic}@{group}", dict.fromkeys(offsets, 0))
+        for message in _messages(view, topic):
+            is_wanted = topic != retry_topic(group) or message.properties.get("RETRY_TOPIC") in topics
+            if is_wanted and message.queue_offset >= offsets.get(message.queue_id, 0):
+                yield message
 
 
 def _readable(row: Mapping[str, Any] | None, topic: str, queues: int) -> dict[str, Any]:

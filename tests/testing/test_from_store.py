@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import librmq.testing.plugin  # noqa: F401 (an inner run of pytest forgets its imports)
-from librmq import Broker, ManualClock, ManualRunner, Producer
+from librmq import Broker, ManualClock, ManualRunner, Producer, SimpleConsumer
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
@@ -217,6 +217,25 @@ def test_retries_and_resends_of_the_store_are_explained(tmp_path: Path) -> None:
         rmq.advance(minutes=2)
         attempts = sorted((attempt.body, attempt.attempt) for attempt in rmq.delivered("billing"))
         assert attempts == [(b"orders 3", 2), (b"twice", 0), (b"twice", 0)]
+
+
+def test_messages_that_were_not_acknowledged_come_again(tmp_path: Path) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker, Producer(broker, "shop") as shop:
+        broker.create_topic("orders", 1)
+        for body in (b"acknowledged", b"visible again"):
+            shop.send("orders", body)
+        mailer = SimpleConsumer(broker, "mailer")
+        mailer.subscribe("orders")
+        with mailer:
+            mailer.ack(mailer.receive(invisible=5, wait=0)[0])
+            runner.advance(6_000)
+    with Kit.from_store(tmp_path / "store") as rmq:
+        assert rmq.broker.lag("mailer", "%RETRY%mailer_orders") == 1
+        mailer = SimpleConsumer(rmq.broker, "mailer")
+        mailer.subscribe("orders")
+        with mailer:
+            assert [(message.body, message.attempt) for message in mailer.receive(wait=0)] == [(b"visible again", 2)]
 
 
 def test_given_progress_leaves_earlier_retries_out(source: Path) -> None:
