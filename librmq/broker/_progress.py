@@ -62,6 +62,8 @@ class Progress(BrokerPart):
         super().__init__(context)
         self._await_device = context.await_device
         self.reset_hooks: list[ResetHook] = []
+        self.drop_flights: Callable[[str, str, int], object] = lambda group, topic, queue_id: None
+        """Forgets what a group has received in a queue; the handler of receives sets it."""
         self._unknown: set[tuple[str, str]] = set()
         """Groups and topics with progress, one of which did not exist when it came."""
         self._known_counts = (0, 0, 0)
@@ -188,6 +190,7 @@ class Progress(BrokerPart):
         self._await_device()
         self._clients.notify_group(group, ResetOffsets(group, topic, offsets), except_for)
         for queue, queue_offset in offsets.items():
+            self.drop_flights(group, topic, queue.queue_id)  # the progress can be there already, and later ones ended
             self._offsets.set_consumer_offset(topic, group, queue.queue_id, queue_offset)
         self._offsets.saving.save()  # a person is told that the group has moved, which a kill must not undo
         for hook in self.reset_hooks:

@@ -455,6 +455,15 @@ def test_reset_of_the_group_outlasts_messages_in_flight(rmq: Kit, broker: Broker
     assert ("%RETRY%g_t", 0) not in broker.store.queues
 
 
+def test_reset_to_a_message_in_flight_delivers_what_was_acknowledged_behind_it(broker: Broker) -> None:
+    send(broker, "a", "b")
+    _, b = receive(broker)
+    broker.call(Acknowledge("g", "t", (b.receipt,)))
+    assert broker.consumer_offset("g", "t", 0) == 0
+    broker.reset_group("g", "t", 0)
+    assert bodies(receive(broker)) == ["a", "b"]
+
+
 def test_times_of_finished_messages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     due: list[Deadlines[Any]] = []
     make = ReceiveHandler.__init__

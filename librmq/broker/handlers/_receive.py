@@ -80,6 +80,7 @@ class ReceiveHandler(BrokerPart):
         super().__init__(context)
         self._sending = sending
         self._progress = progress
+        progress.drop_flights = self._drop
         self._selection = selection
         self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
@@ -492,13 +493,18 @@ class ReceiveHandler(BrokerPart):
             return None
         place = queue.place
         if queue.committed != (self._consumer_offset(key) if place is None else place.position):
-            del self._queues[key]
+            self._drop(*key)
+            return None
+        return queue
+
+    def _drop(self, group: str, topic: str, queue_id: int) -> None:
+        """Drop what is in flight in a queue, and let the next receive begin at the progress."""
+        queue = self._queues.pop((group, topic, queue_id), None)
+        if queue is not None:
             for flight in queue.flights.values():
                 self._visible.discard(flight)
             queue.drop()
             self._offsets.saving.save_soon()
-            return None
-        return queue
 
     def _commit_progress(self, queue: QueueFlights) -> None:
         progress = queue.progress
