@@ -134,7 +134,7 @@ class ReplicaRoute(RouteWrapper):
             if replica.runner is not route.runner:
                 raise ConfigError(f"the replica of broker {name!r} has another runner: open both with one runner")
             self._replicas[name] = replica
-        self.end: Callable[[], None] = route.watch(self._changed)
+        self.end: Callable[[], None] = watch_all((route,), self._changed)
         """Stop switching between masters and replicas."""
 
     @override

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
-from librmq.errors import ConfigError
+from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.message import Message
 from librmq.message.ids import Host
 from librmq.message.topics import TopicType
@@ -307,7 +308,10 @@ def check_site(site: object) -> None:
 
 def watch_all(routes: Iterable[Route], changed: Callable[[], None]) -> Callable[[], None]:
     """Call ``changed`` at each change of some routes; return a function that stops this."""
-    unwatchers = [route.watch(changed) for route in routes]
+    unwatchers = []
+    for route in routes:
+        with suppress(BrokerUnreachableError):  # of a closed broker, which changes no more
+            unwatchers.append(route.watch(changed))
 
     def unwatch_all() -> None:
         for unwatch in unwatchers:

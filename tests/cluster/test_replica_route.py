@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from librmq import ManualRunner, Producer, PushConsumer, StoreConfig
+from librmq import ConsumeFrom, ManualRunner, Producer, PushConsumer, StoreConfig
 from librmq.broker import Broker
 from librmq.cluster import Cluster, Replica, ReplicaRoute
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
@@ -171,6 +171,20 @@ def test_a_route_needs_one_replica_a_broker() -> None:
     with pytest.raises(BrokerUnreachableError):
         route.endpoint("broker-a").call(QueryOffset("g", "T", 0))
     manual(broker).advance(1000)
+
+
+def test_a_consumer_that_starts_while_the_master_is_gone_reads_from_the_replica() -> None:
+    broker = opened()
+    send(broker, "T", b"before")
+    replica = Replica.open("/copy", of=broker)
+    runner = manual(broker)
+    broker.abandon()
+    got: list[bytes] = []
+    consumer = PushConsumer(ReplicaRoute(broker, replica), "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("T", lambda message: got.append(message.body))
+    with consumer:
+        runner.advance(30_000)
+    assert got == [b"before"]
 
 
 def test_a_client_joins_after_a_replica_was_promoted() -> None:
