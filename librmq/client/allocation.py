@@ -78,7 +78,12 @@ def allocate_by_machine_room(rooms: Collection[str]) -> AllocationStrategy:
 
     Unlike `allocate_averagely` it deals the rest after equal shares from the end: 0 1 4, 2 3 for five queues and two
     clients.
+
+    Raises:
+        ConfigError: ``rooms`` is a single text.
     """
+    if isinstance(rooms, str):  # whose letters would be rooms, and no client would get a queue
+        raise ConfigError(f"rooms: expected names such as ['hz', 'sh'], found {rooms!r}")
     room_names = frozenset(rooms)
 
     def allocate(client_id: str, queues: Sequence[MessageQueue], clients: Sequence[str]) -> list[MessageQueue]:
@@ -123,13 +128,15 @@ def allocate_machine_room_nearby(
         for queue in queues:
             room = queue_room(queue)
             if not room:
-                raise AllocationError(f"no machine room is known for {queue}")
+                raise AllocationError(f"no machine room is known for {queue}; by site, name brokers as 'hz-broker-a'")
             queues_by_room.setdefault(room, []).append(queue)
         clients_by_room: dict[str, list[str]] = {}
         for client in clients:
             room = client_room(client)
             if not room:
-                raise AllocationError(f"no machine room is known for client {client!r}")
+                raise AllocationError(
+                    f"no machine room is known for client {client!r}; by site, give it a route as cluster.at('hz')"
+                )
             clients_by_room.setdefault(room, []).append(client)
         own_room = next(room for room, members in clients_by_room.items() if client_id in members)
         share: list[MessageQueue] = []

@@ -57,6 +57,11 @@ def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
     assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]
 
 
+def test_a_single_text_is_no_list_of_machine_rooms() -> None:
+    with pytest.raises(ConfigError, match=r"expected names such as \['hz', 'sh'\], found 'r1'"):
+        allocate_by_machine_room("r1")
+
+
 @pytest.mark.parametrize(
     ("broker", "counts"), [("r@b", True), ("r@b@", True), ("r@", False), ("r@@b", False), ("@b", False)]
 )
