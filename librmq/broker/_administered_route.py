@@ -552,7 +552,7 @@ class AdministeredRoute(Route, Closing):
                 ``only_unsent`` is given.
             CorruptionError: The file of the notes is damaged.
             MessageIllegalError: A letter is too long for the broker's settings.
-            BrokerError: The broker stores no message, such as on a full disk.
+            BrokerError: The group pulls, so it reads no retries; or the broker stores no message, as on a full disk.
         """
         from librmq.broker.retries import resend_letters
 

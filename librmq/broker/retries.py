@@ -338,6 +338,12 @@ class FailedMessages(BrokerPart):
     def _receives(self, group: str, topic: str) -> bool:
         """Return whether a group receives from a topic, so that it does not read the retry topic of the group."""
         if (members := self._clients.consumers.get(group)) is not None:
+            if members.kind == "pull" and retry_topic(group) not in members.subscriptions:
+                raise BrokerError(
+                    ResponseCode.NO_PERMISSION,
+                    f"group {group!r} pulls, and reads no retries: read its letters by dead_letters, or send them to a "
+                    "topic for it by `librmq replay STORE --group GROUP --to-topic TOPIC`",
+                )
             return members.kind == "simple"
         # Each consumer with a listener has progress in the retry topic of its group, from its start on.
         read = self._offsets.topics(group)

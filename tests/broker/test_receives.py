@@ -18,11 +18,13 @@ from librmq import (
     BrokerError,
     ClientStateError,
     ConfigError,
+    ConsumeFrom,
     ManualClock,
     ManualRunner,
     MessageIllegalError,
     NoRouteError,
     Producer,
+    PullConsumer,
     PushConsumer,
     ReceiptError,
     RmqError,
@@ -36,7 +38,7 @@ from librmq.broker.long_polling import Deadlines, HeldRequests
 from librmq.errors import GroupBehindError
 from librmq.files import DiskFiles
 from librmq.message.ids import IN_ORDER, Receipt
-from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
+from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, SendBack, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
 
@@ -462,6 +464,17 @@ def test_reset_to_a_message_in_flight_delivers_what_was_acknowledged_behind_it(b
     assert broker.consumer_offset("g", "t", 0) == 0
     broker.reset_group("g", "t", 0)
     assert bodies(receive(broker)) == ["a", "b"]
+
+
+def test_letters_are_not_sent_to_a_group_that_pulls(broker: Broker) -> None:
+    """It reads no retry topic, so they would be noted as sent, and read by no consumer."""
+    send(broker, "a")
+    consumer = PullConsumer(broker, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t")
+    with consumer:
+        broker.call(SendBack("g", consumer.poll(0)[0].physical_offset, -1, 0))
+        with pytest.raises(BrokerError, match="group 'g' pulls, and reads no retries"):
+            broker.resend_dead_letters("g")
 
 
 def test_times_of_finished_messages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
