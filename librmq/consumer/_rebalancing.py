@@ -248,7 +248,8 @@ class Rebalancing:
         for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
             # The queue was given up while its listener still ran: release it before it is taken again.
             given_back = assigned.released and assigned.release_until_ms
-            if assigned.queue not in share or given_back or assigned.is_taken:
+            is_taken = assigned.is_taken or (assigned.place is not None and assigned.place.is_taken)
+            if assigned.queue not in share or given_back or is_taken:
                 changed |= self._release_queue(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from librmq import protocol
+from librmq import ConsumeFrom, ManualRunner, protocol
 from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.consumer import PullConsumer
@@ -409,3 +409,21 @@ def test_a_poll_waits_for_the_first_message() -> None:
             sender.start()
             assert [message.body for message in consumer.poll(60)] == [b"late"]
             sender.join()
+
+
+def test_queues_come_back_from_a_member_that_joins_and_leaves_at_once() -> None:
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner) as broker, Producer(broker, "shop") as shop:
+        broker.create_topic("T", 4)
+        for number in range(4):
+            shop.send("T", str(number))
+        stays, leaves = (
+            PullConsumer(broker, "g", instance_name=name, consume_from=ConsumeFrom.FIRST) for name in ("i1", "i2")
+        )
+        for consumer in (stays, leaves):
+            consumer.subscribe("T")
+            consumer.start()
+        leaves.shutdown()
+        runner.advance(40_000)
+        assert len([message for _ in range(4) for message in stays.poll(0)]) == 4
+        stays.shutdown()
