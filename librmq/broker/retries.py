@@ -27,6 +27,7 @@ from librmq.protocol import (
     INNER_PRODUCER,
     LOCAL_HOST,
     PERM_WRITE,
+    DescribeTopics,
     GroupSettings,
     ResendLetters,
     ResentLetters,
@@ -299,8 +300,8 @@ class FailedMessages(BrokerPart):
         unsent = {_name_of(letter): letter for letter in letters if letter not in noted}
         if not unsent:
             return ()
-        begin, topic = min(unsent.values()).physical_offset, retry_topic(group)
-        queues = [queue for queue in store.queues if queue[0] == topic or is_receive_retry(group, queue[0])]
+        begin = min(unsent.values()).physical_offset
+        queues = [queue for queue in store.queues if _is_retry_of(group, queue[0])]
         copies = chain.from_iterable(
             store.messages(*queue, offset_at_place(store.queues[queue], begin)) for queue in queues
         )
@@ -379,6 +380,11 @@ def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
+def _is_retry_of(group: str, topic: str) -> bool:
+    """Return whether a letter that a group gets again can be in a topic."""
+    return topic == retry_topic(group) or is_receive_retry(group, topic)
+
+
 def retry_of(
     letter: StoredMessage, group: str, *, receives: Callable[[str, str], bool] = lambda group, topic: False
 ) -> SendMessage:
@@ -448,9 +454,9 @@ def unsent_letters(
     answers = [route.endpoint(name).call(ResendLetters(group)).sent for name in route.broker_names()]
     unsent = {_name_of(letter): letter for letter in chain.from_iterable(answers)}
     if unsent and len(answers) > 1:  # a broker does not know of the copies that another one has sent
-        for topic in {retry_of(letter, group).message.topic for letter in messages(dead_letter_topic(group))}:
-            for copy in messages(topic):
-                unsent.pop(copy.properties.get(_RESENT_LETTER, ""), None)
+        topics = {topic for name in route.broker_names() for topic in route.endpoint(name).call(DescribeTopics())}
+        for copy in chain.from_iterable(messages(topic) for topic in topics if _is_retry_of(group, topic)):
+            unsent.pop(copy.properties.get(_RESENT_LETTER, ""), None)
     return list(unsent.values())
 
 
