@@ -57,21 +57,25 @@ async def test_receives_are_acknowledged(make_runner: Callable[[], Runner]) -> N
 
 
 class _Elsewhere(WrappedBrokers):
+    """Brokers that note when a receive has come, and answer it when they may."""
+
     is_remote = True
+
+    def __init__(self, broker: librmq.Broker, asked: threading.Event, answers: threading.Event) -> None:
+        def pass_on(request: object, call: Callable[[Any], Any]) -> object:
+            if isinstance(request, Receive):
+                asked.set()
+                assert answers.wait(10)
+            return call(request)
+
+        super().__init__(broker, pass_on)
 
 
 async def test_a_receive_waits_for_a_broker_elsewhere_beside_the_loop_and_loses_nothing_if_cancelled() -> None:
     asked, answers = threading.Event(), threading.Event()
-
-    def pass_on(request: object, call: Callable[[Any], Any]) -> object:
-        if isinstance(request, Receive):
-            asked.set()
-            assert answers.wait(10)
-        return call(request)
-
     async with librmq.Broker.temporary() as broker, librmq.Producer(broker, "shop") as producer:
         producer.send("orders", b"1")
-        async with librmq.SimpleConsumer(_Elsewhere(broker, pass_on), "billing") as consumer:
+        async with librmq.SimpleConsumer(_Elsewhere(broker, asked, answers), "billing") as consumer:
             consumer.subscribe("orders")
             receiving = asyncio.create_task(consumer.receive_async())
             await asyncio.to_thread(asked.wait)
@@ -86,12 +90,6 @@ async def test_a_receive_waits_for_a_broker_elsewhere_beside_the_loop_and_loses_
 def test_the_next_receive_returns_what_came_when_its_event_loop_had_ended() -> None:
     asked, answers = threading.Event(), threading.Event()
 
-    def pass_on(request: object, call: Callable[[Any], Any]) -> object:
-        if isinstance(request, Receive):
-            asked.set()
-            assert answers.wait(10)
-        return call(request)
-
     async def leave() -> None:
         receiving = asyncio.create_task(consumer.receive_async())
         await asyncio.to_thread(asked.wait)
@@ -99,7 +97,7 @@ def test_the_next_receive_returns_what_came_when_its_event_loop_had_ended() -> N
 
     with librmq.Broker.temporary() as broker, librmq.Producer(broker, "shop") as producer:
         producer.send("orders", b"1")
-        with librmq.SimpleConsumer(_Elsewhere(broker, pass_on), "billing") as consumer:
+        with librmq.SimpleConsumer(_Elsewhere(broker, asked, answers), "billing") as consumer:
             consumer.subscribe("orders")
             asyncio.run(leave())
             (message,) = consumer.receive(wait=0)
