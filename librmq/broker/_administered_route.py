@@ -696,7 +696,7 @@ class AdministeredRoute(Route, Closing):
 
         def messages() -> Iterator[StoredMessage]:
             with ExitStack() as ended:  # by an exception, if the loop ends early
-                ended.push(consumer)  # once more, because nobody else could complete an end that Ctrl-C interrupts
+                ended.push(consumer)  # Ctrl-C can interrupt its shutdown, which no caller could call again
                 yield from ended.enter_context(consumer)
                 if not self.broker_names():
                     raise BrokerUnreachableError(
