@@ -133,8 +133,8 @@ class DelaySchedule:
     stays in the log. After a temporary failure, such as a full disk, the next look at the level is 10 s later.
 
     After a crash delivery continues from the last saved progress. A message that the log shows as delivered since then
-    is passed; one without a unique id, or with an equal one beside it, is delivered again, and none is lost. A save
-    flushes the store first, so that no progress outlives the messages it covers.
+    is passed; one without a unique id is delivered again, and none is lost. A save flushes the store first, so that no
+    progress outlives the messages it covers.
     """
 
     def __init__(  # noqa: PLR0913 (what a broker gives it)

@@ -287,7 +287,7 @@ def _checked(row: Any) -> Cancellation:  # noqa: ANN401 (of JSON)
 # ---- what an earlier run wrote
 
 _MAX_RECORDS: Final = 4096  # A client can send any number of messages with one id, so a search has an end.
-_ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOPIC)
+_ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID)
 """Properties that differ between records on different routes, such as the retries of two groups in one queue."""
 
 
@@ -318,7 +318,7 @@ class EarlierCopies:
         """Return whether a copy of a record is in one of ``topics``; False in doubt.
 
         A copy has ``deliveries`` more deliveries than the record, and ``accepts(copy)`` is true. In doubt are records
-        without a unique id, and equal records if some of them may have no copy.
+        without a unique id, and equal records if this one may have no copy.
         """
         if not message.unique_key or not self.concerns(message.physical_offset):
             return False
@@ -351,18 +351,21 @@ class EarlierCopies:
             self._is_over = self._in_order
             return False
         route = list(map(message.properties.get, _ROUTE_PROPERTIES))
-        equal = [
+        equal = sorted(
             record.physical_offset
             for record in self.records_like(message, message.topic)
             if record.reconsume_times == times and list(map(record.properties.get, _ROUTE_PROPERTIES)) == route
-        ]
-        if equal == [message.physical_offset]:
-            return True
+        )
         if message.physical_offset not in equal:  # The index lacks keys here, so the copy stays in doubt.
             return False
-        # Several records can be the origin of a copy. Each one before a copy has its own if they alternate.
-        places = sorted([*equal, *(place for place in copies if place > equal[0])])
-        return places[::2] == equal
+        # Several records can be the origin of a copy, such as those of a send whose answer was lost. All up to one of
+        # them have theirs if as many copies follow the first before the next record begins.
+        rank = equal.index(message.physical_offset)
+        return any(
+            sum(equal[0] < place < end for place in copies) >= count
+            for count, end in enumerate([*equal[1:], self._end], 1)
+            if count > rank
+        )
 
     def records_like(self, message: StoredMessage, topic: str) -> list[StoredMessage]:
         """Return the records of a topic in the log at the opening that have the id and the birth of a message."""

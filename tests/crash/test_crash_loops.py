@@ -71,6 +71,14 @@ def test_a_crash_loop_makes_one_dead_letter_of_each_message(rmq: Kit, groups: tu
         assert Counter(m.body for m in messages(rmq, f"%RETRY%{group}") if m.reconsume_times == 1) == once
 
 
+@pytest.mark.parametrize("delay", [1, 2.5], ids=["level", "timer"])
+def test_what_a_lost_answer_stored_twice_is_delivered_twice_whatever_dies(rmq: Kit, delay: float) -> None:
+    rmq.faults.lose_answer("T")
+    rmq.producer().send("T", b"x", delay=delay)
+    live_and_die(rmq)
+    assert bodies(rmq, "T") == {b"x": 2}
+
+
 def test_records_that_are_written_again_are_delivered(rmq: Kit) -> None:
     """The same id is sent to wait twice, and directly in between; nothing counts as the delivery of another."""
     producer = rmq.producer()
