@@ -160,8 +160,11 @@ class ReceiveHandler(BrokerPart):
         if receipt is None:
             return False
         flight = self._flight(group, topic, receipt)
-        if flight is None:  # acknowledged before, or by an older receipt
-            return receipt.received_ms + receipt.invisible_ms > now_ms
+        if flight is None:  # acknowledged, or by an older receipt; or it comes again, after a reset or a power cut
+            key = group, receipt.stored_topic(group, topic), receipt.queue_id
+            queue = self._queues.get(key)
+            next_offset = (self._consumer_offset(key) or 0) if queue is None else queue.next_offset
+            return receipt.queue_offset < next_offset and receipt.received_ms + receipt.invisible_ms > now_ms
         if flight.visible_ms <= now_ms:
             return False
         self._finish_flight(flight)
