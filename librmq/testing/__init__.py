@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from librmq.testing._drills import Drill as Drill
     from librmq.testing._drills import DrillReport as DrillReport
     from librmq.testing._drills import run_drill as run_drill
+    from librmq.testing._evidence import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing._evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing._evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing._faults import Faults as Faults
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from librmq.testing.exploring._exploration import Exploration as Exploration
     from librmq.testing.exploring._exploration import explore as explore
     from librmq.testing.histories._history import History as History
-    from librmq.testing.histories._verdict import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
     from librmq.testing.served import NotSettledError as NotSettledError
@@ -38,12 +38,11 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.testing._evidence": ("UndeliveredWarning", "UnknownGroupError"),
+            "librmq.testing._evidence": ("HistoryAnomalyError", "UndeliveredWarning", "UnknownGroupError"),
             "librmq.testing.exploring._exploration": ("Exploration", "explore"),
             "librmq.testing._faults": ("Faults",),
             "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),
             "librmq.testing.histories._history": ("History",),
-            "librmq.testing.histories._verdict": ("HistoryAnomalyError",),
             "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
             "librmq.testing._kit_runner": ("NotAwaitedError",),
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),

@@ -1,27 +1,45 @@
-"""Deliveries, progress and dead letters for a test's assertions, and what the test left unchecked."""
+"""Deliveries, progress and dead letters for a test, what it left unchecked, and what is wrong in its history.
+
+`Evidence` knows what processes have reported and what only the stores tell; `history_problem` says what is wrong in the
+history that the test did not expect.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from librmq.broker import Broker
+from librmq.client.recorder import Event, id_of
+from librmq.config import nearest
 from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
-from librmq.errors import FilterSyntaxError, RmqError
-from librmq.filter import SQL92, TagFilter
-from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
+from librmq.errors import ConfigError, FilterSyntaxError, RmqError
+from librmq.filter import SQL92
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
-from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
+from librmq.protocol import (
+    PERM_READ,
+    ConsumerData,
+    Heartbeat,
+    MessageModel,
+    PullMessage,
+    Receive,
+    Received,
+    SendResponse,
+)
 from librmq.runtime.event_log import counted
+from librmq.scheduling.waiting import Cancellations
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
 from librmq.testing._process import KitParts, Process, ProcessStateError
 from librmq.testing.histories._history import Call, show
-from librmq.testing.histories._verdict import Facts
+from librmq.testing.histories.anomalies import KINDS, Anomaly, check_history
+from librmq.testing.histories.events import place_of, sentence
 
 if TYPE_CHECKING:
     from librmq.filter import PredicateCounts
@@ -30,6 +48,10 @@ if TYPE_CHECKING:
 # ---- undelivered messages and unmatched subscriptions
 
 _MOST_TAGS = 5
+_TICK_MS = 1_000
+"""What is due is delivered within this time."""
+_SHOWN = 5
+_WAITING_TOPICS = frozenset((SystemTopic.SCHEDULE, SystemTopic.HALF, SystemTopic.TIMER))
 
 
 class UndeliveredWarning(UserWarning):
@@ -41,11 +63,13 @@ class Subscribed:
     """One topic of one group, as its consumers subscribed."""
 
     group: str
-    subscription: Subscription
+    topic: str
     is_declared: bool
     """Whether the test made the consumer itself; an application may subscribe to more than a test sends."""
     was_read: bool = False
     """Whether a listener of the group got a message of the topic, or the application pulls itself."""
+    filters: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Types and expressions of the subscriptions of its instances."""
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
@@ -82,9 +106,8 @@ class Evidence:
         self._network = self.kit.network
         self._history = self.kit.history()
         self._history.about = self.about
-        self.facts: Facts = Facts(self.kit, self.runner, self.table, self.start)
-        """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
+        self._first_data: dict[str, ConsumerData] = {}  # what the first heartbeat said of each group
         self.sent_to: set[str] = set()
         """The topics to which the test itself sends."""
         self.read_topics: set[str] = set()
@@ -101,7 +124,8 @@ class Evidence:
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull; the history gets a line when a process takes over a queue."""
-        if self.facts.is_broadcasting(request.group):  # each of its instances reads all queues
+        data = self._first_data.get(request.group)
+        if data is not None and data.model is MessageModel.BROADCASTING:  # each of its instances reads all queues
             return
         place = request.group, request.topic, broker_name, request.queue_id
         if self.pulled_by.get(place) != process.label:
@@ -124,12 +148,13 @@ class Evidence:
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
         """Note the subscriptions of a process's consumers."""
-        self.facts.note_heartbeat(request)
         for data in request.consumers:
+            self._first_data.setdefault(data.group, data)
             for topic, subscription in data.subscriptions.items():
                 if (key := (data.group, topic)) not in self._subscribed:
                     is_declared, was_read = process.name in self.declared, data.kind == "pull"
-                    self._subscribed[key] = Subscribed(data.group, subscription, is_declared, was_read)
+                    self._subscribed[key] = Subscribed(*key, is_declared, was_read)
+                self._subscribed[key].filters[subscription.expression_type, subscription.expression] = None
 
     def before_send(self, process: Process, topic: str, broker_name: str) -> bool:
         """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
@@ -189,7 +214,7 @@ class Evidence:
         if any(broker.dead for broker in brokers):
             return []
         for subscriber in self._subscribed.values():
-            name = subscriber.group, subscriber.subscription.topic
+            name = subscriber.group, subscriber.topic
             events = (event for call in self._history.calls for event in call.events)
             subscriber.was_read |= any((event["group"], event["topic"]) == name for event in events)
 
@@ -211,12 +236,12 @@ class Evidence:
         def messages(topic: str) -> list[StoredMessage]:
             return [message for broker in brokers for message in broker.messages(topic)]
 
-        subscribed_topics = {subscriber.subscription.topic for subscriber in self._subscribed.values()}
+        subscribed_topics = {topic for _, topic in self._subscribed}
         sent = [topic for topic in topics if is_user_topic(topic)]
         unread = [topic for topic in sent if topic not in subscribed_topics and topic not in self.read_topics]
         suggested: set[str] = set()
         for subscriber in self._subscribed.values():
-            topic = subscriber.subscription.topic
+            topic = subscriber.topic
             if subscriber.was_read or topic.startswith(TopicPrefix.RETRY):
                 continue
             begin = f"{subscriber.group} got nothing of {topic!r}: "
@@ -238,8 +263,8 @@ class Evidence:
 
     def _why_none_of(self, brokers: Sequence[Broker], messages: Sequence[StoredMessage], subscriber: Subscribed) -> str:
         """Return why a group got none of the messages of a topic."""
-        expression = subscriber.subscription.expression
-        if subscriber.subscription.expression_type == SQL92:
+        kind, expression = next(iter(subscriber.filters))
+        if kind == SQL92:
             from librmq.filter import SqlFilter  # few tests need what it loads
 
             try:
@@ -252,7 +277,7 @@ class Evidence:
             why = f"{first.decided_by} decides for the first, because {first.why}"
         else:
             tags = list(dict.fromkeys(repr(message.tags) for message in messages))
-            passing = [message for message in messages if TagFilter(expression).matches(message.tags)]
+            passing = list(_selected(messages, [(kind, expression)]))
             why = f"their tags are {', '.join(tags[:_MOST_TAGS])}" + (", …" if len(tags) > _MOST_TAGS else "")
         if not passing:
             return f"its filter {expression!r} matches none of the {len(messages):,} there: {why}"
@@ -307,9 +332,10 @@ class Evidence:
                     f"broker ask the producer with {self.fixture}.advance(…)"
                 )
 
-    def _consumers(self) -> Iterator[Consumer[Any]]:
-        for process in self.table.processes:
-            yield from process.made
+    def _consumers(self, group: str | None = None) -> list[Consumer[Any]]:
+        return [
+            consumer for process in self.table.processes for consumer in process.made if group in (None, consumer.group)
+        ]
 
     def _groups(self) -> Collection[str]:
         subscribed_groups = {name for name, _ in self._subscribed}
@@ -329,3 +355,257 @@ class Evidence:
             f"no consumer of this test has the group {group!r}"
             + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(groups)) or 'none'}")
         )
+
+    # ---- what only the stores tell
+
+    def events(self, now_ms: int) -> Iterator[Event]:
+        """Yield the events that no client sees, as of now: groups, dead letters, given-up transactions, and rest."""
+        network = self._network
+        events = self._history.events
+        letters = list(self._dead_letters())
+        yield from (event for event, _ in letters)
+        sent_ms = {event["id"]: event["begin_ms"] for event in events if event["event"] == "send"}
+        sent = set(sent_ms)
+        topics_by_id = {event["id"]: event["topic"] for event in events if event["event"] == "deliver"}
+        topics_by_id.update((event["id"], topic) for event, topic in letters)
+        start, begin_ms = self.start, self._history.begin_ms
+        for name, topic in topics_by_id.items():  # in the store before, or sent to the broker without the kit's route
+            copies = 0 if start is None else start.copies(name)
+            for _ in range(copies or name not in sent):
+                yield {
+                    "event": "send",
+                    "process": "outside",
+                    "id": name,
+                    "topic": topic,
+                    "begin_ms": begin_ms,
+                    "end_ms": begin_ms,
+                    "outcome": "unknown",
+                }
+        if start is not None:
+            yield from _earlier_attempts(events, sent)
+        for name in network.by_name:
+            store = network.store(name)
+            for cancelled in Cancellations(store.path, store.files).rows():  # also those that the test itself cancelled
+                if cancelled.at_ms >= sent_ms.get(cancelled.message_id, cancelled.at_ms):
+                    self._history.cancels(cancelled.message_id, is_sure=True)
+            if (SystemTopic.CHECK_MAX_TIME, 0) in store.queues:
+                from librmq.diagnosis.pending import given_up_halves  # few tests need what it loads
+
+                for half in given_up_halves(store):
+                    yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
+        yield from [self._rules(data) for data in self._first_data.values()]
+        for name, data in self._first_data.items():
+            if self._is_drained(data):
+                yield {"event": "drained", "group": name, "at_ms": now_ms}
+
+    def _dead_letters(self) -> Iterator[tuple[Event, str]]:
+        """Yield an event for each dead letter, and the topic of its first send."""
+        network = self._network
+        for name in network.by_name:
+            for topic in sorted({topic for topic, _ in network.store(name).queues}):
+                if topic.startswith(TopicPrefix.DEAD_LETTER):
+                    group = topic.removeprefix(TopicPrefix.DEAD_LETTER)
+                    for letter in network.messages(name, topic):
+                        origin = letter.properties.get("RETRY_TOPIC") or topic
+                        at_ms = letter.store_timestamp_ms
+                        yield {"event": "dead_letter", "group": group, "id": id_of(letter), "at_ms": at_ms}, origin
+
+    def _filters(self, group: str) -> dict[str, dict[tuple[str, str], None]]:
+        """Return types and expressions of a group's subscriptions, by topic."""
+        return {
+            topic: subscribed.filters
+            for (name, topic), subscribed in self._subscribed.items()
+            if name == group and not topic.startswith(TopicPrefix.RETRY)
+        }
+
+    def _rules(self, data: ConsumerData) -> Event:
+        name, filters_by_topic = data.group, self._filters(data.group)
+        event: Event = {"event": "group", "group": name, "topics": list(filters_by_topic)}
+        consumers = [consumer for consumer in self._consumers(name) if isinstance(consumer, PushConsumer)]
+        if consumers and all(consumer.config.orderly and consumer.config.batch_size == 1 for consumer in consumers):
+            event["ordered"] = True
+        if data.model is MessageModel.BROADCASTING:
+            event["broadcast"] = True
+        if any(filters.keys() != {("TAG", "*")} for filters in filters_by_topic.values()):
+            event["selects"] = sorted(
+                {
+                    id_of(message)
+                    for topic, filters in filters_by_topic.items()
+                    for broker_name in self._network.by_name
+                    for message in _selected(self._network.messages(broker_name, topic), filters)
+                }
+            )
+        return event
+
+    def _is_drained(self, data: ConsumerData) -> bool:
+        """Return whether nothing waits for a group: all is consumed, and nothing comes later."""
+        name, network = data.group, self._network
+        consumers = [consumer for consumer in self._consumers(name) if consumer.is_running and not consumer.client.dead]
+        if data.kind != "push" or not consumers or self.runner.running or network.cuts:
+            return False
+        if any(broker.dead for broker in network.by_name.values()) or any(
+            not isinstance(consumer, PushConsumer) or consumer.is_paused for consumer in consumers
+        ):
+            return False
+        topics = list(self._filters(name))
+        if any(consumer.subscriptions.keys() - {retry_topic(name)} != set(topics) for consumer in consumers):
+            return False
+        if data.model is MessageModel.CLUSTERING:
+            topics.append(retry_topic(name))
+        return all(
+            self._is_read(consumers, MessageQueue(topic, data.broker_name, queue_id))
+            for topic in topics
+            for data in network.table.topic_route(topic)
+            if data.permission & PERM_READ
+            for queue_id in range(data.read_queues)
+        ) and not self._has_pending(topics)
+
+    def _is_read(self, consumers: Sequence[Consumer[Any]], queue: MessageQueue) -> bool:
+        begin, end = self._network.named(queue.broker_name).store.queue_range(queue.topic, queue.queue_id)
+        readers = [assigned for consumer in consumers if (assigned := consumer.assigned.get(queue)) is not None]
+        is_read = all(
+            assigned.next_offset >= end and not len(assigned.messages) and not assigned.released for assigned in readers
+        )
+        return begin == 0 and bool(readers) and is_read
+
+    def _has_pending(self, topics: Collection[str]) -> bool:
+        now_ms = self.runner.now_ms()
+        for broker in self._network.by_name.values():
+            names = {topic for topic, _ in broker.store.queues}
+            if SystemTopic.HOP in names:
+                return True
+            if names.isdisjoint(_WAITING_TOPICS):
+                continue
+            from librmq.diagnosis import pending_messages  # few tests need what it loads
+
+            for message in pending_messages(broker.store, broker.tables):
+                if message.kind == "given_up" or {message.topic, message.target_topic}.isdisjoint(topics):
+                    continue
+                # The table of what was delivered is some seconds old.
+                if message.kind == "half" or message.due_ms is None or message.due_ms + _TICK_MS > now_ms:
+                    return True
+        return False
+
+
+def _earlier_attempts(events: Sequence[Event], sent: Collection[str]) -> Iterator[Event]:
+    """Yield the failed deliveries before the test, to which later attempts lead, of messages that it has not sent."""
+    attempts: set[tuple[str, str, int]] = set()
+    number = 0
+    for event in events:
+        if event["event"] != "deliver" or event["id"] in sent:
+            continue
+        before_ms = event["begin_ms"] - 1
+        for attempt in range(event["attempt"]):
+            if (event["group"], event["id"], attempt) not in attempts:
+                attempts.add((event["group"], event["id"], attempt))
+                yield {
+                    **event, "process": "outside", "broker": "before the test", "queue_offset": number,
+                    "attempt": attempt, "begin_ms": before_ms, "end_ms": before_ms, "outcome": "retry",
+                }  # fmt: skip
+                number += 1
+        attempts.add((event["group"], event["id"], event["attempt"]))
+
+
+def _selected(messages: Sequence[StoredMessage], filters: Collection[tuple[str, str]]) -> Iterator[StoredMessage]:
+    """Yield the messages that all filters let through."""
+    try:
+        tests = [_test_of(kind, expression) for kind, expression in filters]
+    except FilterSyntaxError:  # an official client's, which gets nothing
+        return
+    for message in messages:
+        if all(matches(message) for matches in tests):
+            yield message
+
+
+def _test_of(kind: str, expression: str) -> Callable[[StoredMessage], bool]:
+    if kind == SQL92:
+        from librmq.filter import SqlFilter  # few tests need what it loads
+
+        sql = SqlFilter(expression)
+        return lambda message: sql.matches(message.properties)
+    if expression in ("", "*"):
+        return lambda message: True
+    # Split by hand, because `TagFilter` is under test too.
+    tags = {tag.strip() for tag in expression.split("||")} - {""}
+    return lambda message: message.tags in tags
+
+
+# ---- the verdict
+
+
+class HistoryAnomalyError(AssertionError):
+    """The history of a test breaks a promise of RocketMQ, or keeps one that the test expects to be broken."""
+
+
+def check_kinds(kinds: Collection[str]) -> None:
+    """Refuse names that are not kinds of anomalies."""
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        near = nearest(unknown[0], KINDS)
+        hint = f"; did you mean {near!r}?" if near else f": expected one of {', '.join(KINDS)}"
+        raise ConfigError(f"no anomaly is called {unknown[0]!r}{hint}")
+
+
+def history_problem(events: Sequence[Event], expected: Collection[str], begin_ms: int, fixture: str) -> str:
+    """Return what is wrong with a history, with the events that show it; empty if all is as expected."""
+    found = check_history(events)
+    missing = sorted(set(expected) - {anomaly.anomaly for anomaly in found})
+    if missing:
+        return (
+            f"the test expects the anomaly {missing[0]!r}, and its history has none: remove it from {fixture}.expect, "
+            "or let the test cause it"
+        )
+    surprises = [
+        anomaly
+        for anomaly in found
+        if anomaly.anomaly not in expected
+        and not _is_of_a_moment(anomaly, events)
+        and not (anomaly.anomaly == "repeat" and _has_rested(anomaly, events))
+    ]
+    if not surprises:
+        return ""
+    count = "1 anomaly" if len(surprises) == 1 else f"{len(surprises):,} anomalies"
+    lines = [f"the history of the test has {count} that no fault explains:"]
+    for anomaly in surprises[:_SHOWN]:
+        lines.append(f"{anomaly.anomaly}: {anomaly.what}")
+        lines += [f"  {sentence(events[number - 1], begin_ms)}" for number in anomaly.events]
+    if len(surprises) > _SHOWN:
+        lines.append(f"… {len(surprises) - _SHOWN:,} more")
+    lines.append(f"a test about such an anomaly declares it: {fixture}.expect({surprises[0].anomaly!r})")
+    return "\n".join(lines)
+
+
+def _is_of_a_moment(anomaly: Anomaly, events: Sequence[Event]) -> bool:
+    """Return whether attempts skip one only because they come at one millisecond, where the offset orders them.
+
+    A test can receive a message, make it visible, and receive it from the retry topic, where its offset may be lower.
+    """
+    if anomaly.anomaly != "attempts":
+        return False
+    attempts = [
+        (event["begin_ms"], event.get("end_ms", math.inf), event["attempt"])
+        for event in events
+        if event["event"] == "deliver" and (event["id"], event["group"]) == (anomaly.id, anomaly.group)
+    ]
+    highest = -1
+    for *_, attempt in sorted(attempts):
+        if attempt > highest + 1:
+            return False
+        highest = max(highest, attempt)
+    return True
+
+
+def _has_rested(anomaly: Anomaly, events: Sequence[Event]) -> bool:
+    """Return whether a message came again to its listener after a rest, which the rules take for a resend.
+
+    A rest (`DownstreamDown`) counts as no attempt, so the same place gives the same attempt again.
+    """
+    rested: set[tuple[object, ...]] = set()
+    deliveries = [event for event in events if event["event"] == "deliver"]
+    for event in sorted(deliveries, key=lambda event: event["begin_ms"]):
+        if (event["id"], event["group"]) == (anomaly.id, anomaly.group):
+            place = (place_of(event), event["attempt"])
+            if place in rested:
+                return True
+            if event.get("outcome") == "retry":
+                rested.add(place)
+    return False

@@ -25,13 +25,12 @@ from librmq.files import DiskFiles, Files, MemoryFiles
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.topics import SystemTopic
 from librmq.protocol import check_site, site_of
-from librmq.testing._evidence import Evidence, UndeliveredWarning
+from librmq.testing._evidence import Evidence, HistoryAnomalyError, UndeliveredWarning, check_kinds, history_problem
 from librmq.testing._faults import Faults
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import FOLDER, SMALL_FILES, Frames, Network, broker_names, machine_ms
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
 from librmq.testing.histories._history import DeliveryAttempt, History
-from librmq.testing.histories._verdict import HistoryAnomalyError, check_kinds, history_problem
 
 if TYPE_CHECKING:
     from librmq.cluster import ReplicaConfig
@@ -576,7 +575,7 @@ class Kit:
     def events(self) -> list[Event]:
         """Return what clients and brokers have done so far, as events for `check_history`."""
         self.recorder.end_invisible_times()
-        return [*self._history.events, *self.observer.facts.events(self.clock.now_ms())]
+        return [*self._history.events, *self.observer.events(self.clock.now_ms())]
 
     def expect(self, *anomalies: str) -> None:
         """Declare the anomalies of the history that the test is about, such as ``"repeat"``; others fail the test.

@@ -18,6 +18,7 @@ from _pytest.runner import runtestprotocol
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
+from librmq.testing._evidence import HistoryAnomalyError
 from librmq.testing._from_store import StoreStart, shrink
 from librmq.testing._kit import Kit, KitKeywords
 from librmq.testing._network import SMALL_FILES
@@ -33,7 +34,6 @@ from librmq.testing.exploring._exploration import (
 )
 from librmq.testing.exploring._explorer import Explorer
 from librmq.testing.exploring._explorer import end_threads as end_threads
-from librmq.testing.histories._verdict import HistoryAnomalyError
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit

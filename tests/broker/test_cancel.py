@@ -38,8 +38,7 @@ from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.documents import with_checksum, write_document
-from librmq.testing import Kit, Process, explore
-from librmq.testing.histories._verdict import HistoryAnomalyError
+from librmq.testing import HistoryAnomalyError, Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._frames import Frame, answer_to

@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
-from librmq.formatting import printable, shown_body
+from librmq.formatting import shown_body
 from librmq.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.override import override
@@ -24,6 +24,7 @@ from librmq.testing.histories.events import (
     Commit,
     Delivery,
     HistoryEvents,
+    HistoryLine,
     MessageId,
     Queue,
     Send,
@@ -34,21 +35,6 @@ from librmq.testing.histories.events import (
 _FIRST_LINES, _LAST_LINES = 50, 150
 _OUTCOMES: Final[dict[str | None, str]] = {None: "running", "ok": "returned", "retry": "failed", "died": "died"}
 """Ends of deliveries without a listener, as `DeliveryAttempt` names them."""
-
-
-class HistoryLine(NamedTuple):
-    """One line of a history: when, who, and what."""
-
-    at_ms: int
-    """Milliseconds since the start of the test."""
-    who: str
-    """The process or part that did it."""
-    what: str
-    """What it did."""
-
-    @override
-    def __str__(self) -> str:
-        return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {printable(self.what)}"
 
 
 @dataclass(slots=True)

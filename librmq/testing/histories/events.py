@@ -1,4 +1,4 @@
-"""Events of a history: what a line may hold, and the rows that the rules judge.
+"""Events of a history: what a line may hold, the rows that the rules judge, and each event as a sentence.
 
 `EVENTS` describes them. The ones that are frequent become tuples, because a million dicts would take
 more than a GiB.
@@ -15,6 +15,8 @@ from typing import Any, Final, NamedTuple
 
 from librmq.config import nearest
 from librmq.errors import InputError
+from librmq.formatting import printable
+from librmq.override import override
 
 Queue = tuple[str, str, int]
 """The topic that is read or written, the broker, and the number of a queue."""
@@ -372,6 +374,51 @@ def place_of(event: Mapping[str, Any], *, shows_broker: bool = True) -> str:
         return topic
     place = f"{topic}/{event['broker']}/{event['queue_id']}" if shows_broker else f"{topic}/{event['queue_id']}"
     return place if event.get("queue_offset") is None else f"{place}:{event['queue_offset']}"
+
+
+class HistoryLine(NamedTuple):
+    """One line of a history: when, who, and what."""
+
+    at_ms: int
+    """Milliseconds since the start of the test."""
+    who: str
+    """The process or part that did it."""
+    what: str
+    """What it did."""
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.at_ms / 1000:12,.3f} s  {self.who:<16} {printable(self.what)}"
+
+
+def sentence(event: Mapping[str, Any], begin_ms: int) -> str:
+    """Return one event as a line with its time since ``begin_ms``."""
+    kind: str = event["event"]
+    at_ms, end_ms = (begin_ms, None) if kind == "group" else span_of(event)
+    actor: str = event["process"] if "process" in event else event.get("broker", "")
+    if "group" in event and "process" in event:
+        actor = f"{event['group']}@{actor}"
+    elif kind in ("commit", "dead_letter", "reset", "group", "drained"):
+        actor = event["group"]
+    texts: dict[str, Callable[[], str]] = {
+        "send": lambda: f"sends {event['id']} to {place_of(event)}: {event['outcome']}",
+        "end_transaction": lambda: f"ends the transaction of {event['id']}: {event['decision']}, {event['outcome']}",
+        "discard": lambda: f"the broker gives the half message {event['id']} up",
+        "deliver": lambda: (
+            f"gets {event['id']} from {place_of(event)}, attempt {event['attempt']}: {event.get('outcome', 'running')}"
+        ),
+        "assign": lambda: f"takes {place_of(event)}",
+        "revoke": lambda: f"releases {place_of(event)}",
+        "commit": lambda: f"saves progress {place_of(event)}",
+        "dead_letter": lambda: f"{event['id']} is a dead letter",
+        "reset": lambda: f"its progress in {event['topic']} is moved",
+        "crash": lambda: "dies",
+        "effect": lambda: f"does {event['name']} for {event['key']}",
+        "group": lambda: f"consumes {', '.join(event['topics'])}",
+        "drained": lambda: "nothing waits for it any more",
+    }
+    until = "" if end_ms in (None, at_ms) else f", until {(end_ms - begin_ms) / 1000:,.3f} s"
+    return str(HistoryLine(at_ms - begin_ms, actor, texts[kind]() + until))
 
 
 class _Field(NamedTuple):
