@@ -12,10 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from typing import Final
 
-from librmq.broker._context import BrokerContext, BrokerPart
-from librmq.broker.handlers._in_flight import ALONE, Flight, is_receive_retry
+from librmq.broker._context import NEVER, BrokerContext, BrokerPart
+from librmq.broker.handlers._in_flight import ALONE, Flight, QueueKey, is_receive_retry
 from librmq.consumequeue import offset_at_place
-from librmq.errors import BrokerError, ConfigError, CorruptionError, MessageIllegalError, RmqError, refused_copy
+from librmq.errors import (
+    BrokerError,
+    ConfigError,
+    CorruptionError,
+    MessageIllegalError,
+    RecordError,
+    RmqError,
+    refused_copy,
+)
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message import record as record_format
 from librmq.message.delays import parse_level
@@ -29,6 +37,7 @@ from librmq.protocol import (
     PERM_WRITE,
     DescribeTopics,
     GroupSettings,
+    MessageModel,
     ResendLetters,
     ResentLetters,
     ResponseCode,
@@ -92,6 +101,8 @@ class FailedMessages(BrokerPart):
             EarlierCopies(context.store, context.store.log.end, in_order=False) if context.was_killed else None
         )
         self._resending: set[LetterIdentity] = set()
+        self._damaged_since: dict[QueueKey, tuple[int, int]] = {}
+        """Where a group waits for a repair of a damaged message, and since when; a restart begins the wait again."""
         rows = {} if self._earlier is None else context.tables.offsets.rows
         self._saved = {name: dict(row) for name, row in rows.items() if name[:1] == "%"}
 
@@ -138,8 +149,49 @@ class FailedMessages(BrokerPart):
         level = levels.cap(parse_level(properties[_DELAY]))
         return SentBack(False, max_retries, levels.deliver_timestamp_ms(level, stored.store_timestamp_ms))
 
-    def store_damaged(self, group_name: str, topic: str, message: StoredMessage | None, cause: str) -> None:
-        """Store a dead letter for a message of a topic that can't be read: with what its record still has."""
+    def passes_damaged(self, key: QueueKey, queue_offset: int, error: CorruptionError, after_ms: int) -> bool:
+        """Return whether a group passes a message that can't be read, which then is one of its dead letters.
+
+        Until ``after_ms`` have gone by since its first read, it does not. Called under the runner's lock.
+        """
+        now_ms = self._runner.now_ms()
+        at, since_ms = self._damaged_since.get(key, (-1, 0))
+        if at != queue_offset or since_ms > now_ms:  # a clock was set back
+            since_ms = now_ms
+            self._damaged_since[key] = queue_offset, now_ms
+        if after_ms == NEVER or now_ms - since_ms < after_ms:
+            return False
+        group, topic, queue_id = key
+        members = self._clients.consumers.get(group)
+        becomes = "is passed, because broadcasting has no dead letters"
+        if members is None or members.model is not MessageModel.BROADCASTING:
+            self._store_damaged(group, topic, self._readable(topic, queue_id, queue_offset), str(error))
+            becomes = "becomes a dead letter"
+        _log.error(
+            "group %(group)s: the message of %(topic)s/%(queue_id)d at queue offset %(queue_offset)d %(_becomes)s: "
+            "%(error)s",
+            group=group,
+            topic=topic,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            error=error,
+            _becomes=becomes,
+        )
+        del self._damaged_since[key]
+        return True
+
+    def _readable(self, topic: str, queue_id: int, queue_offset: int) -> StoredMessage | None:
+        """Return a message whose body alone is damaged; None if less can be read."""
+        queue, log = self._store.queue(topic, queue_id), self._store.log
+        try:
+            entry = None if queue is None else queue.entry(queue_offset)
+            raw = None if entry is None else log.read(entry.physical_offset, entry.size)
+            message = None if raw is None else StoredMessage.framed(raw)
+        except (CorruptionError, RecordError):
+            return None
+        return message if message is not None and message.topic == topic else None
+
+    def _store_damaged(self, group_name: str, topic: str, message: StoredMessage | None, cause: str) -> None:
         with self._runner.lock:
             group = self._groups.get_or_create(group_name)
         properties = {} if message is None else dict(message.properties)

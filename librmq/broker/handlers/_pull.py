@@ -41,7 +41,6 @@ from librmq.store import AppendResult, GetStatus, MessageStore, ReadResult
 
 if TYPE_CHECKING:
     from librmq.broker._replication import Replication
-    from librmq.broker.handlers._damage import DamagedMessages
 
 _log = EventLog("librmq.broker")
 
@@ -51,20 +50,13 @@ _MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO
 class PullHandler(BrokerPart):
     """The reading side of one broker. Thread-safe."""
 
-    def __init__(
-        self,
-        context: BrokerContext,
-        sending: SendHandler,
-        replication: LaterPart[Replication],
-        damaged: LaterPart[DamagedMessages],
-    ) -> None:
+    def __init__(self, context: BrokerContext, sending: SendHandler, replication: LaterPart[Replication]) -> None:
         super().__init__(context)
         self._registrations = context.registrations
         self._sending = sending
         self._replication = replication
         self._is_replica = context.config.replica_of is not None
         self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
-        self._damaged = damaged
         self._allowances: dict[str, tuple[Allowance, dict[str, tuple[int, int]]]] = {}
         """Of groups with a rate: what is left, and the rate and burst that each client says."""
 
@@ -137,7 +129,7 @@ class PullHandler(BrokerPart):
         try:
             result = store.read(*place, most, matching, joined=request.joined, checked=True)
         except CorruptionError as error:
-            if self._is_replica or not self._damaged().passes(
+            if self._is_replica or not self._sending.failed().passes_damaged(
                 (request.group, topic, queue_id), queue_offset, error, self._wait_for_repair(request)
             ):
                 raise

@@ -21,7 +21,6 @@ from typing import Final
 from librmq.broker._context import NEVER, BrokerContext, BrokerPart
 from librmq.broker._progress import Progress
 from librmq.broker._topics import Topic, not_readable
-from librmq.broker.handlers._damage import DamagedMessages
 from librmq.broker.handlers._in_flight import ALONE, Flight, QueueFlights, QueueKey, is_receive_retry, receiver_of
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection
@@ -50,7 +49,6 @@ from librmq.protocol import (
     ended_cause,
 )
 from librmq.runtime import StateLog
-from librmq.runtime.closing import LaterPart
 from librmq.runtime.event_log import EventLog
 from librmq.store import GetStatus, ReadResult
 
@@ -74,7 +72,6 @@ class ReceiveHandler(BrokerPart):
         sending: SendHandler,
         progress: Progress,
         selection: Callable[[Subscription], Selection],
-        damaged: LaterPart[DamagedMessages],
     ) -> None:
         """``selection(subscription)`` refuses a filter that the broker does not serve."""
         super().__init__(context)
@@ -82,7 +79,6 @@ class ReceiveHandler(BrokerPart):
         self._progress = progress
         progress.drop_flights = self._drop
         self._selection = selection
-        self._damaged = damaged
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[Flight] = Deadlines()
         self._retry_owners: dict[str, str] = {}  # groups by their retry topics
@@ -413,7 +409,7 @@ class ReceiveHandler(BrokerPart):
         try:
             result = self._store.read(topic, queue_id, queue_offset, room, selection.matching, checked=True)
         except CorruptionError as error:
-            if self._damaged().passes(key, queue_offset, error, damage_ms):
+            if self._sending.failed().passes_damaged(key, queue_offset, error, damage_ms):
                 begin, end = self._store.queue_range(topic, queue_id)
                 result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, (), queue_offset + 1, begin, end)
             elif damage_ms == NEVER:

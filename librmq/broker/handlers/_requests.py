@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from librmq.broker._replication import Replication
     from librmq.broker._schedules import Schedules
     from librmq.broker._transactions import BrokerTransactions
-    from librmq.broker.handlers._damage import DamagedMessages
     from librmq.broker.handlers._receive import ReceiveHandler
 
 _Names = tuple[Iterable[str], Iterable[str]]
@@ -77,12 +76,6 @@ def request_table(
         return Administration(context)
 
     @LaterPart
-    def damaged() -> DamagedMessages:
-        from librmq.broker.handlers._damage import DamagedMessages
-
-        return DamagedMessages(context, sending.failed())
-
-    @LaterPart
     def schedules() -> Schedules:
         from librmq.broker._schedules import Schedules
 
@@ -92,9 +85,9 @@ def request_table(
     def receives() -> ReceiveHandler:
         from librmq.broker.handlers._receive import ReceiveHandler
 
-        return ReceiveHandler(context, sending, progress, partial(pulling.selection, by_text=True), damaged)
+        return ReceiveHandler(context, sending, progress, partial(pulling.selection, by_text=True))
 
-    pulling = PullHandler(context, sending, replication, damaged)
+    pulling = PullHandler(context, sending, replication)
 
     # A replica refuses these.
     writing = _wrapped(
