@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from librmq.clock import moves_by_itself
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import REDELIVERY_MS, Rests, later_retries, outcome
+from librmq.consumer._failures import REDELIVERY_MS, Rests, Turn, conviction, later_retries, outcome
 from librmq.consumer._instance import next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener
-from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown

@@ -1,4 +1,4 @@
-"""Failures: what becomes of messages whose listener failed, and of the consumer.
+"""Failures: what becomes of messages whose listener failed or whose process has ended, and of the consumer.
 
 ::
 
@@ -15,23 +15,48 @@
     while broadcasting           dropped                                dropped after the last attempt
 
 `librmq.broker.retries` stores what is sent back: for a later delivery, or as a dead letter.
+
+**Suspects** are messages that a process had begun when it ended by surprise. Each runs alone, to be convicted or
+acquitted::
+
+    begun ── the process ends ──> suspect ──> waits for its turn ──> runs alone ──> ends: as any other message
+                                     ^                                    │
+                                     └────── the process ends again ──────┘   counted; after ``max_process_deaths`` of
+                                                                              these the message is a dead letter
+
+While a suspect has its turn, this process begins no other message of its runner's brokers. A turn is bounded, so that
+a long message that was in work at a restart does not keep the others waiting. Who runs beyond that, or can't get alone,
+runs in company, where no end of the process counts.
+
+**An end by SIGTERM's default action** runs no Python, and looks like a crash. Alone it makes no dead letter: the first
+makes suspects, and only a message that is within its turn at three more of them becomes one. A process that handles the
+signal, or ends by Ctrl-C, removes its marks.
+
+RocketMQ has nothing like it: there a message that ends its consumer comes again without end.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
-from librmq.consumer._instance import Instance
-from librmq.consumer._listeners import Listener
-from librmq.listener import DownstreamDown, consumed_before, returned_failure
+from librmq.listener import DeadLetter, DownstreamDown, consumed_before, returned_failure
 from librmq.message import MessageQueue
-from librmq.runtime import Step
+from librmq.protocol import Place, Suspect, ended_cause
+from librmq.runtime import Runner, Step
 from librmq.runtime.closing import LaterPart
 from librmq.runtime.runner import NEVER
 
 if TYPE_CHECKING:
+    from librmq.consumer._instance import Instance
+    from librmq.consumer._listeners import Listener
     from librmq.consumer._retries import Retries
 
 T = TypeVar("T")
@@ -143,3 +168,197 @@ class Rests(Generic[T]):
             due.append(heappop(self._kept)[3])
         self._resumed(now_ms, due)
         return self._next_ms if self.times or self._kept else None
+
+
+# ---- suspects
+
+TURN_MS: Final = 10_000
+"""Time for which a turn waits until no other message is in work, and then the longest time alone, after the first end
+of a process; both are twice as long after each further one."""
+_MOST_DOUBLED: Final = 7
+
+
+class EndsProcess(DeadLetter):
+    """Why a message is a dead letter: processes have ended at it."""
+
+
+def conviction(suspect: Suspect, place: Place | None, limit: int | None) -> EndsProcess | None:
+    """Return why a suspect becomes a dead letter; None if it may run.
+
+    A ``limit`` of 0 lets all run; None is the group's, which the queue's place has.
+    """
+    deaths = suspect.deaths_alone
+    if limit is None:
+        limit = 0 if place is None else place.max_process_deaths
+    if not limit or deaths < limit:
+        return None
+    return EndsProcess(ended_cause(deaths, limit))
+
+
+class Accused(Protocol):
+    """A `Suspect`, or what stands for one that only the broker knows."""
+
+    @property
+    def deaths(self) -> int:
+        """How often its process has ended by surprise."""
+
+    def runs_alone(self, is_alone: bool) -> None:
+        """Note whether it runs alone in its process from now on."""
+
+
+class Member(Protocol):
+    """A consumer whose messages a turn keeps waiting."""
+
+    @property
+    def in_work(self) -> int:
+        """The number of messages, or of listeners, that have begun and not ended; 0 for a dead client."""
+
+    def hold_back(self) -> None:
+        """Begin no message from now on; call `Turns.look` when the last one in work has ended."""
+
+    def go_on(self, now_ms: int) -> None:
+        """Begin messages again."""
+
+    def leave_marks(self) -> None:
+        """Remove the marks of what has begun, because the process ends in order."""
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A suspect that waits to run, or runs."""
+
+    suspect: Accused
+    begin: Callable[[Turn, int], bool]
+    """``begin(turn, now_ms)`` begins the message, and returns False if it needs no turn any more."""
+
+
+class Turns:
+    """The turns of the suspects of one runner's consumers, one after the other. Called under the runner's lock."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.members: list[Member] = []
+        self.process: int = os.getpid()
+        self._runner = runner
+        self._waiting: deque[Turn] = deque()
+        self._present: Turn | None = None
+        self._is_alone = False
+        self._until_ms = 0
+        self._step = Step("turns of suspects", self._run_due)
+        _all.add(self)
+
+    @classmethod
+    def of(cls, runner: Runner) -> Turns:
+        """Return the turns that the consumers of a runner share."""
+        turns = runner.shared.get(cls)
+        if not isinstance(turns, Turns):
+            turns = runner.shared[cls] = Turns(runner)
+        return turns
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a turn waits or runs alone, so that nothing else begins."""
+        return self._present is not None
+
+    def join(self, member: Member) -> None:
+        self.members.append(member)
+        if self.is_held:
+            member.hold_back()
+
+    def leave(self, member: Member) -> None:
+        """Remove a consumer; its turns are passed over by ``begin``."""
+        with suppress(ValueError):
+            self.members.remove(member)
+        if self.is_held:
+            self.look()
+
+    def ask(self, turn: Turn) -> None:
+        """Let a suspect run when it is its turn; nothing else begins before it."""
+        self._waiting.append(turn)
+        if self._present is None:
+            self._next(self._runner.now_ms())
+        self.look()
+
+    def begin_now(self, turn: Turn) -> None:
+        """Let a suspect whose turn has passed have one from now on, if no message is in work and no other turn waits.
+
+        A consumer that asks for messages rarely comes after its turn, and what it has processed meanwhile can have kept
+        the turn from beginning.
+        """
+        if self._present is None and not any(member.in_work for member in self.members):
+            now_ms = self._runner.now_ms()
+            self._hold_for(turn, now_ms)
+            self._begin_alone(turn, now_ms)
+            self.look()
+
+    def look(self) -> None:
+        """Look soon whether a turn can begin."""
+        self._runner.wake(self._step)
+
+    def ended(self, turn: Turn) -> None:
+        """Note that a suspect has ended; others begin, or the next one."""
+        turn.suspect.runs_alone(False)
+        if turn is self._present:
+            self._present = None
+            if not self._waiting:
+                self._let_go(self._runner.now_ms())
+        self.look()
+
+    def _let_go(self, now_ms: int) -> None:
+        for member in list(self.members):
+            member.go_on(now_ms)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        while (turn := self._present or self._next(now_ms)) is not None:
+            is_over = not now_ms < self._until_ms <= now_ms + (TURN_MS << _MOST_DOUBLED)
+            if self._is_alone and is_over:
+                self.ended(turn)  # It goes on in company. The next one waits for its end.
+            elif not self._is_alone and not any(member.in_work for member in self.members):
+                self._begin_alone(turn, now_ms)
+            elif is_over:
+                self._begin_in_company(now_ms)
+            else:
+                return self._until_ms
+        return None
+
+    def _next(self, now_ms: int) -> Turn | None:
+        if not self._waiting:
+            return None
+        turn = self._waiting.popleft()
+        self._hold_for(turn, now_ms)
+        return turn
+
+    def _hold_for(self, turn: Turn, now_ms: int) -> None:
+        self._present, self._is_alone, self._until_ms = turn, False, now_ms + _longest_ms(turn)
+        for member in self.members:
+            member.hold_back()
+
+    def _begin_alone(self, turn: Turn, now_ms: int) -> None:
+        self._is_alone, self._until_ms = True, now_ms + _longest_ms(turn)
+        turn.suspect.runs_alone(True)
+        if not turn.begin(turn, now_ms):
+            self.ended(turn)
+
+    def _begin_in_company(self, now_ms: int) -> None:
+        """Begin all suspects that wait: what is in work would keep each of them from being alone."""
+        turn, self._present = self._present, None
+        waiting = [turn, *self._waiting] if turn is not None else []
+        self._waiting.clear()
+        for turn in waiting:
+            turn.begin(turn, now_ms)
+        self._let_go(now_ms)
+
+
+def _longest_ms(turn: Turn) -> int:
+    return TURN_MS << min(max(turn.suspect.deaths - 1, 0), _MOST_DOUBLED)
+
+
+_all: Final[WeakSet[Turns]] = WeakSet()
+
+
+@atexit.register
+def _end_in_order() -> None:
+    """Remove the marks of consumers that this process has not shut down: it ends by itself, and no message ends it."""
+    for turns in list(_all):
+        if turns.process == os.getpid():
+            for member in list(turns.members):
+                member.leave_marks()

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from librmq.client import Client
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import cause_of, outcome
+from librmq.consumer._failures import Turn, Turns, cause_of, outcome
 from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners, OrderlyResult
-from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import ClientStateError
 from librmq.listener import is_requested, returned_failure
 from librmq.message import MessageQueue

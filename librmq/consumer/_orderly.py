@@ -23,12 +23,11 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, cause_of, later_retries
+from librmq.consumer._failures import Rests, Turn, conviction, later_retries
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
 from librmq.consumer._listeners import DeliveredMessage, Listener, OrderlyResult
 from librmq.consumer._rebalancing import Rebalancing
-from librmq.consumer._suspects import EndsProcess, Turn, conviction
 from librmq.consumer.config import ConsumerConfig
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, SuspendQueue
@@ -154,22 +153,16 @@ class OrderlyDelivery:
         error = conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is None:
             self.calls.turns.ask(Turn(suspect, partial(self._begin_suspect, assigned, suspect)))
-        elif self._convict(assigned, error):
+            return True
+        messages = assigned.messages.take(1)
+        if self._retries().convict(assigned, messages[0], error):
+            self._commit_messages(assigned, "later")
             self._continue(assigned)
         else:
+            assigned.messages.put_back(messages)
             assigned.keep_suspect(suspect)
             self._rest(assigned, self._suspension_ms())
         return True
-
-    def _convict(self, assigned: AssignedQueue, error: EndsProcess) -> bool:
-        """Make the next message a dead letter; return False if no broker accepts it."""
-        messages = assigned.messages.take(1)
-        if self._retries().send_one_back(assigned, messages[0], -1, cause_of(error)) is not False:
-            self._retries().log_dead_letter(assigned, messages[0], error)
-            self._commit_messages(assigned, "later")
-            return True
-        assigned.messages.put_back(messages)
-        return False
 
     def _begin_suspect(self, assigned: AssignedQueue, suspect: Suspect, turn: Turn, now_ms: int) -> bool:
         if assigned.released or self._instance._stopping:

@@ -15,10 +15,9 @@ from librmq.client import Client
 from librmq.clock import wait_async
 from librmq.config import to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import Rests, cause_of, later_retries
+from librmq.consumer._failures import Rests, Turn, conviction, later_retries
 from librmq.consumer._listeners import DeliveredMessage, delivered_messages
 from librmq.consumer._predicates import Predicate, TopicPredicate
-from librmq.consumer._suspects import Turn, conviction
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.errors import BrokerDamageError, BrokerError, ClientStateError, ConfigError, RmqError
@@ -516,10 +515,8 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Return the next message if it is its turn, or make it a dead letter."""
         offset, error = message.queue_offset, conviction(suspect, assigned.place, self.config.max_process_deaths)
         if error is not None:
-            sent = self._retries().send_one_back(assigned, message, -1, cause_of(error))
-            if sent is False:
+            if not self._retries().convict(assigned, message, error):
                 return []
-            self._retries().log_dead_letter(assigned, message, error)
             if assigned.place is not None:
                 assigned.place.finish(offset)
         elif self._turn_of is None or self._turn_of[:2] != (assigned, offset) or not self._has_turn:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._failures import REDELIVERY_MS, cause_of
+from librmq.consumer._failures import REDELIVERY_MS, EndsProcess, cause_of
 from librmq.consumer._instance import Instance
 from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import RmqError
@@ -83,6 +83,13 @@ class Retries:
             reconsume_times=super(DeliveredMessage, message).reconsume_times,
         )
         return self._send(assigned.queue.broker_name, request, "failed messages back")
+
+    def convict(self, assigned: AssignedQueue, message: DeliveredMessage, error: EndsProcess) -> bool:
+        """Make a message a dead letter because processes have ended at it; return False if no broker accepts it."""
+        if self.send_one_back(assigned, message, -1, cause_of(error)) is False:
+            return False
+        self.log_dead_letter(assigned, message, error)
+        return True
 
     # ---- orderly
 

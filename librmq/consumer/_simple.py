@@ -17,13 +17,13 @@ from librmq.client import Client
 from librmq.client.client import LifeCycle, Member, client_of
 from librmq.clock import wait_async
 from librmq.config import to_seconds, wrong_kind
+from librmq.consumer._failures import Turn, Turns
 from librmq.consumer._listeners import (
     DeliveredMessage,
     check_at_brokers,
     make_subscription,
 )
 from librmq.consumer._predicates import Predicate, TopicPredicate
-from librmq.consumer._suspects import Turn, Turns
 from librmq.errors import (
     BrokerUnreachableError,
     ClientStateError,
@@ -132,7 +132,7 @@ class _Wait:
 
 
 class _SuspectToReceive:
-    """A message that waits at the broker for a receive that takes suspects; see `librmq.consumer._suspects`."""
+    """A message that waits at the broker for a receive that takes suspects; see `librmq.consumer._failures`."""
 
     def __init__(self, consumer: SimpleConsumer, deaths: int) -> None:
         self.deaths = deaths

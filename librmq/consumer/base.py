@@ -15,11 +15,10 @@ from librmq.broker.groups import comparable, describe_differences
 from librmq.client import Client
 from librmq.client.client import LifeCycle, Member, client_of
 from librmq.config import to_seconds
-from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
+from librmq.consumer._failures import Turns
+from librmq.consumer._instance import REOPENED_MS, BrokerOffsets, Instance, instance_state
 from librmq.consumer._listeners import check_at_brokers, make_subscription
-from librmq.consumer._offsets import BrokerOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
-from librmq.consumer._suspects import Turns
 from librmq.consumer.config import FIXED, ConsumerConfig
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, GroupMismatchError, RmqError
 from librmq.filter import TagFilter
