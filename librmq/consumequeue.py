@@ -30,16 +30,16 @@ from librmq.consumequeue_entries import (
     Entries,
     ExtUnit,
     QueueEntry,
+    RollingEntries,
     entry_dtype,
     is_ext_address,
     places_and_sizes,
 )
-from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.errors import ConfigError, CorruptionError
 from librmq.files import Advice, DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.override import override
 from librmq.runtime import lazy_numpy as np
-from librmq.runtime.closing import Closing
 
 if TYPE_CHECKING:
     from librmq.consumequeue_ext import ConsumeQueueExt
@@ -56,22 +56,13 @@ _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 _pack = ENTRY.pack
 
 
-class ConsumeQueue(Closing):
+class ConsumeQueue(RollingEntries):
     """The entries of one queue. One thread can write while many read, without a lock.
 
     Numbers count entries unless stated otherwise; ranges from ``begin`` to ``end`` exclude ``end``.
     """
 
-    __slots__ = (
-        "_closed",
-        "_files",
-        "_sure",
-        "_tail",
-        "ext",
-        "max_offset",
-        "max_physic_offset",
-        "min_offset",
-    )
+    __slots__ = ("_tail", "ext", "max_offset", "max_physic_offset", "min_offset")
 
     min_offset: int
     """The first queue offset that readers get."""
@@ -85,10 +76,8 @@ class ConsumeQueue(Closing):
     """Whether entries next to each other can lead to one record, which has a message for each."""
 
     def __init__(self, files: MappedFileQueue, ext: tuple[str, int, Files, MappingPool] | None) -> None:
-        self._files = files
-        self._closed = False
+        super().__init__(files)
         self._tail = -1  # start of the file to append to
-        self._sure = 0  # blocks are allocated up to this position; 0 until the first allocation
         self.max_offset = stored_entries.find_end(files) // ENTRY_SIZE
         self.min_offset = stored_entries.find_begin(files, self.max_offset)
         self.max_physic_offset = self._last_place()
@@ -134,11 +123,6 @@ class ConsumeQueue(Closing):
     @override
     def __repr__(self) -> str:
         return f"<ConsumeQueue {self.folder} {self.min_offset} to {self.max_offset}>"
-
-    @property
-    def folder(self) -> str:
-        """The folder of its files."""
-        return self._files.folder
 
     @property
     def file_size(self) -> int:
@@ -567,26 +551,19 @@ class ConsumeQueue(Closing):
         if self.ext is not None:
             self.ext.write_again(stored_entries.last_ext_address(self._chunks, self.stored_begin, queue_offset))
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self.folder} is closed")
-
-    def _check_writable(self) -> None:
-        self._check_open()
-        if not self._files.writable:
-            raise ReadOnlyError(f"{self.folder} is open for reading only")
-
+    @override
     def flush(self) -> None:
         """Flush all entries and all units of the extension to the device."""
         if self.ext is not None:
             self.ext.flush()
         self._files.flush()
 
+    @override
     def note_flushed(self) -> None:
         """Note that everything has reached the device by other means than `flush`."""
         if self.ext is not None:
             self.ext.note_flushed()
-        self._files.take_marks()
+        super().note_flushed()
 
     def keep_descriptors(self) -> None:
         """Keep a descriptor open with each mapping until `unmap_all`, which is faster for a short use."""
@@ -600,13 +577,9 @@ class ConsumeQueue(Closing):
     @override
     def close(self) -> None:
         """Flush and close; later calls are refused, a repetition does nothing."""
-        if not self._closed:
-            self.flush()
-            self._closed = True
-            self._files.unmap_all()
-            self._sure = 0
-            if self.ext is not None:
-                self.ext.close()
+        super().close()
+        if self.ext is not None:
+            self.ext.close()
 
 
 # ---- for the store

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from librmq.errors import ReadOnlyError, StoreClosedError
 from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue
+from librmq.override import override
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.closing import Closing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -46,6 +49,49 @@ Chunks = Iterable[tuple[int, bytes]]
 def entry_dtype() -> np.dtype[np.void]:
     """Return the type of an array of entries."""
     return np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+
+
+class RollingEntries(Closing):
+    """What a queue and its extension have in common: the files of one folder, which can be closed or only read."""
+
+    __slots__ = ("_closed", "_files", "_sure", "folder")
+
+    def __init__(self, files: MappedFileQueue) -> None:
+        self.folder: str = files.folder
+        """The folder of its files."""
+        self._files = files
+        self._closed = False
+        self._sure = 0  # blocks of the written file are allocated up to this position; 0 until the first allocation
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.folder}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.folder} is closed")
+
+    def _check_writable(self) -> None:
+        if self._closed or not self._files.writable:
+            self._check_open()
+            raise ReadOnlyError(f"{self.folder} is open for reading only")
+
+    def flush(self) -> None:
+        """Flush everything to the device."""
+        self._files.flush()
+
+    def note_flushed(self) -> None:
+        """Note that everything has reached the device by other means than `flush`."""
+        self._files.take_marks()
+
+    @override
+    def close(self) -> None:
+        """Flush and close; later calls are refused, a repetition does nothing."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._files.unmap_all()
+            self._sure = 0
 
 
 class ExtUnit(NamedTuple):

@@ -20,12 +20,10 @@ from __future__ import annotations
 import struct
 from typing import Final, Self
 
-from librmq.consumequeue_entries import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ExtUnit, is_ext_address
-from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
+from librmq.consumequeue_entries import EXT_FILE_SIZE, LAST_EXT_ADDRESS, ExtUnit, RollingEntries, is_ext_address
+from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.override import override
-from librmq.runtime.closing import Closing
 
 __all__ = ["ConsumeQueueExt"]
 
@@ -64,19 +62,17 @@ def check_bitmap(bit_count: int, file_size: int) -> None:
         )
 
 
-class ConsumeQueueExt(Closing):
+class ConsumeQueueExt(RollingEntries):
     """The units of one queue. One thread can write while many read."""
 
-    __slots__ = ("_closed", "_end", "_files", "_hint", "_sure")
+    __slots__ = ("_end", "_hint")
 
     def __init__(self, files: MappedFileQueue, last_address: int | None) -> None:
         if not _UNIT.size + _END_ROOM <= files.file_size <= 1 << 31:
             raise ConfigError(f"extension file size: expected 24 bytes to 2 GiB, found {files.file_size}")
-        self._files = files
+        super().__init__(files)
         self._hint = last_address
         self._end = -1  # not searched yet
-        self._sure = 0  # up to this position the written file has blocks
-        self._closed = False
 
     @classmethod
     def open(
@@ -102,10 +98,6 @@ class ConsumeQueueExt(Closing):
         pool = pool or MappingPool(4)
         return cls(MappedFileQueue(folder, file_size, files, pool, writable=writable), last_address)
 
-    @override
-    def __repr__(self) -> str:
-        return f"<ConsumeQueueExt {self._files.folder}>"
-
     def get(self, address: int) -> ExtUnit:
         """Return the unit at ``address``.
 
@@ -113,8 +105,7 @@ class ConsumeQueueExt(Closing):
             CorruptionError: There is none, or it is damaged.
             ValueError: ``address`` is not an address of such a file.
         """
-        if self._closed:
-            raise StoreClosedError(f"{self._files.folder} is closed")
+        self._check_open()
         if not _BASE <= address <= LAST_EXT_ADDRESS:
             raise ValueError(f"address: expected that of an extension unit, found {address}")
         position = address - _BASE
@@ -132,11 +123,6 @@ class ConsumeQueueExt(Closing):
             raise CorruptionError(file.path, at, "unit", what)
         bitmap = file.buffer[at + _UNIT.size : at + size] if length else None
         return ExtUnit(tags_code, store_timestamp_ms, bitmap, size)
-
-    @property
-    def folder(self) -> str:
-        """The folder of its files."""
-        return self._files.folder
 
     @property
     def is_empty(self) -> bool:
@@ -267,26 +253,3 @@ class ConsumeQueueExt(Closing):
     def write_again(self, address: int | None) -> None:
         """Write the units from ``address`` on, by default all, again, so that `flush` includes them."""
         self._files.write_again(self.begin if address is None else address - _BASE, self.end)
-
-    def _check_writable(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self._files.folder} is closed")
-        if not self._files.writable:
-            raise ReadOnlyError(f"{self._files.folder} is open for reading only")
-
-    def flush(self) -> None:
-        """Flush all units to the device."""
-        self._files.flush()
-
-    def note_flushed(self) -> None:
-        """Note that everything is on the device, flushed by another call than `flush`."""
-        self._files.take_marks()
-
-    @override
-    def close(self) -> None:
-        """Flush, and refuse later calls; a repetition does nothing."""
-        if not self._closed:
-            self._files.flush()
-            self._closed = True
-            self._files.unmap_all()
-            self._sure = 0
