@@ -282,6 +282,13 @@ class AssignedQueue:
         if self.left is not None:
             self.left.suspects[suspect.queue_offset] = suspect
 
+    def unfinished(self, messages: Sequence[M], begin: int, end: int) -> Sequence[M]:
+        """Return the messages of a pull from ``begin`` to ``end`` without those that former holders have finished."""
+        if self.left is not None:
+            messages = self.left.pulled(messages, begin, end)
+            self.forget_left()
+        return messages
+
     def forget_left(self) -> None:
         """Take the usual way again once nothing is left of former holders."""
         if self.left is not None and not self.left.finished and not self.left.suspects:

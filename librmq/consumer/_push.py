@@ -39,7 +39,7 @@ from librmq.errors import (
     StoreClosedError,
 )
 from librmq.listener import is_coroutine_function, refuse_generator
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue
 from librmq.override import override
 from librmq.protocol import (
     ConsumeDirectly,
@@ -280,14 +280,14 @@ class Fetcher:
             return None
         begin, assigned.next_offset = assigned.next_offset, response.next_offset
         if status is not PullStatus.FOUND:
-            self._messages_left(assigned, (), begin)
+            assigned.unfinished((), begin, assigned.next_offset)
             self._pass_skipped(assigned)
             return None if status is PullStatus.HELD else now_ms + self._interval_ms
         messages = response.messages
         tag_filter = self._consumer._filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        messages = self._messages_left(assigned, messages, begin)
+        messages = assigned.unfinished(messages, begin, assigned.next_offset)
         if messages and assigned.progress is None and assigned.place is not None:
             # A kill before the first message has ended must not let the next process begin behind it.
             self._consumer._progressed(assigned, messages[0].queue_offset)
@@ -298,15 +298,6 @@ class Fetcher:
         if (not self._interval_ms and self._throttles(assigned)) or response.is_held:
             return None
         return now_ms + self._interval_ms
-
-    @staticmethod
-    def _messages_left(
-        assigned: AssignedQueue, messages: Sequence[StoredMessage], begin: int
-    ) -> Sequence[StoredMessage]:
-        if (left := assigned.left) is not None:
-            messages = left.pulled(messages, begin, assigned.next_offset)
-            assigned.forget_left()
-        return messages
 
     def _pass_skipped(self, assigned: AssignedQueue) -> None:
         """Count what the pulls have passed over as consumed, as soon as what precedes it is."""

@@ -31,12 +31,12 @@ from librmq.protocol import (
     PullMessage,
     PullResponse,
     PullStatus,
-    QueueData,
     QueueOffsetAt,
     Receive,
     Received,
     Request,
     Route,
+    RouteWrapper,
     SendBack,
     SendBatch,
     SendMessage,
@@ -138,7 +138,7 @@ class KitParts(Protocol):
         """Let the brokers notice the death of a process."""
 
 
-class Process(LinkEnd, Route):
+class Process(LinkEnd, RouteWrapper):
     """One process: a `Route` for the producers and consumers in it. Created by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Process(LinkEnd, Route):
         factory: Callable[[Process], object],
         site: str | None = None,
     ) -> None:
-        super().__init__(name, name if generation == 1 else f"{name}~{generation}")
+        LinkEnd.__init__(self, name, name if generation == 1 else f"{name}~{generation}")
         self.site = site
         self.generation = generation
         """1 for the first, one more after each restart."""
@@ -174,8 +174,10 @@ class Process(LinkEnd, Route):
         self._kit = kit
         self._host = self._first_host = (host, 0)
         self._named = 0
-        self._route: Route
-        self._route = self._masters = _Masters(kit, self)
+        self.runner: Runner = kit.runner
+        self._wrapped = {}
+        self._masters = _Masters(kit, self)
+        self._reads: RouteWrapper = self._masters
         self._replicas: tuple[Replica, ...] = ()
 
     @override
@@ -219,12 +221,6 @@ class Process(LinkEnd, Route):
 
     # ---- Route
 
-    @property
-    @override
-    def runner(self) -> Runner:
-        """The runner of all processes."""
-        return self._kit.runner
-
     @override
     def identity(self, instance_name: str | None) -> tuple[tuple[str, int], str]:
         """Return host and name for the next client of the process; they are the same in each run.
@@ -246,37 +242,19 @@ class Process(LinkEnd, Route):
         self.made.append(consumer)
         self._names.add(self._kit.recorder.watch_consumer(self.label, consumer))
 
+    @property
     @override
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic."""
-        return self._reads().topic_route(topic)
-
-    @override
-    def broker_names(self) -> tuple[str, ...]:
-        """Return the names of the brokers that the process can reach, sorted."""
-        return self._reads().broker_names()
-
-    @override
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic in all brokers, also in those that are down."""
-        return self._kit.network.table.registered_route(topic)
-
-    @override
-    def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the process's connection to a broker, or to the broker and its replica."""
-        return self._reads().endpoint(broker_name)
-
-    def _reads(self) -> Route:
-        """Return the route over the brokers and the replicas from which the process reads."""
+    def _route(self) -> Route:  # type: ignore[override]  # it follows the network
+        """The route over the brokers and the replicas from which the process reads."""
         replicas = self._kit.network.replicas
         if replicas is not self._replicas:
             from librmq.cluster import ReplicaRoute  # few tests need what it loads
 
-            if isinstance(self._route, ReplicaRoute):
-                self._route.end()
+            if isinstance(self._reads, ReplicaRoute):
+                self._reads.end()
             self._replicas = replicas
-            self._route = ReplicaRoute(self._masters, *replicas) if replicas else self._masters
-        return self._route
+            self._reads = ReplicaRoute(self._masters, *replicas) if replicas else self._masters
+        return self._reads
 
     @override
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
@@ -308,22 +286,19 @@ class Process(LinkEnd, Route):
         self._die()
 
 
-class _Masters(Route):
+class _Masters(RouteWrapper):
     """The route of a process over the brokers alone."""
 
     def __init__(self, kit: KitParts, process: Process) -> None:
+        self.runner = kit.runner
         self._kit = kit
         self._process = process
         self._connections: dict[str, _Connection] = {}
 
     @property
     @override
-    def runner(self) -> Runner:
-        return self._kit.runner
-
-    @override
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        return self._kit.network.table.topic_route(topic)
+    def _route(self) -> Route:  # type: ignore[override]  # a cluster has another table
+        return self._kit.network.table
 
     @override
     def broker_names(self) -> tuple[str, ...]:
@@ -336,10 +311,6 @@ class _Masters(Route):
             self._kit.network.named(broker_name)
             connection = self._connections[broker_name] = _Connection(self._kit, self._process, broker_name)
         return connection
-
-    @override
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        return self._kit.network.table.watch(changed)
 
 
 class _Connection(Endpoint):
