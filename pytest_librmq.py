@@ -15,7 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from librmq.testing import Kit
-    from librmq.testing.served import ServedKit
+    from librmq.testing._served import ServedKit
 
 __all__ = ["rmq", "rmq_grpc", "rmq_remoting"]
 

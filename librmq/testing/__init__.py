@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from librmq.testing._process import ProcessDied as ProcessDied
     from librmq.testing._process import ProcessStateError as ProcessStateError
     from librmq.testing._replica import one_cluster as one_cluster
+    from librmq.testing._served import NotSettledError as NotSettledError
+    from librmq.testing._served import ServedKit as ServedKit
     from librmq.testing.exploring._exploration import Exploration as Exploration
     from librmq.testing.exploring._exploration import explore as explore
     from librmq.testing.histories._history import History as History
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
-    from librmq.testing.served import NotSettledError as NotSettledError
-    from librmq.testing.served import ServedKit as ServedKit
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -48,6 +48,6 @@ else:
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
             "librmq.testing._replica": ("one_cluster",),
             "librmq.testing._drills": ("Drill", "DrillReport", "run_drill"),
-            "librmq.testing.served": ("NotSettledError", "ServedKit"),
+            "librmq.testing._served": ("NotSettledError", "ServedKit"),
         },
     )

@@ -36,7 +36,7 @@ from librmq.testing.exploring._explorer import Explorer
 from librmq.testing.exploring._explorer import end_threads as end_threads
 
 if TYPE_CHECKING:
-    from librmq.testing.served import ServedKit
+    from librmq.testing._served import ServedKit
 
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer | None]()
@@ -71,7 +71,7 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
 
 def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> Generator[ServedKit, None, None]:
     """Make the fixture ``rmq_grpc``, or ``rmq_remoting``."""
-    from librmq.testing.served import ServedKit
+    from librmq.testing._served import ServedKit
 
     node = request.node
     listening = None

@@ -10,7 +10,7 @@ import rocketmq
 from librmq import BrokerConfig, TimerConfig
 from librmq.clock import SystemClock
 from librmq.testing import Kit
-from librmq.testing.served import ServedKit
+from librmq.testing._served import ServedKit
 
 attempts: list[tuple[float, int]] = []
 checks: list[float] = []

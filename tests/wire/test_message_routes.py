@@ -32,7 +32,7 @@ from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route, TransactionState
 from librmq.testing import Kit
-from librmq.testing.served import ServedKit
+from librmq.testing._served import ServedKit
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._frames import VERSION, Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode

@@ -288,7 +288,7 @@ def test_settling_awaits_the_groups_of_a_killed_server(by_hand: Started, tmp_pat
     serving.kill()
     serving.wait(60)
     options = ("--grpc", "0", "--clock", "manual")
-    impatient = "from librmq.testing import served; served._BACK_S = 0.05; from librmq.cli._main import main; main()"
+    impatient = "from librmq.testing import _served; _served._BACK_S = 0.05; from librmq.cli._main import main; main()"
     with start_serve(tmp_path / "store", *options, command=(sys.executable, "-c", impatient, "serve")) as (_, row):
         status, answer = ask(row["control"], "POST", "/settle")
         assert (status, "group g, whose server was killed" in answer["error"]) == (504, True)

@@ -16,8 +16,8 @@ import pytest
 
 from librmq.clock import SystemClock
 from librmq.testing import Kit
-from librmq.testing import served as served_module
-from librmq.testing.served import NotSettledError, ServedKit
+from librmq.testing import _served as served_module
+from librmq.testing._served import NotSettledError, ServedKit
 from librmq.wire.grpc._protocol import message_class
 from tests.wire.clients import HERE, OfficialClient
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource
@@ -182,7 +182,8 @@ def test_a_group_of_a_killed_server_is_back_with_a_heartbeat(
     with ServedKit(rmq, was_killed=True) as served, Stub(served.address) as stub:
         for group in ("g", "x" * 10_000):
             assert stub.call("Heartbeat", group=resource(group), client_type=client_type).status.code == 40015
-        assert served.server.groups() == ({"g"} if is_back else set()), "others are kept nowhere"
+        assert served.grpc is not None
+        assert served.grpc.groups() == ({"g"} if is_back else set()), "others are kept nowhere"
         if not is_back:
             with pytest.raises(NotSettledError, match="group g, whose server was killed"):
                 served.settle()

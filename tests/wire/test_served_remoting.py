@@ -19,8 +19,8 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import ResponseCode
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
-from librmq.testing import served as served_module
-from librmq.testing.served import NotSettledError, ServedKit
+from librmq.testing import _served as served_module
+from librmq.testing._served import NotSettledError, ServedKit
 from librmq.wire.remoting._headers import RequestCode as Code
 from tests.wire.remoting_client import RawClient
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from librmq.config import StoreConfig
     from librmq.message import StoredMessage
     from librmq.testing import Kit, ServedKit
-    from librmq.testing.served import Ports
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
@@ -168,7 +167,7 @@ class _Stop:
         """Let the time run."""
         self._deadline = self._clock.monotonic() + _STOP_S
 
-    def close(self, server: Ports | Control | GrpcServer | RemotingServer) -> None:
+    def close(self, server: ServedKit | Control | GrpcServer | RemotingServer) -> None:
         """Close a server, or abandon it when the time is over."""
         left = _STOP_S if self._deadline is None else max(0.0, self._deadline - self._clock.monotonic())
         self.is_complete &= server.close(left)
@@ -230,13 +229,12 @@ class _Serving:
         served = ServedKit(
             kit, grpc, listening, changed=self._changed, was_killed=was_killed, min_polling=arguments.min_polling
         )
-        self._opened.callback(lambda: self._stop.close(served.server))
+        self._opened.callback(self._stop.close, served)
         control = Control(served, arguments.store, arguments.control or 0, self._lines.enqueue)
         self._opened.callback(self._stop.close, control)
-        ports = served.server
         return {
-            "grpc": None if ports.grpc is None else ports.grpc.address,
-            "remoting": None if ports.remoting is None else ports.remoting.address,
+            "grpc": None if served.grpc is None else served.grpc.address,
+            "remoting": None if served.remoting is None else served.remoting.address,
             "control": control.address,
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -194,69 +194,6 @@ class NotSettledError(AssertionError):
     """Clients did not answer within a bounded time by the wall clock."""
 
 
-class Ports:
-    """The servers of a kit, for one protocol or both; closed, they are followed by others on the same ports."""
-
-    def __init__(
-        self,
-        kit: Kit,
-        client_of: Callable[[str], WireClient],
-        grpc: int | None,
-        listening: socket.socket | None,
-        changed: Callable[[str, str, bool], None] | None,
-        options: Mapping[str, Any],
-        former: Ports | None,
-    ) -> None:
-        """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one.
-
-        ``options`` are further ones of `GrpcServer`.
-        """
-        self.grpc: GrpcServer | None = None
-        self.remoting: ServedRemoting | None = None
-        if grpc is not None:
-            from librmq.wire.grpc import GrpcServer
-
-            before = None if former is None else former.grpc
-            port = grpc if before is None else before.port
-            self.grpc = GrpcServer(
-                kit.broker, port=port, endpoints=client_of, changed=changed, former=before, **options
-            )
-        if listening is not None:
-            last = None if former is None else former.remoting
-            socket_of = listening if last is None else listen(port=last.port)
-            self.remoting = ServedRemoting(kit, socket_of, client_of, last, changed)
-        self._servers = [server for server in (self.grpc, self.remoting) if server is not None]
-
-    @property
-    def address(self) -> str:
-        """``host:port`` of each."""
-        return " and ".join(server.address for server in self._servers)
-
-    def is_settled(self) -> bool:
-        """Return whether no client has work left until time passes."""
-        return all(server.is_settled() for server in self._servers)
-
-    def missing(self) -> list[str]:
-        """Return the clients that are not back after a fault."""
-        return [client for server in self._servers for client in server.missing()]
-
-    def groups(self) -> frozenset[str]:
-        """Return the groups that are back, though no client has registered."""
-        return frozenset() if self.grpc is None else self.grpc.groups()
-
-    def close(self, timeout: float = 5) -> bool:
-        """End all calls; return whether they have ended within ``timeout`` seconds for each server."""
-        have_ended = [server.close(timeout) for server in self._servers]
-        return all(have_ended)
-
-    def cut(self) -> None:
-        """Cut all clients off in the middle of their calls."""
-        if self.grpc is not None:
-            self.grpc.close(grace=0)
-        if self.remoting is not None:
-            self.remoting.close()
-
-
 class ServedKit(Closing):
     """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
 
@@ -285,12 +222,32 @@ class ServedKit(Closing):
         self._lost_groups = _groups(kit.broker) if was_killed else set()
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
-        options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
-        options["lost_groups"] = frozenset(self._lost_groups)
-        self._arguments = kit, self._endpoint, grpc, listening, changed, options
+        self._changed = changed
+        self._options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
+        self._options["lost_groups"] = frozenset(self._lost_groups)
+        self.grpc: GrpcServer | None = None
+        """The server for clients of RocketMQ 5, if there is one."""
+        self.remoting: ServedRemoting | None = None
+        """The server for clients of 4.x, if there is one."""
         kit.observer.fixture = "rmq_remoting" if grpc is None else "rmq_grpc"  # whose calls warnings advise
         self._is_down = False
-        self.server: Ports = Ports(*self._arguments, None)
+        self._serve(grpc, listening)
+
+    def _serve(self, grpc: int | None, listening: socket.socket | None) -> None:
+        """Begin to serve; of servers before these the clients are expected to return."""
+        broker, endpoint, changed = self.kit.broker, self._endpoint, self._changed
+        if grpc is not None:
+            from librmq.wire.grpc import GrpcServer
+
+            self.grpc = GrpcServer(
+                broker, port=grpc, endpoints=endpoint, changed=changed, former=self.grpc, **self._options
+            )
+        if listening is not None:
+            self.remoting = ServedRemoting(self.kit, listening, endpoint, self.remoting, changed)
+
+    @property
+    def _servers(self) -> list[GrpcServer | ServedRemoting]:
+        return [server for server in (self.grpc, self.remoting) if server is not None]
 
     def _endpoint(self, name: str) -> WireClient:
         with self.kit.runner.lock:
@@ -304,8 +261,8 @@ class ServedKit(Closing):
 
     @property
     def address(self) -> str:
-        """``host:port`` for the configuration of a client."""
-        return self.server.address
+        """``host:port`` of each server, for the configuration of a client."""
+        return " and ".join(server.address for server in self._servers)
 
     def settle(self) -> None:
         """Wait until the clients have done what there is to do now.
@@ -325,10 +282,10 @@ class ServedKit(Closing):
         begin = clock.monotonic()
         back = begin
         while not self._is_down:
-            missing = [*self.server.missing(), *self._missing_groups()]
+            missing = [client for server in self._servers for client in server.missing()] + self._missing_groups()
             if missing:
                 back = clock.monotonic()
-            elif self.server.is_settled():
+            elif all(server.is_settled() for server in self._servers):
                 self._await_no_group()
                 return
             if missing and back > begin + _BACK_S:
@@ -356,7 +313,7 @@ class ServedKit(Closing):
         """
         broker, groups = self.kit.broker, self._lost_groups
         with self.kit.runner.lock:
-            groups.difference_update(self.server.groups())
+            groups.difference_update(() if self.grpc is None else self.grpc.groups())
             topics = broker.topics() if groups else {}
             readers = {
                 topic: groups if is_user_topic(topic) else {group_of_retries(topic, groups, topics)} & groups
@@ -396,7 +353,7 @@ class ServedKit(Closing):
         """
         self.kit.note("fault", "all connections of clients are cut")
         if not self._is_down:
-            self.server.cut()
+            self._cut()
             self._serve_again()
 
     def crash_broker(self, *, down: float | timedelta = 0) -> None:
@@ -405,19 +362,27 @@ class ServedKit(Closing):
         Connections are cut, and refused until then. `settle` and `advance` wait for the clients once it is open.
         """
         to_seconds("down", down, maximum=(LAST_MS - self.kit.clock.now_ms()) / 1000)
-        self.server.cut()
+        self._cut()
         self._is_down = True
         self.kit.crash_broker(down=down)
         self.kit.runner.after(down, "the broker serves again", self._serve_again)
 
+    def _cut(self) -> None:
+        if self.grpc is not None:
+            self.grpc.close(grace=0)
+        if self.remoting is not None:
+            self.remoting.close()
+
     def _serve_again(self) -> None:
-        self.server = Ports(*self._arguments, self.server)
+        port = None if self.grpc is None else self.grpc.port
+        self._serve(port, None if self.remoting is None else listen(port=self.remoting.port))
         self._is_down = False
 
     @override
-    def close(self) -> None:
-        """End the clients' calls, and answer no more."""
-        self.server.close()
+    def close(self, timeout: float = 5) -> bool:
+        """End the clients' calls, and answer no more; return whether these end in ``timeout`` seconds a server."""
+        have_ended = [server.close(timeout) for server in self._servers]
+        return all(have_ended)
 
 
 def _groups(broker: Broker) -> set[str]:
