@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from librmq.client import Client
@@ -265,16 +264,15 @@ class ListenerCalls:
         for ident, call in dict(self.by_thread).items():
             # A copy is read, because threads begin and end calls meanwhile.
             callers = type(call).call_listener.__code__, ListenerCalls._call_in_context.__code__
-            top: FrameType | None = frames.get(ident)
-            frame = top
-            while frame is not None and frame.f_code not in callers:
-                frame = frame.f_back
-            if top is None or frame is None or frame is top:  # The call has ended, or has not begun.
+            stack: list[str] = []
+            for frame, line in traceback.walk_stack(frames[ident]) if ident in frames else ():
+                if frame.f_code in callers:
+                    break
+                stack.insert(0, f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}")
+            else:  # The call has ended, or has not begun.
                 continue
-            stack = [
-                f"{entry.filename}:{entry.lineno} {entry.name}"
-                for entry in traceback.extract_stack(top, limit=_depth(top, frame))
-            ]
+            if not stack:
+                continue
             assigned, messages = call.assigned, call.at_listener
             first = messages[0]
             calls.append(
@@ -284,13 +282,6 @@ class ListenerCalls:
                 )
             )  # fmt: skip
         return tuple(sorted(calls, key=lambda entry: (entry.queue, entry.queue_offset)))
-
-
-def _depth(top: FrameType, end: FrameType) -> int:
-    depth, frame = 0, top
-    while frame is not end and frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 async def _after(

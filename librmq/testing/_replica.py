@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Final, Literal, TypeVar
 
@@ -216,12 +216,7 @@ def two_active(sites: Sequence[str] = _TWO) -> Deployment:
 
 def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
     """A cluster at each site, and a router that directs a site's producers elsewhere while its cluster is down."""
-    return Deployment(
-        name="all active, routed",
-        clusters={site: (site,) for site in sites},
-        homes={site: site for site in sites},
-        switched="by probe",
-    )
+    return replace(two_active(sites), name="all active, routed", switched="by probe")
 
 
 def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
