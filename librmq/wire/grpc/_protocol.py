@@ -1,12 +1,11 @@
 """The protocol of clients of 5.x: the messages of ``apache.rocketmq.v2.MessagingService``, status codes, bounds.
 
 The messages are in a descriptor pool of their own, which never clashes with the one that an official client in the
-same process fills. The schema is a table::
+same process fills. The schema is a table, in which a message has its fields in the order of their numbers, from 1::
 
-    Name
-        number field type          of another message, an enum (int32 on the wire) or a scalar; [] is repeated
-        number field? type         optional: its presence can be asked for
-        number field|choice type   one of a choice
+    Name: field type, …   of another message, an enum (int32 on the wire) or a scalar; [] is repeated
+    field? type           optional: its presence can be asked for
+    field|choice type     one of a choice
 """
 
 from __future__ import annotations
@@ -42,214 +41,71 @@ PACKAGE: Final = "apache.rocketmq.v2"
 SERVICE: Final = f"{PACKAGE}.MessagingService"
 
 _SCHEMA: Final = """
-FilterExpression
-    1 type int32
-    2 expression string
-ExponentialBackoff
-    1 initial Duration
-    2 max Duration
-    3 multiplier float
-CustomizedBackoff
-    1 next Duration[]
-RetryPolicy
-    1 max_attempts int32
-    2 exponential_backoff|strategy ExponentialBackoff
-    3 customized_backoff|strategy CustomizedBackoff
-Resource
-    1 resource_namespace string
-    2 name string
-SubscriptionEntry
-    1 topic Resource
-    2 expression FilterExpression
-Address
-    1 host string
-    2 port int32
-Endpoints
-    1 scheme int32
-    2 addresses Address[]
-Broker
-    1 name string
-    2 id int32
-    3 endpoints Endpoints
-MessageQueue
-    1 topic Resource
-    2 id int32
-    3 permission int32
-    4 broker Broker
-    5 accept_message_types int32[]
-Digest
-    1 type int32
-    2 checksum string
-DeadLetterQueue
-    1 topic string
-    2 message_id string
-SystemProperties
-    1 tag? string
-    2 keys string[]
-    3 message_id string
-    4 body_digest Digest
-    5 body_encoding int32
-    6 message_type int32
-    7 born_timestamp Timestamp
-    8 born_host string
-    9 store_timestamp? Timestamp
-    10 store_host string
-    11 delivery_timestamp? Timestamp
-    12 receipt_handle? string
-    13 queue_id int32
-    14 queue_offset? int64
-    15 invisible_duration? Duration
-    16 delivery_attempt? int32
-    17 message_group? string
-    18 trace_context? string
-    19 orphaned_transaction_recovery_duration? Duration
-    20 dead_letter_queue? DeadLetterQueue
-    21 lite_topic? string
-    22 priority? int32
-Message
-    1 topic Resource
-    2 user_properties map
-    3 system_properties SystemProperties
-    4 body bytes
-Assignment
-    1 message_queue MessageQueue
-Status
-    1 code int32
-    2 message string
-UA
-    1 language int32
-    2 version string
-    3 platform string
-    4 hostname string
-Metric
-    1 on bool
-    2 endpoints? Endpoints
-Publishing
-    1 topics Resource[]
-    2 max_body_size int32
-    3 validate_message_type bool
-Subscription
-    1 group? Resource
-    2 subscriptions SubscriptionEntry[]
-    3 fifo? bool
-    4 receive_batch_size? int32
-    5 long_polling_timeout? Duration
-Settings
-    1 client_type? int32
-    2 access_point? Endpoints
-    3 backoff_policy? RetryPolicy
-    4 request_timeout? Duration
-    5 publishing|pub_sub Publishing
-    6 subscription|pub_sub Subscription
-    7 user_agent UA
-    8 metric Metric
-QueryRouteRequest
-    1 topic Resource
-    2 endpoints Endpoints
-QueryRouteResponse
-    1 status Status
-    2 message_queues MessageQueue[]
-SendMessageRequest
-    1 messages Message[]
-SendResultEntry
-    1 status Status
-    2 message_id string
-    3 transaction_id string
-    4 offset int64
-    5 recall_handle string
-SendMessageResponse
-    1 status Status
-    2 entries SendResultEntry[]
-QueryAssignmentRequest
-    1 topic Resource
-    2 group Resource
-    3 endpoints Endpoints
-QueryAssignmentResponse
-    1 status Status
-    2 assignments Assignment[]
-ReceiveMessageRequest
-    1 group Resource
-    2 message_queue MessageQueue
-    3 filter_expression FilterExpression
-    4 batch_size int32
-    5 invisible_duration? Duration
-    6 auto_renew bool
-    7 long_polling_timeout? Duration
-    8 attempt_id? string
-ReceiveMessageResponse
-    1 status|content Status
-    2 message|content Message
-    3 delivery_timestamp|content Timestamp
-AckMessageEntry
-    1 message_id string
-    2 receipt_handle string
-AckMessageRequest
-    1 group Resource
-    2 topic Resource
-    3 entries AckMessageEntry[]
-AckMessageResultEntry
-    1 message_id string
-    2 receipt_handle string
-    3 status Status
-AckMessageResponse
-    1 status Status
-    2 entries AckMessageResultEntry[]
-ForwardMessageToDeadLetterQueueRequest
-    1 group Resource
-    2 topic Resource
-    3 receipt_handle string
-    4 message_id string
-    5 delivery_attempt int32
-    6 max_delivery_attempts int32
-ForwardMessageToDeadLetterQueueResponse
-    1 status Status
-HeartbeatRequest
-    1 group? Resource
-    2 client_type int32
-HeartbeatResponse
-    1 status Status
-EndTransactionRequest
-    1 topic Resource
-    2 message_id string
-    3 transaction_id string
-    4 resolution int32
-    5 source int32
-    6 trace_context string
-EndTransactionResponse
-    1 status Status
-ThreadStackTrace
-    1 nonce string
-    2 thread_stack_trace? string
-VerifyMessageResult
-    1 nonce string
-RecoverOrphanedTransactionCommand
-    1 message Message
-    2 transaction_id string
-TelemetryCommand
-    1 status? Status
-    2 settings|command Settings
-    3 thread_stack_trace|command ThreadStackTrace
-    4 verify_message_result|command VerifyMessageResult
-    5 recover_orphaned_transaction_command|command RecoverOrphanedTransactionCommand
-NotifyClientTerminationRequest
-    1 group? Resource
-NotifyClientTerminationResponse
-    1 status Status
-ChangeInvisibleDurationRequest
-    1 group Resource
-    2 topic Resource
-    3 receipt_handle string
-    4 invisible_duration Duration
-    5 message_id string
-ChangeInvisibleDurationResponse
-    1 status Status
-    2 receipt_handle string
-RecallMessageRequest
-    1 topic Resource
-    2 recall_handle string
-RecallMessageResponse
-    1 status Status
-    2 message_id string
+FilterExpression: type int32, expression string
+ExponentialBackoff: initial Duration, max Duration, multiplier float
+CustomizedBackoff: next Duration[]
+RetryPolicy: max_attempts int32, exponential_backoff|strategy ExponentialBackoff,
+    customized_backoff|strategy CustomizedBackoff
+Resource: resource_namespace string, name string
+SubscriptionEntry: topic Resource, expression FilterExpression
+Address: host string, port int32
+Endpoints: scheme int32, addresses Address[]
+Broker: name string, id int32, endpoints Endpoints
+MessageQueue: topic Resource, id int32, permission int32, broker Broker, accept_message_types int32[]
+Digest: type int32, checksum string
+DeadLetterQueue: topic string, message_id string
+SystemProperties: tag? string, keys string[], message_id string, body_digest Digest, body_encoding int32,
+    message_type int32, born_timestamp Timestamp, born_host string, store_timestamp? Timestamp, store_host string,
+    delivery_timestamp? Timestamp, receipt_handle? string, queue_id int32, queue_offset? int64,
+    invisible_duration? Duration, delivery_attempt? int32, message_group? string, trace_context? string,
+    orphaned_transaction_recovery_duration? Duration, dead_letter_queue? DeadLetterQueue, lite_topic? string,
+    priority? int32
+Message: topic Resource, user_properties map, system_properties SystemProperties, body bytes
+Assignment: message_queue MessageQueue
+Status: code int32, message string
+UA: language int32, version string, platform string, hostname string
+Metric: on bool, endpoints? Endpoints
+Publishing: topics Resource[], max_body_size int32, validate_message_type bool
+Subscription: group? Resource, subscriptions SubscriptionEntry[], fifo? bool, receive_batch_size? int32,
+    long_polling_timeout? Duration
+Settings: client_type? int32, access_point? Endpoints, backoff_policy? RetryPolicy, request_timeout? Duration,
+    publishing|pub_sub Publishing, subscription|pub_sub Subscription, user_agent UA, metric Metric
+QueryRouteRequest: topic Resource, endpoints Endpoints
+QueryRouteResponse: status Status, message_queues MessageQueue[]
+SendMessageRequest: messages Message[]
+SendResultEntry: status Status, message_id string, transaction_id string, offset int64, recall_handle string
+SendMessageResponse: status Status, entries SendResultEntry[]
+QueryAssignmentRequest: topic Resource, group Resource, endpoints Endpoints
+QueryAssignmentResponse: status Status, assignments Assignment[]
+ReceiveMessageRequest: group Resource, message_queue MessageQueue, filter_expression FilterExpression,
+    batch_size int32, invisible_duration? Duration, auto_renew bool, long_polling_timeout? Duration,
+    attempt_id? string
+ReceiveMessageResponse: status|content Status, message|content Message, delivery_timestamp|content Timestamp
+AckMessageEntry: message_id string, receipt_handle string
+AckMessageRequest: group Resource, topic Resource, entries AckMessageEntry[]
+AckMessageResultEntry: message_id string, receipt_handle string, status Status
+AckMessageResponse: status Status, entries AckMessageResultEntry[]
+ForwardMessageToDeadLetterQueueRequest: group Resource, topic Resource, receipt_handle string, message_id string,
+    delivery_attempt int32, max_delivery_attempts int32
+ForwardMessageToDeadLetterQueueResponse: status Status
+HeartbeatRequest: group? Resource, client_type int32
+HeartbeatResponse: status Status
+EndTransactionRequest: topic Resource, message_id string, transaction_id string, resolution int32, source int32,
+    trace_context string
+EndTransactionResponse: status Status
+ThreadStackTrace: nonce string, thread_stack_trace? string
+VerifyMessageResult: nonce string
+RecoverOrphanedTransactionCommand: message Message, transaction_id string
+TelemetryCommand: status? Status, settings|command Settings, thread_stack_trace|command ThreadStackTrace,
+    verify_message_result|command VerifyMessageResult,
+    recover_orphaned_transaction_command|command RecoverOrphanedTransactionCommand
+NotifyClientTerminationRequest: group? Resource
+NotifyClientTerminationResponse: status Status
+ChangeInvisibleDurationRequest: group Resource, topic Resource, receipt_handle string, invisible_duration Duration,
+    message_id string
+ChangeInvisibleDurationResponse: status Status, receipt_handle string
+RecallMessageRequest: topic Resource, recall_handle string
+RecallMessageResponse: status Status, message_id string
 """
 
 _FIELD: Final = descriptor_pb2.FieldDescriptorProto
@@ -270,12 +126,11 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
         syntax="proto3",
         dependency=["google/protobuf/timestamp.proto", "google/protobuf/duration.proto"],
     )
-    for line in _SCHEMA.strip().splitlines():
-        if not line.startswith(" "):
-            file.message_type.add(name=line)
-        else:
-            number, name, kind = line.split()
-            _add_field(file.message_type[-1], int(number), name, kind)
+    for line in _SCHEMA.replace(",\n", ",").strip().splitlines():
+        name, _, fields = line.partition(": ")
+        message = file.message_type.add(name=name)
+        for number, field_text in enumerate(fields.split(","), 1):
+            _add_field(message, number, *field_text.split())
     for message in file.message_type:  # choices of one come after the real ones
         for field in message.field:
             if field.proto3_optional:
