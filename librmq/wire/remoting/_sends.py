@@ -70,22 +70,8 @@ class Sends:
         self._rates = rates
         self._now_ms = broker.runner.now_ms
         self._is_real_time = moves_by_itself(broker.runner.clock)
-        self._waits = "sync" in (broker.store.config.durability, broker.config.replication)
         self._batch_lock = Lock()  # a large batch takes fifty times its bytes in memory
-        self.handlers: Handlers = {
-            RequestCode.SEND_MESSAGE: self.send,
-            RequestCode.SEND_MESSAGE_V2: self.send,
-            RequestCode.SEND_BATCH_MESSAGE: self.send,
-            **served(None, EndTransaction),
-        }
-
-    def send(self, call: RemotingCall) -> bytes:
-        """Store a message or a batch."""
-        request = self.read_request(call)
-        try:
-            return self.answer_send(call, self._with_handle(request, call.call_broker(request)))
-        except RmqError as error:
-            return _refused(call.channel, call.frame, error, call.header.topic)
+        self.handlers: Handlers = served(None, EndTransaction)
 
     def send_all(self, channel: Channel, frames: Sequence[Frame]) -> list[tuple[Frame, bytes]]:
         """Store messages that came together; return the frames with their answers.

@@ -17,7 +17,7 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime import ManualRunner
-from librmq.wire.remoting._channels import Channel, answer_of, answering
+from librmq.wire.remoting._channels import Channel
 from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
@@ -92,8 +92,8 @@ def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:
         together = [answer for _, answer in producing.send_all(channel, [*FrameReader().feed(raw)])]
         stored = records(broker)
     with served() as (broker, producing, channel):
-        handlers = answering([producing.handlers])
-        assert together == [answer_of(handlers, channel, frame) for frame in FrameReader().feed(raw)]
+        alone = [answer for frame in FrameReader().feed(raw) for _, answer in producing.send_all(channel, [frame])]
+        assert together == alone
         assert stored == records(broker)
 
 
