@@ -737,7 +737,7 @@ class EndTransaction(Request[None]):
     queue_offset: int
     """Of the half message, in the half topic."""
     physical_offset: int
-    message_id: str
+    message_id: str = ""
     from_check: bool = False
 
 

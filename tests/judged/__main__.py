@@ -35,9 +35,9 @@ from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
-from librmq.protocol import SendBatch
+from librmq.protocol import CreateTopic, SendBatch
 from librmq.wire.remoting._frames import version_name
-from librmq.wire.remoting._headers import CreateTopicHeader, RequestCode
+from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting._request_codec import check, frame_of, send_frame
 from tests.wire.clients import (
     HERE,
@@ -397,8 +397,8 @@ def batch_queues(stand: Stand) -> None:
     """A broker of 5.x keeps a batch that has an id, as that of a Java client, as one record of such a topic."""
     topic = f"{stand.topic}-b"
     for name in stand.route.broker_names():
-        header = CreateTopicHeader(topic, 1, 1, 6, attributes="+queue.type=BatchCQ")
-        answer = stand.route.broker(name).request(frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header))
+        create = CreateTopic(topic, 1, 1, 6, {"queue.type": "BatchCQ"})
+        answer = stand.route.broker(name).request(frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, create))
         assert answer.code == 0, answer.remark
     messages = [
         librmq.Message(topic, str(number).encode(), tags="ab"[number % 2], keys=f"k-{number}") for number in range(5)

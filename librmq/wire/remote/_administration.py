@@ -46,11 +46,12 @@ from librmq.protocol import (
     SetGroup,
     Subscription,
     TopicGroups,
+    UpdateOffset,
 )
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
-from librmq.wire.remoting._headers import GroupProgressHeader, RequestCode
+from librmq.wire.remoting._headers import DURABLE_FIELD, RequestCode
 from librmq.wire.remoting._request_codec import FORMS, check, frame_of
 from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
@@ -215,8 +216,9 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
         raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
     offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     for queue, queue_offset in offsets.items():
-        progress = GroupProgressHeader(group, topic, queue.queue_id, queue_offset, is_durable=True)
-        answer = check(broker.request(frame_of(RequestCode.UPDATE_CONSUMER_OFFSET, progress)))
+        frame = FORMS[UpdateOffset].write(UpdateOffset(group, topic, queue.queue_id, queue_offset))
+        frame.fields[DURABLE_FIELD] = "true"
+        answer = check(broker.request(frame))
         # A broker of 5.x ignores commits between a reset and the next pull of the queue, but not another reset.
         if answer.remark == COMMIT_IGNORED:
             broker.call(ResetGroup(group, topic, -1, queue_id=queue.queue_id, queue_offset=queue_offset))

@@ -50,6 +50,7 @@ from librmq.wire.remoting._bodies import MOST_RECORD_BYTES, fitting, records_bod
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._frames import Frame, to_fields
 from librmq.wire.remoting._headers import (
+    DURABLE_FIELD,
     PULL_CODES,
     PULL_WAITS,
     HoldHeader,
@@ -121,12 +122,11 @@ class ResetsByPull:
         return moved
 
     def _update(self, call: RemotingCall) -> bytes:
-        form = FORMS[UpdateOffset]
-        request: UpdateOffset = form.parse(call.header, call.frame.body)
+        request: UpdateOffset = call.header
         if (request.group, request.topic, request.queue_id) in self._offsets:
             return call.answer(remark="Offset has been previously reset")
-        answer = call.serve(form)
-        if call.header.is_durable:
+        answer = call.serve(FORMS[UpdateOffset])
+        if call.frame.fields.get(DURABLE_FIELD) == "true":
             self._broker.call(SaveProgress(request.group))
         return answer
 

@@ -24,7 +24,9 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
+from enum import Enum
+from types import UnionType
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from librmq.errors import MalformedError, MessageIllegalError
 from librmq.runtime.locks import Inherited, Lock, if_free
@@ -340,32 +342,46 @@ _forms: Final[dict[tuple[type[Any], str], _Form]] = {}
 
 
 def _form_of(header: type[Any], names: str) -> _Form:
-    """Return the compiled fields of a header, in the order of its attributes."""
-    titles: dict[str, str] = dict(getattr(header, "NAMES", {}))
-    for name in names.split():
-        title, _, attribute_name = name.partition("=")
-        titles[attribute_name] = title
-    hints = get_type_hints(header)
+    """Return the compiled fields of a header, in the order of its attributes; ``names`` as in `RequestForm`."""
+    titles, marks = dict[str, list[str]](), dict[str, str]()
     readers, plain, optional = [], [], []
-    namespace: dict[str, Any] = {"_Header": header, "_whole": _whole, "_truth": _truth}
-    namespace["_small"] = _SMALL_NUMBERS
+    for name in (names or getattr(header, "NAMES", "")).split():
+        title, equals, attribute_name = name.partition("=")
+        if equals:
+            titles.setdefault(attribute_name, []).append(title)
+        elif name[0] in "!?-":
+            marks[name[1:]] = name[0]
+        else:
+            plain.append("{!r}: {!r}".format(*name.split(":")))
+    hints = get_type_hints(header)
+    namespace: dict[str, Any] = {"_Header": header, "_small": _SMALL_NUMBERS}
+    namespace |= {read.__name__: read for read in (_whole, _truth, _member, _changes, _changes_in)}
     for number, attribute in enumerate(fields(header)):
         first, *others = attribute.name.split("_")
-        name = repr(titles.get(attribute.name) or first + "".join(map(str.capitalize, others)))
-        hint = hints[attribute.name]
-        kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
-        read, text = _READERS[kind], f"get({name})" if attribute.default is not MISSING else f"found[{name}]"
-        namespace[f"_{number}"] = attribute.default
-        value = _value(read, "text", name)
-        if attribute.default is not MISSING:
-            readers.append(f"_{number} if (text := {text}) is None else {value}")
+        default, mark, hint = attribute.default, marks.get(attribute.name), hints[attribute.name]
+        if attribute.default_factory is not MISSING:
+            default = attribute.default_factory()
+        namespace[f"_{number}"] = default
+        if mark == "-":
+            readers.append(f"_{number}")
+            continue
+        named = [*map(repr, titles.get(attribute.name) or [first + "".join(map(str.capitalize, others))])]
+        is_optional = isinstance(hint, UnionType)
+        kind = get_args(hint)[0] if is_optional else get_origin(hint) or hint
+        namespace[kind.__name__] = kind
+        read, string = _CONVERSIONS[Enum if issubclass(kind, Enum) else kind]
+        read = read and f"{read}({{}}, {{}}{f', {kind.__name__}' if issubclass(kind, Enum) else ''})"
+        if default is not MISSING and mark != "!":
+            value = _value(read, "text", named[0])
+            readers.append(f"_{number} if (text := get({named[0]})) is None else {value}")
         else:
-            readers.append(_value(read, text, name))
-        string = _WRITTEN[kind].format(f"header.{attribute.name}")
-        if hint is kind:
-            plain.append(f"{name}: {string}")
+            readers.append(_value(read, f"found[{named[0]}]", named[0]))
+        string = string.format(f"header.{attribute.name}")
+        if is_optional or mark == "?":
+            condition = f"header.{attribute.name}{' is not None' if is_optional else ''}"
+            optional += [f"    if {condition}:\n        written[{name}] = {string}\n" for name in named]
         else:
-            optional.append(f"    if header.{attribute.name} is not None:\n        written[{name}] = {string}\n")
+            plain += [f"{name}: {string}" for name in named]
     source = (
         f"def read(found):\n    get = found.get\n    return _Header({', '.join(readers)})\n"
         f"def write(header):\n    written = {{{', '.join(plain)}}}\n{''.join(optional)}    return written\n"
@@ -379,8 +395,8 @@ def _value(read: str | None, text: str, name: str) -> str:
     """Return the expression for the value of a field. Small numbers are looked up, since most are small."""
     if read is None:
         return text
-    value = f"{read}({text}, {name})"
-    return f"_small[{text}] if {text} in _small else {value}" if read == "_whole" else value
+    value = read.format(text, name)
+    return f"_small[{text}] if {text} in _small else {value}" if read.startswith("_whole") else value
 
 
 def to_fields(header: object, names: str = "") -> dict[str, str]:
@@ -416,9 +432,39 @@ def _truth(text: str, _: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-_READERS: Final[Mapping[type[Any], str | None]] = {int: "_whole", bool: "_truth", str: None}
-"""The names of the functions that convert a string."""
-_WRITTEN: Final[Mapping[type[Any], str]] = {int: "str({})", bool: "'true' if {} else 'false'", str: "{}"}
+def _member(text: str, name: str, kind: type[Enum]) -> Enum:
+    number = _whole(text, name)
+    try:
+        return kind(number)
+    except ValueError:
+        expected = ", ".join(str(member.value) for member in kind)
+        raise MalformedError(f"the field {name} is {number}: expected one of {expected}") from None
+
+
+def _changes(attributes: Mapping[str, str | None]) -> str:
+    """Return changes of attributes as 5.x names them: ``+message.type=FIFO`` sets one, ``-message.type`` removes it."""
+    changes = (f"-{name}" if value is None else f"+{name}={value}" for name, value in attributes.items())
+    return ",".join(changes)
+
+
+def _changes_in(text: str, _: str) -> dict[str, str | None]:
+    attributes: dict[str, str | None] = {}
+    for change in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = change[1:].partition("=")
+        if not name or change[0] not in "+-" or (change[0] == "+") != bool(equals):
+            raise MalformedError(f"attributes: expected +NAME=VALUE or -NAME, found {change!r:.80}")
+        attributes[name] = value if equals else None
+    return attributes
+
+
+_CONVERSIONS: Final[Mapping[type[Any], tuple[str | None, str]]] = {
+    int: ("_whole", "str({})"),
+    bool: ("_truth", "'true' if {} else 'false'"),
+    str: (None, "{}"),
+    Enum: ("_member", "str({}.value)"),
+    Mapping: ("_changes_in", "_changes({})"),
+}
+"""By type the name of the function that converts a string, and the expression of the string for a value."""
 
 
 # ---- sockets of frames, in plain text or under TLS, at either end

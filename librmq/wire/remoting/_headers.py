@@ -23,27 +23,32 @@ from librmq.protocol import (
     ConsumerIds,
     ConsumerOffsetsOf,
     ConsumersChanged,
+    CreateTopic,
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     DescribeConnections,
     DescribeProgress,
     DescribeQueues,
+    EndTransaction,
     ForwardToDeadLetters,
     HoldPlace,
     MaxOffset,
     MinOffset,
     PullStatus,
+    QueryMessages,
     QueryOffset,
     QueueOffsetAt,
     ResetGroup,
     ResponseCode,
     SaveProgress,
+    SendBack,
     SendStatus,
     StartGroup,
     TakeHandOuts,
     TopicGroups,
     Unregister,
+    UpdateOffset,
     ViewMessage,
     value,
 )
@@ -53,6 +58,8 @@ from librmq.wire.remoting._frames import from_fields, to_fields
 
 ERROR_FIELD: Final = "librmqError"
 """Field of librmq's own in an answer, with the error for a client of librmq; other clients ignore it."""
+DURABLE_FIELD: Final = "isDurable"
+"""Field of librmq's own: progress is on the device before the answer, as a reset is; RocketMQ ignores it."""
 PULL_COMMITS, PULL_WAITS, PULL_SUBSCRIBES = 1, 2, 4
 """Bits of a pull's ``sys_flag``."""
 PULL_CODES: Final = {
@@ -237,7 +244,7 @@ class PushedReplyHeader(MessageFields):
 class SentHeader:
     """Where a message is stored; commas separate the ids of a batch."""
 
-    NAMES: ClassVar = {"region": "MSG_REGION", "is_traced": "TRACE_ON"}
+    NAMES: ClassVar = "MSG_REGION=region TRACE_ON=is_traced"
 
     msg_id: str
     queue_id: int
@@ -287,20 +294,6 @@ class PulledHeader:
 
 
 @value
-class QueryByKeyHeader:
-    """A search by key, or by unique id."""
-
-    NAMES: ClassVar = {"is_unique": "_UNIQUE_KEY_QUERY"}
-
-    topic: str
-    key: str
-    max_num: int
-    begin_timestamp: int
-    end_timestamp: int
-    is_unique: bool = False
-
-
-@value
 class FoundByKeyHeader:
     """How far the key index has come. The body has the records."""
 
@@ -309,66 +302,10 @@ class FoundByKeyHeader:
 
 
 @value
-class GroupProgressHeader:
-    """A group's progress in a queue."""
-
-    consumer_group: str
-    topic: str
-    queue_id: int
-    commit_offset: int
-    is_durable: bool | None = None
-    """Whether it is on the device before the answer, as a reset is; RocketMQ ignores the field."""
-    only_forward: bool | None = None
-    """librmq's own: whether later progress stays."""
-
-
-@value
 class OffsetHeader:
     """A queue offset, or the place of a record."""
 
     offset: int
-
-
-@value
-class CreateTopicHeader:
-    topic: str
-    read_queue_nums: int
-    write_queue_nums: int
-    perm: int
-    default_topic: str = SystemTopic.AUTO_CREATE
-    topic_filter_type: str = "SINGLE_TAG"
-    topic_sys_flag: int = 0
-    order: bool = False
-    attributes: str | None = None
-    """Changes of attributes, as in 5.x: ``+message.type=FIFO,-another``."""
-
-
-@value
-class SendBackHeader:
-    """A message that a consumer sends back, by the position of its record."""
-
-    offset: int
-    group: str
-    delay_level: int
-    origin_msg_id: str = ""
-    origin_topic: str = ""
-    unit_mode: bool = False
-    max_reconsume_times: int | None = None
-    cause: str | None = None
-    """Of the failure: a field of librmq's, which RocketMQ ignores."""
-
-
-@value
-class EndTransactionHeader:
-    """The end of a transaction: 8 commits, 12 rolls back, 0 leaves it open."""
-
-    producer_group: str
-    tran_state_table_offset: int
-    commit_log_offset: int
-    commit_or_rollback: int
-    from_transaction_check: bool = False
-    msg_id: str = ""
-    transaction_id: str = ""
 
 
 @value
@@ -627,7 +564,9 @@ class RecallHeader:
 class RequestForm(NamedTuple):
     header: type[Any] = EmptyHeader
     names: str = ""
-    """The fields that are named otherwise than their attributes of the header, each as ``field=attribute``."""
+    """What the attributes of the header do not tell: ``field=attribute`` is the name of a field, ``-attribute`` is no
+    field, ``!attribute`` may not be absent in spite of its default, ``?attribute`` is left out where it is empty, and
+    ``field:text`` is a field that always has this text."""
 
     def read(self, fields: Mapping[str, str]) -> Any:  # noqa: ANN401 (a header)
         """Return the header that fields describe; `MalformedError` if they describe none."""
@@ -639,26 +578,40 @@ class RequestForm(NamedTuple):
 
 _LETTERS: Final = " ".join(map("{}={}".format, "abcdefghijklm", (field.name for field in fields(SendHeader))))
 _OF_GROUP: Final = "consumerGroup=group"
+_TOPIC: Final = (
+    "readQueueNums=read_queues !read_queues writeQueueNums=write_queues !write_queues perm=permission !permission "
+    f"?attributes -unless_exists defaultTopic:{SystemTopic.AUTO_CREATE} topicFilterType:SINGLE_TAG topicSysFlag:0 "
+    "order:false"
+)
+_BY_KEY: Final = (
+    "maxNum=max_messages !max_messages beginTimestamp=begin_ms !begin_ms endTimestamp=end_ms !end_ms "
+    "_UNIQUE_KEY_QUERY=is_unique"
+)
+_TRANSACTION: Final = (
+    "producerGroup=group tranStateTableOffset=queue_offset commitLogOffset=physical_offset commitOrRollback=state "
+    "fromTransactionCheck=from_check msgId=message_id transactionId=message_id"
+)
+_SENT_BACK: Final = "offset=physical_offset originMsgId=origin_message_id ?cause -reconsume_times unitMode:false"
 REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     **dict.fromkeys(RequestCode, RequestForm()),
     RequestCode.SEND_MESSAGE: RequestForm(SendHeader),
     RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, _LETTERS),
     RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, _LETTERS),
     RequestCode.PULL_MESSAGE: RequestForm(PullHeader),
-    RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader),
+    RequestCode.QUERY_MESSAGE: RequestForm(QueryMessages, _BY_KEY),
     RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(QueryOffset, _OF_GROUP),
     RequestCode.HOLD_PLACE: RequestForm(HoldPlace, _OF_GROUP),
     RequestCode.SAVE_PROGRESS: RequestForm(SaveProgress, _OF_GROUP),
-    RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
-    RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
+    RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(UpdateOffset, f"{_OF_GROUP} commitOffset=queue_offset"),
+    RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopic, _TOPIC),
     RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueOffsetAt, "timestamp=timestamp_ms"),
     RequestCode.GET_MAX_OFFSET: RequestForm(MaxOffset),
     RequestCode.GET_MIN_OFFSET: RequestForm(MinOffset),
     RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(MinOffset),
     RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(ViewMessage, "offset=physical_offset"),
     RequestCode.UNREGISTER_CLIENT: RequestForm(Unregister, "clientID=client_id"),
-    RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
-    RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),
+    RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBack, _SENT_BACK),
+    RequestCode.END_TRANSACTION: RequestForm(EndTransaction, _TRANSACTION),
     RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerIds, _OF_GROUP),
     RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
     RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumersChanged, _OF_GROUP),

@@ -87,7 +87,6 @@ from librmq.protocol import (
     TakeHandOuts,
     Takes,
     TopicGroups,
-    TransactionState,
     UnlockQueues,
     Unregister,
     UpdateOffset,
@@ -155,7 +154,6 @@ _OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
 _DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
 """Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
 _REFUSING_FROM: Final = 0.9  # a broker's default
-_STATES: Final = {state.value: state for state in TransactionState}
 _PULL_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
 _REMARKS: Final = {
     PullStatus.FOUND: "FOUND",
@@ -248,37 +246,9 @@ class _Result(NamedTuple):
     read: Callable[[Any, Frame], Any]
 
 
-_AS_IS: Final = (lambda value: value,) * 2
-
-
 def _as_header(code: RequestCode, result: _Result) -> Form:
     """Return the form of requests that are their own headers."""
     return Form(code, partial(frame_of, code), result.read, lambda request, body: request, result.reply)
-
-
-def _by_fields(
-    kind: type[Any],
-    code: RequestCode,
-    fields: str,
-    result: _Result,
-    **forms: tuple[Callable[[Any], object], Callable[[Any], object]],
-) -> Form:
-    """Return the form of requests whose attributes are fields of another header.
-
-    ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
-    ``forms`` turn an attribute into the field of this name, and back.
-    """
-    names = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
-    pairs = [(field, name, *forms.get(field, _AS_IS)) for field, name in names]
-    header = REQUESTS[code].header
-
-    def write(request: object) -> Frame:
-        return frame_of(code, header(**{field: to_field(getattr(request, name)) for field, name, to_field, _ in pairs}))
-
-    def parse(header: object, body: bytes) -> object:
-        return kind(**{name: from_field(getattr(header, field)) for field, name, _, from_field in pairs})
-
-    return Form(code, write, result.read, parse, result.reply)
 
 
 def _by_body(
@@ -459,29 +429,7 @@ _MOVED: Final = _in_body(
 )
 
 
-# ---- requests whose fields differ from their attributes
-
-
-def _state_in(number: int) -> TransactionState:
-    if (state := _STATES.get(number)) is None:
-        raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {number}")
-    return state
-
-
-def _written_attributes(attributes: Mapping[str, str | None]) -> str | None:
-    """Return changes of attributes as 5.x names them: ``+message.type=FIFO`` sets one, ``-message.type`` removes it."""
-    changes = (f"-{name}" if value is None else f"+{name}={value}" for name, value in attributes.items())
-    return ",".join(changes) or None
-
-
-def _attributes_in(text: str | None) -> dict[str, str | None]:
-    attributes: dict[str, str | None] = {}
-    for change in filter(None, map(str.strip, (text or "").split(","))):
-        name, equals, value = change[1:].partition("=")
-        if not name or change[0] not in "+-" or (change[0] == "+") != bool(equals):
-            raise MalformedError(f"attributes: expected +NAME=VALUE or -NAME, found {change!r:.80}")
-        attributes[name] = value if equals else None
-    return attributes
+# ---- requests in a body
 
 
 def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
@@ -568,13 +516,7 @@ def _read_time(pair: Any) -> datetime | None:  # noqa: ANN401 (in the place of a
 _C = RequestCode
 OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
     TopicGroups: _as_header(_C.QUERY_TOPIC_CONSUME_BY_WHO, _GROUPS),
-    CreateTopic: _by_fields(
-        CreateTopic,
-        _C.UPDATE_AND_CREATE_TOPIC,
-        "topic read_queue_nums=read_queues write_queue_nums=write_queues perm=permission attributes",
-        _NOTHING,
-        attributes=(_written_attributes, _attributes_in),
-    ),
+    CreateTopic: _as_header(_C.UPDATE_AND_CREATE_TOPIC, _NOTHING),
     DeleteTopic: _as_header(_C.DELETE_TOPIC_IN_BROKER, _NOTHING),
     CleanUnusedTopics: _as_header(_C.CLEAN_UNUSED_TOPIC, _Result(_reply_nothing, _read_no_queues)),
     DeleteExpiredFiles: _as_header(_C.DELETE_EXPIRED_COMMITLOG, _NOTHING),
@@ -586,24 +528,12 @@ OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
     ),
     DeleteGroup: _as_header(_C.DELETE_SUBSCRIPTIONGROUP, _NOTHING),
     ViewMessage: _as_header(_C.VIEW_MESSAGE_BY_ID, _Result(_reply_viewed, _read_viewed)),
-    QueryMessages: _by_fields(
-        QueryMessages,
-        _C.QUERY_MESSAGE,
-        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
-        _Result(_reply_messages, _read_messages),
-    ),
+    QueryMessages: _as_header(_C.QUERY_MESSAGE, _Result(_reply_messages, _read_messages)),
 }
 """By class of request: the broker answers these as they are, and one that changes something only on its own machine."""
 FORMS: Final[Mapping[type[Any], Form]] = {
     **OPERATOR_FORMS,
-    EndTransaction: _by_fields(
-        EndTransaction,
-        _C.END_TRANSACTION,
-        "producer_group=group tran_state_table_offset=queue_offset commit_log_offset=physical_offset "
-        "commit_or_rollback=state from_transaction_check=from_check transaction_id=message_id msg_id=message_id",
-        _NOTHING,
-        commit_or_rollback=(lambda state: state.value, _state_in),
-    ),
+    EndTransaction: _as_header(_C.END_TRANSACTION, _NOTHING),
     Unregister: _as_header(_C.UNREGISTER_CLIENT, _NOTHING),
     ConsumerIds: _as_header(_C.GET_CONSUMER_LIST_BY_GROUP, _Result(_reply_ids, _read_ids)),
     QueryOffset: _as_header(_C.QUERY_CONSUMER_OFFSET, _Result(_reply_progress, _read_progress)),
@@ -612,25 +542,13 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _C.HOLD_PLACE,
         _in_header(OffsetHeader, _header_of_place, lambda header: header.offset if header.offset >= 0 else None),
     ),
-    UpdateOffset: _by_fields(
-        UpdateOffset,
-        _C.UPDATE_CONSUMER_OFFSET,
-        "consumer_group=group topic queue_id commit_offset=queue_offset only_forward",
-        _NOTHING,
-    ),
+    UpdateOffset: _as_header(_C.UPDATE_CONSUMER_OFFSET, _NOTHING),
     MaxOffset: _as_header(_C.GET_MAX_OFFSET, _OFFSET),
     MinOffset: _as_header(_C.GET_MIN_OFFSET, _OFFSET),
     QueueOffsetAt: _as_header(_C.SEARCH_OFFSET_BY_TIMESTAMP, _OFFSET),
     LockQueues: _locks(LockQueues, _C.LOCK_BATCH_MQ, _LOCKED),
     UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
-    SendBack: _by_fields(
-        SendBack,
-        _C.CONSUMER_SEND_MSG_BACK,
-        "group offset=physical_offset delay_level max_reconsume_times origin_topic origin_msg_id=origin_message_id "
-        "cause",
-        _NOTHING,
-        cause=(lambda cause: cause or None, lambda cause: cause or ""),
-    ),
+    SendBack: _as_header(_C.CONSUMER_SEND_MSG_BACK, _NOTHING),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
     CancelMessage: _as_header(
         _C.CANCEL_MESSAGE, _Result(lambda request, result: Reply(CancelledHeader(*result)), _read_cancelled)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from librmq import Broker, ManualRunner
+from librmq import Broker, ManualRunner, TransactionState
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
@@ -303,10 +303,12 @@ def test_no_name_of_a_request_spoils_a_table(
     usual = {"topic": "t", "group": "g", "consumerGroup": "g", "clientID": "c1", "a": "p", "b": "t", "e": "0"}
     for code, form in REQUESTS.items():
         texts = [field.name for field in fields(form.header) if "str" in str(field.type)]
+        others = {"state": TransactionState.UNKNOWN, "attributes": {" ": None}}
         for text in texts:
-            marked = form.header(**{field.name: "0" for field in fields(form.header)} | {text: "odd"})
+            odd = {"": None} if text == "attributes" else "odd"
+            marked = form.header(**{one.name: others.get(one.name, "0") for one in fields(form.header)} | {text: odd})
             texts_sent = form.write(marked).items()
-            named = {key: name if value == "odd" else usual.get(key, value) for key, value in texts_sent}
+            named = {key: name if value in ("odd", "-") else usual.get(key, value) for key, value in texts_sent}
             head = json.dumps({"code": code, "extFields": named, "flag": 2, "opaque": 9}).encode()
             client.write((4 + len(head)).to_bytes(4) + len(head).to_bytes(4) + head)
     client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
