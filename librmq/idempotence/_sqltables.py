@@ -141,39 +141,32 @@ _Steps = Mapping[str, Sequence[str]]
 """Statements by dialect; "" for all others."""
 
 
-def _expiring(columns: str, charset: str) -> _Steps:
-    columns += ", expires_timestamp_ms BIGINT NOT NULL"
+def _indexed(columns: str, charset: str, indexes: Mapping[str, str], options: str = "") -> _Steps:
+    within = "".join(f", INDEX {{plain}}_{name} ({of})" for name, of in indexes.items())
     return {
         "": (
-            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){{options}}",
-            "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){options}",
+            *(f"CREATE INDEX IF NOT EXISTS {{plain}}_{name} ON {{table}} ({of})" for name, of in indexes.items()),
         ),
         # Keys differ by case and by each byte; the usual collations ignore that.
         "mysql": (
-            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}, INDEX {{plain}}_expires (expires_timestamp_ms)) "
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}{within}) "
             f"ENGINE=InnoDB CHARACTER SET {charset} COLLATE {charset}_bin",
         ),
     }
 
 
+def _expiring(columns: str, charset: str) -> _Steps:
+    columns += ", expires_timestamp_ms BIGINT NOT NULL"
+    return _indexed(columns, charset, {"expires": "expires_timestamp_ms"}, "{options}")
+
+
 _KEY: Final = "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY"
-_OUTBOX_COLUMNS: Final = (
-    "order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, flag INTEGER NOT NULL, "
-    "body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, attempts INTEGER NOT NULL, "
-    "due_timestamp_ms BIGINT NOT NULL"
+_OUTBOX: Final = (
+    "id {serial}, order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, "
+    "flag INTEGER NOT NULL, body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, "
+    "attempts INTEGER NOT NULL, due_timestamp_ms BIGINT NOT NULL"
 )
-_OUTBOX: Final[_Steps] = {
-    "": (
-        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ")",
-        "CREATE INDEX IF NOT EXISTS {plain}_due ON {table} (state, due_timestamp_ms, id)",
-        "CREATE INDEX IF NOT EXISTS {plain}_order ON {table} (order_key, state, id)",
-    ),
-    "mysql": (
-        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ", "
-        "INDEX {plain}_due (state, due_timestamp_ms, id), INDEX {plain}_order (order_key, state, id)"
-        ") ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
-    ),
-}
 
 _TYPES: Final[Mapping[str, Mapping[str, str]]] = {
     "postgresql": {"serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "bytes": "BYTEA", "text": "TEXT"},
@@ -190,7 +183,7 @@ VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
     "transactions": (
         _expiring("transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL", "utf8mb4"),
     ),
-    "outbox": (_OUTBOX,),
+    "outbox": (_indexed(_OUTBOX, "utf8mb4", {"due": "state, due_timestamp_ms, id", "order": "order_key, state, id"}),),
 }
 """Statements that lead from one version of a table to the next, by kind of table; the first create it."""
 OLDEST: Final[dict[str, int]] = dict.fromkeys(VERSIONS, 1)
