@@ -46,6 +46,7 @@ from librmq.protocol import (
     SendStatus,
     StartGroup,
     TakeHandOuts,
+    Takes,
     TopicGroups,
     Unregister,
     UpdateOffset,
@@ -395,25 +396,12 @@ class QueueEntriesHeader:
 
 
 @value
-class KvKeyHeader:
-    """A key in the name server's table."""
+class KvHeader:
+    """A part of the name server's table, a key in it, and the key's value."""
 
     namespace: str
-    key: str
-
-
-@value
-class KvPairHeader(KvKeyHeader):
-    """A key in the name server's table, and its value."""
-
-    value: str
-
-
-@value
-class KvNamespaceHeader:
-    """A part of the name server's table."""
-
-    namespace: str
+    key: str = ""
+    value: str = ""
 
 
 @value
@@ -448,7 +436,7 @@ class ReceiveHeader:
     """Receipts, separated by line ends."""
     damage_ms: int = DAMAGE_MS
     max_process_deaths: int | None = None
-    takes: int = 0
+    takes: Takes = Takes.NO_SUSPECT
 
 
 @value
@@ -615,9 +603,9 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerIds, _OF_GROUP),
     RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
     RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumersChanged, _OF_GROUP),
-    RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
-    RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader),
-    RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
+    RequestCode.PUT_KV_CONFIG: RequestForm(KvHeader, "!key !value"),
+    RequestCode.GET_KV_CONFIG: RequestForm(KvHeader, "!key"),
+    RequestCode.DELETE_KV_CONFIG: RequestForm(KvHeader, "!key"),
     RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
     RequestCode.GET_TOPIC_STATS_INFO: RequestForm(DescribeQueues),
     RequestCode.GET_TOPIC_CONFIG: RequestForm(DescribeQueues),
@@ -630,7 +618,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(CleanUnusedTopics),
     RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(DeleteExpiredFiles),
     RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
-    RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvNamespaceHeader),
+    RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvHeader),
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
     **dict.fromkeys(
         (RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSUMER_CLIENT_OFFSET),

@@ -85,7 +85,6 @@ from librmq.protocol import (
     StartOutcome,
     Subscription,
     TakeHandOuts,
-    Takes,
     TopicGroups,
     UnlockQueues,
     Unregister,
@@ -788,7 +787,7 @@ def receive_frame(request: Receive, hold: int) -> Frame:
         acknowledged="\n".join(request.acknowledged) or None,
         damage_ms=request.damage_ms,
         max_process_deaths=request.max_process_deaths,
-        takes=int(request.takes),
+        takes=request.takes,
     )
     return frame_of(RequestCode.RECEIVE, header)
 
@@ -807,15 +806,8 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
         acknowledged=tuple(header.acknowledged.split("\n")) if header.acknowledged else (),
         damage_ms=header.damage_ms,
         max_process_deaths=header.max_process_deaths,
-        takes=_takes(header.takes),
+        takes=header.takes,
     )
-
-
-def _takes(number: int) -> Takes:
-    try:
-        return Takes(number)
-    except ValueError as error:
-        raise MalformedError(f"takes: {error}") from None
 
 
 def received_reply(response: ReceiveResponse) -> Reply:

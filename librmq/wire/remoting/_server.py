@@ -63,9 +63,7 @@ from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, clo
 from librmq.wire.remoting._headers import (
     BrokerNameHeader,
     ClusterNameHeader,
-    KvKeyHeader,
-    KvNamespaceHeader,
-    KvPairHeader,
+    KvHeader,
     RequestCode,
     RouteOfTopicHeader,
 )
@@ -167,7 +165,7 @@ class NameServer:
         return call.answer(body=f"listenPort={call.channel.own[1]}\n".encode())
 
     def _put_value(self, call: RemotingCall) -> bytes:
-        header: KvPairHeader = call.header
+        header: KvHeader = call.header
         with self._lock:
             if len(self._values) >= _MOST_VALUES and (header.namespace, header.key) not in self._values:
                 raise BrokerError(ResponseCode.SYSTEM_ERROR, f"there are {_MOST_VALUES:,} values already")
@@ -175,7 +173,7 @@ class NameServer:
         return call.answer()
 
     def _get_value(self, call: RemotingCall) -> bytes:
-        header: KvKeyHeader = call.header
+        header: KvHeader = call.header
         value = self._values.get((header.namespace, header.key))
         if value is None:
             raise BrokerError(
@@ -184,13 +182,13 @@ class NameServer:
         return call.answer_fields({"value": value})
 
     def _delete_value(self, call: RemotingCall) -> bytes:
-        header: KvKeyHeader = call.header
+        header: KvHeader = call.header
         with self._lock:
             self._values.pop((header.namespace, header.key), None)
         return call.answer()
 
     def _list_values(self, call: RemotingCall) -> bytes:
-        header: KvNamespaceHeader = call.header
+        header: KvHeader = call.header
         with self._lock:
             values = {key: value for (namespace, key), value in self._values.items() if namespace == header.namespace}
         if not values:

@@ -17,6 +17,7 @@ import pytest
 
 from librmq import Broker, ManualRunner, TransactionState
 from librmq.message.batch import BatchItem, encode_batch
+from librmq.protocol import Takes
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting import _consumer_requests as consuming_module
@@ -303,7 +304,7 @@ def test_no_name_of_a_request_spoils_a_table(
     usual = {"topic": "t", "group": "g", "consumerGroup": "g", "clientID": "c1", "a": "p", "b": "t", "e": "0"}
     for code, form in REQUESTS.items():
         texts = [field.name for field in fields(form.header) if "str" in str(field.type)]
-        others = {"state": TransactionState.UNKNOWN, "attributes": {" ": None}}
+        others = {"state": TransactionState.UNKNOWN, "attributes": {" ": None}, "takes": Takes.NO_SUSPECT}
         for text in texts:
             odd = {"": None} if text == "attributes" else "odd"
             marked = form.header(**{one.name: others.get(one.name, "0") for one in fields(form.header)} | {text: odd})
