@@ -17,7 +17,7 @@ from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
 from librmq.message.delays import deliver_time_ms, time_properties
 from librmq.message.ids import Receipt
-from librmq.message.properties import PropertyName
+from librmq.message.properties import PropertyName, is_half
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import (
     Acknowledge,
@@ -237,7 +237,7 @@ class Recorder:
             event["not_before_ms"] = not_before_ms
         if (key := message.properties.get(_SHARDING_KEY)) is not None:
             event["sharding_key"] = key
-        if message.properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
+        if is_half(message.properties):
             event["half"] = True
             return True
         return not_before_ms is not None

@@ -17,7 +17,7 @@ from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message import Message, StoredMessage
-from librmq.message.properties import PropertyName, priority_of
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, is_half, priority_of
 from librmq.message.topics import (
     NOT_FOR_SENDING,
     TopicType,
@@ -42,16 +42,12 @@ _IDENTITY, _GZIP, _MD5 = 1, 2, 2
 _SHARDING_KEY: Final = PropertyName.SHARDING_KEY
 _BORN_HOST: Final = "__BORNHOST"
 _BORN_TIME: Final = "BORN_TIMESTAMP"
-_RESERVED: Final = frozenset((
-    "TRACE_ON", "MSG_REGION", "KEYS", "TAGS", "WAIT", "DELAY", "RETRY_TOPIC", "REAL_TOPIC", "REAL_QID", "TRAN_MSG",
-    "PGROUP", "MIN_OFFSET", "MAX_OFFSET", "BUYER_ID", "ORIGIN_MESSAGE_ID", "TRANSFER_FLAG", "CORRECTION_FLAG",
-    "MQ2_FLAG", "RECONSUME_TIME", "UNIQ_KEY", "EXTEND_UNIQ_INFO", "MAX_RECONSUME_TIMES", "CONSUME_START_TIME",
-    "POP_CK", "POP_CK_OFFSET", "1ST_POP_TIME", "TRAN_PREPARED_QUEUE_OFFSET", "DUP_INFO", "INSTANCE_ID",
-    "CORRELATION_ID", "REPLY_TO_CLIENT", "TTL", "ARRIVE_TIME", "PUSH_REPLY_TIME", "CLUSTER", "MSG_TYPE",
-    "INNER_MULTI_DISPATCH", "INNER_MULTI_QUEUE_OFFSET", "__BORNHOST", "BORN_TIMESTAMP", "TIMER_DELAY_SEC",
-    "TIMER_DELAY_MS", "TIMER_DELIVER_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_ROLL_TIMES", "TIMER_OUT_MS",
-    "_SYS_MSG_PRIORITY_", "TIMER_DEL_UNIQKEY", "TIMER_DELAY_LEVEL", "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID",
-))  # fmt: skip
+_RESERVED: Final = RESERVED_PROPERTIES.union(
+    ("EXTEND_UNIQ_INFO", "POP_CK", "POP_CK_OFFSET", "1ST_POP_TIME", "TRAN_PREPARED_QUEUE_OFFSET", "DUP_INFO"),
+    ("INNER_MULTI_DISPATCH", _BORN_HOST, _BORN_TIME, "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"),
+    ("TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_ROLL_TIMES", "TIMER_OUT_MS", "TIMER_DEL_UNIQKEY"),
+    ("TIMER_DELAY_LEVEL", "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"),
+)
 _TIMED: Final = ("DELAY", PropertyName.TIMER_DELAY_SEC, PropertyName.TIMER_DELAY_MS, PropertyName.TIMER_DELIVER_MS)
 
 _Message = message_class("Message")
@@ -287,7 +283,7 @@ def to_message(stored: StoredMessage, topic: str) -> Any:
 
 
 def message_type_of(properties: Mapping[str, str]) -> MessageType:
-    if properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
+    if is_half(properties):
         return MessageType.TRANSACTION
     if any(name in properties for name in _TIMED):
         return MessageType.DELAY
