@@ -49,7 +49,6 @@ from librmq.wire.remoting._headers import (
     CheckTransactionHeader,
     ClientOfGroupHeader,
     ClientStatusHeader,
-    DirectConsumeHeader,
     PushedReplyHeader,
     RequestCode,
 )
@@ -160,7 +159,7 @@ class ClientRequests:
         body = running_info_body(state, subscriptions, self.name_servers, header.jstack_enable)
         send(answer_to(frame, body=body))
 
-    def _consume(self, beat: Heartbeat, header: DirectConsumeHeader, frame: Frame, send: _Send) -> None:
+    def _consume(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
         message = _message_of(frame, "a message to consume")
 
         def ended(consumed: DirectlyConsumed) -> None:

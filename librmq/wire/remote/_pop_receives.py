@@ -45,7 +45,6 @@ from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._pop import (
     ack_frame,
     change_frame,
-    notification_frame,
     pop_frame,
     read_acked,
     read_changed,
@@ -153,7 +152,7 @@ class PopReceives:
                     held.waiting, former.waiting = former.waiting, []
             held.waiting.append(notify)
         if held is not former:
-            question = notification_frame(request, now_ms, SUSPEND_MS, is_ordered=is_ordered)
+            question = pop_frame(request, now_ms, is_ordered=is_ordered, poll_ms=SUSPEND_MS)
             try:
                 self.send(question, partial(self._answered, key, held))
             except BaseException:

@@ -33,7 +33,7 @@ from librmq.wire.remote._dialing import AccessKeys, Connections, Dial, HostNames
 from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting._frames import Frame
-from librmq.wire.remoting._headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
+from librmq.wire.remoting._headers import RequestCode, TopicHeader
 from librmq.wire.remoting._request_codec import frame_of, refusal
 
 _log = EventLog("librmq.wire")
@@ -93,7 +93,7 @@ class NameServers:
             BrokerUnreachableError: No name server answers.
             BrokerError: A name server refuses the request.
         """
-        answer = self._ask(frame_of(RequestCode.GET_ROUTEINFO_BY_TOPIC, RouteOfTopicHeader(topic)))
+        answer = self._ask(frame_of(RequestCode.GET_ROUTEINFO_BY_TOPIC, TopicHeader(topic)))
         if answer.code == ResponseCode.TOPIC_NOT_EXIST:
             return LearntRoute({})
         return self._read_route(answer, f"the route of {topic}", _usable_route)
@@ -430,7 +430,7 @@ class RemoteRoute(AdministeredRoute):
     def delete_topic(self, topic: str) -> None:
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
         super().delete_topic(topic)
-        self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicOfClusterHeader(topic)))
+        self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicHeader(topic)))
 
     # ---- name servers
 

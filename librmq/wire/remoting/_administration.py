@@ -57,19 +57,18 @@ from librmq.wire.remoting._channels import (
     served,
 )
 from librmq.wire.remoting._consumer_requests import stored_ms
-from librmq.wire.remoting._frames import VERSION, Frame, to_fields
+from librmq.wire.remoting._frames import VERSION, Frame
 from librmq.wire.remoting._headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
     CloneOffsetHeader,
-    DirectConsumeHeader,
-    ProducerGroupHeader,
+    NameHeader,
     QueueEntriesHeader,
     RefusedSendHeader,
     RequestCode,
     StatsOfHeader,
 )
-from librmq.wire.remoting._request_codec import OPERATOR_FORMS
+from librmq.wire.remoting._request_codec import OPERATOR_FORMS, frame_of
 from librmq.wire.remoting._running_info import Rates, running_info_body
 
 ADMINISTRATIVE: Final = frozenset(
@@ -303,10 +302,10 @@ class AdminRequests:
         }
 
     def _producers(self, call: RemotingCall) -> bytes:
-        header: ProducerGroupHeader = call.header
-        ids = self._producer_groups().get(header.producer_group)
+        header: NameHeader = call.header
+        ids = self._producer_groups().get(header.name)
         if not ids:
-            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"the producer group[{header.producer_group}] not exist")
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"the producer group[{header.name}] not exist")
         return call.answer(body=write_body({"connectionSet": [self._connection(client_id) for client_id in ids]}))
 
     def _producer_groups(self) -> dict[str, list[str]]:
@@ -339,7 +338,7 @@ class AdminRequests:
 
     def _relay(self, call: RemotingCall) -> None:
         """Forward a request to a client and answer later, so that other requests of the connection do not wait."""
-        header: ClientOfGroupHeader | DirectConsumeHeader = call.header
+        header: ClientOfGroupHeader = call.header
         session = self._sessions.by_id.get(header.client_id)
         if session is None:
             raise BrokerError(
@@ -348,7 +347,7 @@ class AdminRequests:
             )
         if session.channel is call.channel:
             raise ConfigError(f"client {header.client_id} asks for itself")
-        request = Frame(call.frame.code, to_fields(header), call.frame.body)
+        request = frame_of(RequestCode(call.frame.code), header, call.frame.body)
 
         def relay() -> None:
             try:
@@ -395,7 +394,7 @@ class AdminRequests:
         call.channel.run_later(ask)
 
     def _consume_directly(self, call: RemotingCall) -> None:
-        header: DirectConsumeHeader = call.header
+        header: ClientOfGroupHeader = call.header
         message = self._broker.find_by_id(header.msg_id)
         if message is None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message has the id {header.msg_id}")

@@ -321,36 +321,29 @@ class CheckTransactionHeader:
 
 
 @value
-class ProducerGroupHeader:
-    producer_group: str
+class NameHeader:
+    """The name of a broker, a cluster or a group of producers."""
+
+    name: str
 
 
 @value
-class TopicOfClusterHeader:
+class TopicHeader:
+    """A topic of a name server, whose route is asked for or that is deleted."""
+
     topic: str
+    accept_standard_json_only: bool = False
     cluster_name: str | None = None
 
 
 @value
-class RouteOfTopicHeader:
-    topic: str
-    accept_standard_json_only: bool = False
-
-
-@value
 class ClientOfGroupHeader:
+    """A client that is to describe itself, perhaps with its stacks, or to consume a message now."""
+
     consumer_group: str
     client_id: str
     jstack_enable: bool = False
-
-
-@value
-class DirectConsumeHeader:
-    """A message that a client should consume now."""
-
-    consumer_group: str
-    client_id: str
-    msg_id: str
+    msg_id: str = ""
     broker_name: str = ""
 
 
@@ -404,16 +397,6 @@ class KvHeader:
     value: str = ""
 
 
-@value
-class BrokerNameHeader:
-    broker_name: str
-
-
-@value
-class ClusterNameHeader:
-    cluster: str
-
-
 # ---- receives, librmq's own
 
 
@@ -465,16 +448,16 @@ class NewReceiptHeader:
 
 @value
 class PopHeader:
-    """A receive; queue -1 is any. ``poll_time`` is how long it may be held, in ms."""
+    """A receive, or the question when it can find messages; queue -1 is any. It may be held for ``poll_time`` ms."""
 
     consumer_group: str
     topic: str
     queue_id: int
-    max_msg_nums: int
-    invisible_time: int
     poll_time: int
     born_time: int
-    init_mode: int
+    max_msg_nums: int = 0
+    invisible_time: int = 0
+    init_mode: int = 0
     exp_type: str | None = None
     exp: str | None = None
     order: bool = False
@@ -501,21 +484,6 @@ class PoppedHeader(PopChangedHeader):
 
 
 @value
-class NotificationHeader:
-    """Asks for an answer when a receive can find messages; the broker holds it for ``poll_time`` ms."""
-
-    consumer_group: str
-    topic: str
-    queue_id: int
-    poll_time: int
-    born_time: int
-    order: bool = False
-    attempt_id: str | None = None
-    exp_type: str | None = None
-    exp: str | None = None
-
-
-@value
 class NotifiedHeader:
     has_msg: bool = False
     polling_full: bool = False
@@ -523,18 +491,14 @@ class NotifiedHeader:
 
 @value
 class PopAckHeader:
+    """The end of one receive, or a change of its invisible time, in ms."""
+
     consumer_group: str
     topic: str
     queue_id: int
     extra_info: str
     offset: int
-
-
-@value
-class PopChangeHeader(PopAckHeader):
-    """A change of the invisible time of one message, in ms."""
-
-    invisible_time: int
+    invisible_time: int = 0
 
 
 @value
@@ -606,18 +570,18 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.PUT_KV_CONFIG: RequestForm(KvHeader, "!key !value"),
     RequestCode.GET_KV_CONFIG: RequestForm(KvHeader, "!key"),
     RequestCode.DELETE_KV_CONFIG: RequestForm(KvHeader, "!key"),
-    RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
+    RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(TopicHeader, "-cluster_name"),
     RequestCode.GET_TOPIC_STATS_INFO: RequestForm(DescribeQueues),
     RequestCode.GET_TOPIC_CONFIG: RequestForm(DescribeQueues),
     RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(DescribeConnections, _OF_GROUP),
-    RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
-    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader),
+    RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(NameHeader, "producerGroup=name"),
+    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(NameHeader, "brokerName=name"),
     RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(DeleteGroup, "groupName=group removeOffset=removes_progress"),
     RequestCode.GET_CONSUME_STATS: RequestForm(DescribeProgress, _OF_GROUP),
     RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(DeleteTopic),
     RequestCode.CLEAN_UNUSED_TOPIC: RequestForm(CleanUnusedTopics),
     RequestCode.DELETE_EXPIRED_COMMITLOG: RequestForm(DeleteExpiredFiles),
-    RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
+    RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicHeader, "-accept_standard_json_only"),
     RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvHeader),
     RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
     **dict.fromkeys(
@@ -625,11 +589,11 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
         RequestForm(ResetGroup, "timestamp=timestamp_ms isForce=force offset=queue_offset"),
     ),
     RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
-    RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
+    RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(NameHeader, "cluster=name"),
     RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicGroups),
     RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(ConsumerOffsetsOf),
-    RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
-    RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
+    RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader, "-msg_id -broker_name"),
+    RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(ClientOfGroupHeader, "-jstack_enable !msg_id"),
     RequestCode.CLONE_GROUP_OFFSET: RequestForm(CloneOffsetHeader),
     RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
     RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
@@ -640,13 +604,13 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader),
     RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, _LETTERS),
     RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
-    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader),
+    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(NameHeader, "brokerName=name"),
     RequestCode.RECEIVE: RequestForm(ReceiveHeader),
     **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
-    RequestCode.POP_MESSAGE: RequestForm(PopHeader),
-    RequestCode.NOTIFICATION: RequestForm(NotificationHeader),
-    RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
-    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader),
+    RequestCode.POP_MESSAGE: RequestForm(PopHeader, "!max_msg_nums !invisible_time !init_mode"),
+    RequestCode.NOTIFICATION: RequestForm(PopHeader, "-max_msg_nums -invisible_time -init_mode"),
+    RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader, "-invisible_time"),
+    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopAckHeader, "!invisible_time"),
     RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader),
     RequestCode.CHANGE_INVISIBLE: RequestForm(ChangeInvisible, _OF_GROUP),
     RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ForwardToDeadLetters, _OF_GROUP),

@@ -51,11 +51,9 @@ from librmq.wire.remoting._bodies import messages_of, records_body, unwrapped
 from librmq.wire.remoting._channels import Handlers, RemotingCall
 from librmq.wire.remoting._frames import Frame, from_fields
 from librmq.wire.remoting._headers import (
-    NotificationHeader,
     NotifiedHeader,
     PopAckHeader,
     PopChangedHeader,
-    PopChangeHeader,
     PopHeader,
     PoppedHeader,
     RecallHeader,
@@ -78,8 +76,11 @@ _ALL_ATTEMPTS: Final = 1 << 31
 # ---- at the client
 
 
-def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool) -> Frame:
-    """Return the frame of a receive that is not held; ``is_ordered`` says that the group receives in order."""
+def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool, poll_ms: int | None = None) -> Frame:
+    """Return the frame of a receive that is not held; ``is_ordered`` says that the group receives in order.
+
+    With ``poll_ms`` it is the frame that asks when a receive can find messages.
+    """
     subscription = request.subscription or Subscription(request.topic)
     header = PopHeader(
         consumer_group=request.group,
@@ -87,25 +88,15 @@ def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool) -> Frame:
         queue_id=_ANY_QUEUE,
         max_msg_nums=request.max_messages,
         invisible_time=request.invisible_ms,
-        poll_time=0,
+        poll_time=poll_ms or 0,
         born_time=now_ms,
         init_mode=_FROM_FIRST,
         exp_type=subscription.expression_type,
         exp=subscription.expression,
         order=is_ordered,
-        attempt_id=request.attempt_id or None,
+        attempt_id=request.attempt_id or None if poll_ms is None else None,
     )
-    return frame_of(RequestCode.POP_MESSAGE, header)
-
-
-def notification_frame(request: Receive, now_ms: int, poll_ms: int, *, is_ordered: bool) -> Frame:
-    """Return the frame that asks when a receive can find messages."""
-    subscription = request.subscription or Subscription(request.topic)
-    header = NotificationHeader(
-        consumer_group=request.group, topic=request.topic, queue_id=_ANY_QUEUE, poll_time=poll_ms, born_time=now_ms,
-        order=is_ordered, attempt_id=None, exp_type=subscription.expression_type, exp=subscription.expression,
-    )  # fmt: skip
-    return frame_of(RequestCode.NOTIFICATION, header)
+    return frame_of(RequestCode.POP_MESSAGE if poll_ms is None else RequestCode.NOTIFICATION, header)
 
 
 def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveResponse:
@@ -180,7 +171,7 @@ def change_frame(request: ChangeInvisible, receipt: Receipt) -> Frame:
     """Return the frame that changes when a message is visible again."""
     real_topic = receipt.stored_topic(request.group, request.topic)
     place = receipt.queue_id, receipt.extra_info, receipt.queue_offset
-    header = PopChangeHeader(request.group, real_topic, *place, request.invisible_ms)
+    header = PopAckHeader(request.group, real_topic, *place, request.invisible_ms)
     return frame_of(RequestCode.CHANGE_MESSAGE_INVISIBLETIME, header)
 
 
@@ -280,7 +271,7 @@ class PopRequests:
 
     def _notify(self, call: RemotingCall) -> bytes | None:
         """Answer when a receive can find messages, or the poll time is over."""
-        header: NotificationHeader = call.header
+        header: PopHeader = call.header
         runner, poll_ms = self._broker.runner, min(header.poll_time, _LONGEST_POLL_MS)
         is_answered = False
 
@@ -331,7 +322,7 @@ class PopRequests:
         return call.answer()
 
     def _change(self, call: RemotingCall) -> bytes:
-        header: PopChangeHeader = call.header
+        header: PopAckHeader = call.header
         topic, receipt = self._named(header)
         try:
             changed = Receipt.parse(

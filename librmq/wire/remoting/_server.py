@@ -61,11 +61,10 @@ from librmq.wire.remoting._channels import (
 from librmq.wire.remoting._consumer_requests import ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting._headers import (
-    BrokerNameHeader,
-    ClusterNameHeader,
     KvHeader,
+    NameHeader,
     RequestCode,
-    RouteOfTopicHeader,
+    TopicHeader,
 )
 from librmq.wire.remoting._running_info import Rates
 from librmq.wire.remoting._sends import SENDS, Replies, Sends
@@ -110,7 +109,7 @@ class NameServer:
     # ---- routes
 
     def _route(self, call: RemotingCall) -> bytes:
-        header: RouteOfTopicHeader = call.header
+        header: TopicHeader = call.header
         queues = self._broker.topic_route(header.topic)
         if not queues and self._creates_retry_topics and header.topic.startswith(TopicPrefix.RETRY):
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
@@ -133,8 +132,8 @@ class NameServer:
     # ---- topics
 
     def _topics_of_cluster(self, call: RemotingCall) -> bytes:
-        header: ClusterNameHeader = call.header
-        return _answer_topics(call, self._broker.topics() if header.cluster == self._broker.cluster_name else ())
+        header: NameHeader = call.header
+        return _answer_topics(call, self._broker.topics() if header.name == self._broker.cluster_name else ())
 
     def _system_topics(self, call: RemotingCall) -> bytes:
         names = [self._broker.cluster_name, self._broker.name, *filter(is_system_topic, self._broker.topics())]
@@ -142,8 +141,8 @@ class NameServer:
 
     def _permit(self, count_name: str, call: RemotingCall) -> bytes:
         """Allow or forbid writes to all user topics; answer with their number."""
-        header: BrokerNameHeader = call.header
-        is_here, changed = header.broker_name == self._broker.name, 0
+        header: NameHeader = call.header
+        is_here, changed = header.name == self._broker.name, 0
         for topic, data in self._broker.call(DescribeTopics()).items() if is_here else ():
             is_writable = call.frame.code == RequestCode.ADD_WRITE_PERM_OF_BROKER
             permission = data.permission | PERM_WRITE if is_writable else data.permission & ~PERM_WRITE
