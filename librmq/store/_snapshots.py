@@ -136,7 +136,10 @@ def snapshot(
             if has_abort(files, path) and not is_used:
                 set_abort(files, part)  # a crash can have changed the last records
             begin, found_end, cuts = settle(part, config, files, clock, keeps_deleted=keeps_deleted)
-        _check_end(path, config, found_end, log_end)
+        if found_end != log_end:
+            start = found_end - found_end % config.commitlog_file_size
+            what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
+            raise CorruptionError(os.path.join(path, directory.COMMITLOG, file_name(start)), found_end, "record", what)
         of_queues = os.path.join(part, directory.CONSUMEQUEUE, "")
         timed += {os.path.dirname(os.path.relpath(cut.file, part)) for cut in cuts if cut.file.startswith(of_queues)}
         _keep_times(path, part, files, timed)
@@ -290,14 +293,6 @@ def _check_log(part: str, config: StoreConfig, files: Files) -> tuple[int, int]:
     folder = os.path.join(part, directory.COMMITLOG)
     with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
         return log.begin, log.walk(log.begin).physical_offset
-
-
-def _check_end(path: str, config: StoreConfig, found_end: int, log_end: int) -> None:
-    """Refuse a copy that does not end where the log does."""
-    if found_end != log_end:
-        file = os.path.join(path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size))
-        what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
-        raise CorruptionError(file, found_end, "record", what)
 
 
 def _is_whole(path: str, files: Files) -> bool:

@@ -152,7 +152,6 @@ class Writer(StoreHandle):
         self.appender.configure(config, self.levels)
 
     def _load_parts(self, mode: RecoveryMode) -> Recovered:
-        """Open the parts for writing and repair them."""
         parts = load(self.path, self.config, self.files, self.clock, mode=mode, bitmap_of=self._bitmap_of)
         with critical:
             self.use_parts(parts)
@@ -589,7 +588,6 @@ class Writer(StoreHandle):
                 super().check_open()
 
     def _refusal(self) -> Exception:
-        """Return why nothing can be appended."""
         if self.closed is None:
             if self.durability.commit.failure is not None:
                 return FlushFailedError(self.durability.commit.failure)

@@ -282,8 +282,10 @@ class Durability:
                 index.flush()
                 # After a failed flush the kernel can report the pages that it has not written as flushed, so no later
                 # flush may count.
-                if self._derived_failure is not None:
-                    raise self._still_failed(self._derived_failure)
+                if (failure := self._derived_failure) is not None:
+                    why = "so queues and index may lack entries on the device: close the store and reopen it"
+                    earlier = OSError(failure.errno, f"{failure.strerror}, {why}")
+                    raise StoreIOError(failure.call, failure.filename, earlier)
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
                     # Record at most the last record's time, in case the clock was set back.
@@ -315,11 +317,6 @@ class Durability:
             self._marks.withdraw_all()
             with self._lock:
                 yield
-
-    @staticmethod
-    def _still_failed(failure: StoreIOError) -> StoreIOError:
-        why = f"{failure.strerror}, so queues and index may lack entries on the device: close the store and reopen it"
-        return StoreIOError(failure.call, failure.filename, OSError(failure.errno, why))
 
     def _flush_log(self) -> int:
         """Flush the log if this handle is still the only writer, because another writer can have overwritten it."""

@@ -41,7 +41,6 @@ def _leading_to(queues: QueueTable, topic: str | None, place: int) -> Iterator[t
 
 
 def _leads_to(queues: QueueTable, name: QueueName, queue_offset: int, place: int) -> bool:
-    """Return whether an entry leads to a place."""
     try:
         queue = queues.find(name)
         return queue is not None and queue.read(queue_offset, 1).startswith(_PLACE.pack(place))

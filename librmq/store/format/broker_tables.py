@@ -144,8 +144,6 @@ class BrokerTables:
         self.delays: ConfigTable = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level; empty where `unknown_delays` says why."""
         self.filter_table: ConfigTable = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
-        self._starts: ConfigTable | None = None
-        self._schedules: ConfigTable | None = None
 
     @classmethod
     def open(cls, folder: str, *, files: Files | None = None, takes_page: bool = True) -> Self:
@@ -306,21 +304,17 @@ class BrokerTables:
             os.path.join(self._folder, file), name, check, versioned=versioned, files=self._files, stored=stored
         )
 
-    @property
+    @cached_property
     def starts(self) -> ConfigTable:
         """Times of moves by topic, by group: marks of groups that ``start_at`` has moved; only a broker reads it."""
-        if self._starts is None:
-            path = os.path.join(os.path.dirname(self._folder), START_FILE)
-            self._starts = ConfigTable(path, "startTable", _check_starts, versioned=False, files=self._files)
-        return self._starts
+        path = os.path.join(os.path.dirname(self._folder), START_FILE)
+        return ConfigTable(path, "startTable", _check_starts, versioned=False, files=self._files)
 
-    @property
+    @cached_property
     def schedules(self) -> ConfigTable:
         """Rows as `librmq.scheduling.schedules` makes them, by the name of the schedule."""
-        if self._schedules is None:
-            path = os.path.join(os.path.dirname(self._folder), SCHEDULES_FILE)
-            self._schedules = ConfigTable(path, "schedules", _check_objects, versioned=False, files=self._files)
-        return self._schedules
+        path = os.path.join(os.path.dirname(self._folder), SCHEDULES_FILE)
+        return ConfigTable(path, "schedules", _check_objects, versioned=False, files=self._files)
 
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
         """Return all groups' queue offsets by queue id, by group and topic; the caller does not change them."""
@@ -338,9 +332,9 @@ class BrokerTables:
         """
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
-        for own in (self._starts, self._schedules):
-            if own is not None and own.rows:
-                own.persist(now_ms)
+        for own in ("starts", "schedules"):
+            if own in vars(self) and vars(self)[own].rows:
+                vars(self)[own].persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""

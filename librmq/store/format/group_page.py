@@ -684,7 +684,6 @@ class GroupPage:
 
     @property
     def _used(self) -> int:
-        """The number of used cells."""
         used = _unsealed(self.words[0][_USED])
         if used is None or used < _HEADER_CELLS:
             raise self._damage(0, "expected a number of used cells")
@@ -929,7 +928,6 @@ class GroupPage:
         self._add(file)
 
     def _map(self, last: int) -> None:
-        """Map the segments up to one."""
         while len(self._segments) <= last:
             path = os.path.join(self._store, GROUPS_FOLDER, _segment_name(len(self._segments)))
             file = self._files.open(path, writable=self._writable)

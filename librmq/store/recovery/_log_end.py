@@ -415,7 +415,6 @@ class Recovery:
         return max(stored or 0, 0)
 
     def _set_checkpoint(self, stored: int) -> None:
-        """Set the checkpoint for the complete store."""
         case, log, checkpoint = self._case, self._parts.log, self._parts.checkpoint
         folders = set() if case.is_clean else self._write_again()
         log.flush()
