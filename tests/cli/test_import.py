@@ -111,7 +111,9 @@ def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:
     ("line", "said"),
     [
         ("{", "not JSON"),
-        ("{}", "topic: expected text, found None"),
+        ("{}", "expected a column 'topic', found none"),
+        ('{"Topic":"T"}', "expected a column 'topic', found 'Topic'"),
+        ('{"topic":null}', "topic: expected text, found None"),
         ('{"topic":"SCHEDULE_TOPIC_XXXX"}', "the broker's own"),
         ('{"topic":"a\\u0001b\\nc"}', "topic 'a\\x01b\\nc' has control characters"),
         ('{"topic":"T","body_b64":"?"}', "body_b64: expected base64"),
@@ -216,6 +218,19 @@ def test_several_keys_are_a_list(shell: Shell) -> None:
     assert shell("import", "new", "-", given='{"topic":"T","body":"x","keys":["Ann","Miller"]}').status == 0
     assert shell("import", "new", "in.csv").status == 0
     assert len(shell("query", "new", "--topic", "T", "--key", "Miller").rows) == 2
+
+
+def test_csv_of_a_spreadsheet_begins_with_a_byte_order_mark(shell: Shell) -> None:
+    (shell.folder / "in.csv").write_bytes(b'\xef\xbb\xbf"topic",body\r\nT,"a\r\nb"\r\n')
+    assert shell("import", "new", "in.csv").status == 0
+    assert [row["body"] for row in shell("show", "new").rows] == ["a\r\nb"]
+
+
+@pytest.mark.parametrize("row", ["T,a,b", "T", 'T,"a', 'T,"a"b'])
+def test_a_row_of_csv_with_other_cells_than_the_heading_is_refused(shell: Shell, row: str) -> None:
+    (shell.folder / "in.csv").write_text(f"topic,body\nT,x\n{row}\n")
+    answer = shell("import", "new", "in.csv")
+    assert (answer.status, "in.csv: row 2: " in answer.said, "continue by --skip 1" in answer.said) == (2, True, True)
 
 
 HOSTILE = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
+import codecs
 import contextlib
 import csv
 import itertools
@@ -179,7 +180,9 @@ def _rows(path: str, form: str | None, opened: ExitStack) -> Iterator[Mapping[st
     lines = opened.enter_context(ProgressBar("import", total)).track(raw, len)
     if form == "csv":
         csv.field_size_limit(1 << 30)
-        return map(_from_cells, csv.DictReader(line.decode("utf-8", "surrogateescape") for line in lines))
+        first = next(lines, b"").removeprefix(codecs.BOM_UTF8)  # what Excel begins with
+        texts = (line.decode("utf-8", "surrogateescape") for line in itertools.chain([first], lines))
+        return map(_from_cells, csv.DictReader(texts, strict=True))
     return (parse_object(line) for line in lines if line.strip())
 
 
@@ -209,11 +212,17 @@ def _rows_of_batches(batches: Iterator[Any], arrow_error: type[Exception]) -> It
         raise InputError(f"the file is damaged: {error}") from None
 
 
-def _from_cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts of a row of CSV as they were before ``export`` made them safe."""
+def _from_cells(row: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a row of CSV as they were before ``export`` made them safe.
+
+    Raises:
+        InputError: The row has more cells than the heading, or fewer.
+    """
+    if None in row or None in row.values():
+        raise InputError("expected as many cells as the heading has: is a comma or a quote in a cell without quotes?")
     return {
         name: value
-        if not isinstance(value, str) or name == "properties"
+        if name == "properties"
         else unguarded(value)
         if name == "body"
         else cell_text(value)
@@ -231,7 +240,9 @@ def _read(row: Mapping[str, Any]) -> _Read:
         InputError: A column is missing, or has a value of another kind.
         MessageIllegalError: A store can't have the topic, or a record a property.
     """
-    topic = row.get("topic")
+    if "topic" not in row:
+        raise InputError(f"expected a column 'topic', found {', '.join(map(repr, row)) or 'none':.200}")
+    topic = row["topic"]
     if not isinstance(topic, str) or not topic:
         raise InputError(f"topic: expected text, found {topic!r:.80}")
     validate_topic(topic)
