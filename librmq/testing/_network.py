@@ -453,11 +453,11 @@ class Network:
     def damage(self) -> list[str]:
         """Return a line for each damaged place in the closed stores."""
         lines = []
-        paths = {name: broker.store.path for name, broker in self.by_name.items()}
-        paths |= {copy.name: copy.path for copy in self.copies}
-        for name, path in paths.items():
-            prefix = f"{name}: " if len(paths) > 1 else ""
-            damage = verify(path, self.store_config, self.files).damage
+        stores = {name: (broker.store.path, broker.store.config) for name, broker in self.by_name.items()}
+        stores |= {copy.name: (copy.path, self.by_name[copy.master_name].store.config) for copy in self.copies}
+        for name, (path, config) in stores.items():
+            prefix = f"{name}: " if len(stores) > 1 else ""
+            damage = verify(path, config, self.files).damage
             lines += [f"{prefix}{finding.file} at {finding.offset}: {finding.what}" for finding in damage]
         return lines
 

@@ -42,6 +42,7 @@ from librmq.idempotence import MemoryDedupStore, Outbox, OutboxSender, upgrade_t
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, MessageModel, Route, TransactionState
+from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
 from librmq.testing import (
     Kit,
@@ -1025,6 +1026,13 @@ def test_an_unsound_store_fails_the_test(tmp_path: Path) -> None:
         file.write(b"?")
     with pytest.raises(UnsoundStoreError, match="not sound"):
         rmq.close()
+
+
+def test_a_store_is_sound_with_the_sizes_that_it_had(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path, StoreConfig(commitlog_file_size=1 << 16), background=False) as store:
+        store.append(Message("orders", b"x"))
+    with Kit(tmp_path, store_config=StoreConfig()) as rmq:  # names no size, as `librmq serve` does
+        rmq.producer().send("orders", b"y", queue=0)
 
 
 def test_settings_of_the_broker() -> None:
