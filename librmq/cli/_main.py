@@ -274,7 +274,7 @@ def _locate(arguments: argparse.Namespace) -> None:
         arguments.url is not None and arguments.command.name != "export"
     ):  # the command reads URLs itself, and only what it needs
         arguments.store = local_copy(arguments, arguments.url)
-    elif arguments.url is None and not arguments.command.makes_store:
+    elif arguments.url is None and (arguments.log_path or not arguments.command.makes_store):
         arguments.store = locate(arguments.store, arguments.log_path or ())
 
 

@@ -83,6 +83,19 @@ def duration(text: str) -> float:
     return float(match[1]) * UNIT_MS[match[2]] / 1000
 
 
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?", re.ASCII)
+
+
+def address(text: str) -> tuple[str, str | None]:
+    """Return host and port of ``HOST[:PORT]``; an IPv6 host is in brackets."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[2] or 1) < 1 << 16:
+        raise argparse.ArgumentTypeError(
+            f"expected a host such as mq.example or [fe80::1], with a port mq.example:8081, found {text!r:.80}"
+        )
+    return match[1], match[2]
+
+
 def names(text: str) -> list[str]:
     """Return names separated by commas."""
     return text.split(",")

@@ -22,6 +22,7 @@ from librmq.cli._options import (
     TIMES,
     TOPIC,
     Command,
+    address,
     decimal,
     duration,
     names,
@@ -49,6 +50,7 @@ _ENTRIES: Final = "The numbers count entries of queues, whose records can be dam
 
 _QUEUE_COUNT: Final = whole(1, 65_536)
 _UP_TO_1024: Final = whole(1, 1024)
+_PORT: Final = whole(0, 65_535)
 
 _LOOK: Final = (
     Command("topics", "topics", "list the topics, their messages and times", "store", note=_ENTRIES, takes_route=True),
@@ -561,8 +563,8 @@ _TOOLS: Final = (
     Command(
         "serve", "serve", "serve a store to official clients of RocketMQ", "store --grpc 8081 --remoting 9876",
         (
-            option("--grpc", type=int, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
-            option("--grpc-tls", type=int, metavar="PORT", help="a second port for them, with TLS"),
+            option("--grpc", type=_PORT, metavar="PORT", help="port for clients of RocketMQ 5; 0 takes a free one"),
+            option("--grpc-tls", type=_PORT, metavar="PORT", help="a second port for them, with TLS"),
             option("--grpc-calls", type=int, metavar="N", help="open gRPC calls of one address (320)"),
             option(
                 "--min-invisible", type=float, metavar="SECONDS",
@@ -572,9 +574,12 @@ _TOOLS: Final = (
                 "--min-polling", type=float, metavar="SECONDS",
                 help="take gRPC receives whose deadline leaves this time (5); 0 takes all",
             ),
-            option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
+            option("--remoting", type=_PORT, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
-            option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),
+            option(
+                "--advertise", metavar="HOST[:PORT]", type=address,
+                help="the address in routes (what the client dialled); the PORT is gRPC's where both are served"
+            ),
             option("--admin", action="store_true", help="let other machines change topics and groups"),
             option(
                 "--tls", nargs="*", metavar=("CERT", "KEY"),
@@ -588,7 +593,7 @@ _TOOLS: Final = (
                 "--clock", choices=("system", "manual"), default="system",
                 help="manual: time moves only by requests to the control port, for tests in any language",
             ),
-            option("--control", type=int, metavar="PORT", help="control port of --clock manual (a free one)"),
+            option("--control", type=_PORT, metavar="PORT", help="control port of --clock manual (a free one)"),
             option(
                 "--end-with-input", action="store_true",
                 help="end when standard input ends, as it does when the process that holds its pipe has ended",
@@ -603,7 +608,7 @@ _TOOLS: Final = (
         "console", "console", "show a store or a cluster in the browser", "store --port 0",
         (
             _PLACE,
-            option("--port", metavar="N", type=whole(0, 65_535), default="0", help="the port (a free one)"),
+            option("--port", metavar="N", type=_PORT, default="0", help="the port (a free one)"),
             option(
                 "--allow-changes", action="store_true",
                 help="let the pages resend dead letters, cancel, reset, skip; each change is shown first",

@@ -29,6 +29,7 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc._protocol import message_class
+from librmq.wire.remoting._headers import RequestCode
 from tests.programs import POSIX, Process, environment, free_port, start_serve
 from tests.project.test_docs import DOCS, blocks
 from tests.reference import CHECKOUT
@@ -403,6 +404,36 @@ def test_options_of_grpc_are_refused_without_it(
     assert main(["serve", str(tmp_path / "store"), "--remoting", "0", *options]) == 2
     assert f"{options[0]}: add --grpc PORT" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--grpc 0 --admin", "--admin: add --remoting PORT"),
+        ("--grpc 0 --advertise mq.example", "--advertise mq.example: port 0 takes a free one: name the port"),
+        ("--grpc 1 --grpc-tls 0 --advertise mq.example:1", "--advertise mq.example: port 0 takes a free one"),
+        ("--remoting 0 --advertise mq.example:99999", "found 'mq.example:99999'"),
+        ("--remoting 0 --advertise ::1", "found '::1'"),
+        ("--remoting 99999", "expected a whole number from 0 to 65535"),
+        ("--remoting 0 --log-path nowhere", "nowhere: expected a folder with files of a log"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(
+    tmp_path: Path, options: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(tmp_path / "store"), *options.split()]) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_advertised_port_is_in_routes_and_ids(tmp_path: Path) -> None:
+    """As of a container whose port is published under another number."""
+    with start_serve(tmp_path / "store", "--remoting", "0", "--advertise", "10.0.0.7:1234") as (serving, row):
+        with RawClient(int(row["remoting"].rpartition(":")[2])) as client:
+            client.send(RequestCode.GET_BROKER_CLUSTER_INFO)
+            assert b'"10.0.0.7:1234"' in client.answer().body
+            assert client.put("t", b"x").fields["msgId"].startswith(f"0A000007{1234:08X}")
+        end(serving, signal.SIGTERM)
 
 
 @pytest.mark.slow

@@ -221,11 +221,7 @@ def _from_cells(row: Mapping[str, str]) -> dict[str, str]:
     if None in row or None in row.values():
         raise InputError("expected as many cells as the heading has: is a comma or a quote in a cell without quotes?")
     return {
-        name: value
-        if name == "properties"
-        else unguarded(value)
-        if name == "body"
-        else cell_text(value)
+        name: value if name == "properties" else unguarded(value) if name == "body" else cell_text(value)
         for name, value in row.items()
     }
 

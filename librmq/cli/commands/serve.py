@@ -65,9 +65,13 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     _check_clock(arguments)
     _allow_files()
     grpc, remoting = _ports(arguments)
+    if remoting is None:
+        _refuse(arguments, ("admin",), "add --remoting PORT, which it is for")
     if grpc is None and arguments.grpc_tls is None:
         names = ("grpc_calls", "min_invisible", "min_polling", "no_auto_create")
         _refuse(arguments, names, "add --grpc PORT, which it is for")
+    of_grpc = _advertised(arguments, grpc, takes_port=True)
+    of_tls = _advertised(arguments, arguments.grpc_tls, takes_port=grpc is None)
     output = output.of_lines()
     lines = _Lines(output)
     pair = None if arguments.tls is None and arguments.grpc_tls is None else _pair(arguments)
@@ -86,7 +90,10 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
 
                 listening = opened.enter_context(listen(arguments.host, remoting))  # clients dial the store's address
                 remoting = listening.getsockname()[1]
-                config = (config or StoreConfig()).with_settings({"store_host": f"{_dialled(arguments)}:{remoting}"})
+                is_alone = grpc is None and arguments.grpc_tls is None
+                of_remoting = _advertised(arguments, remoting, takes_port=is_alone)
+                port = (of_remoting or f":{remoting}").rpartition(":")[2]
+                config = (config or StoreConfig()).with_settings({"store_host": f"{_dialled(arguments)}:{port}"})
             ready: dict[str, Any] = {"ready": True, "grpc": None, "remoting": None, "control": None}
             if arguments.clock == "manual":
                 ready |= serving.by_hand(grpc, listening, config)
@@ -101,12 +108,12 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
                     )
                 )
             if listening is not None:
-                ready["remoting"] = serving.remoting(broker, listening, tls)
+                ready["remoting"] = serving.remoting(broker, listening, of_remoting, tls)
                 _warn_of_address(broker)
             if grpc is not None:
-                ready["grpc"] = serving.grpc(broker, grpc, tls)
+                ready["grpc"] = serving.grpc(broker, grpc, of_grpc, tls)
             if arguments.grpc_tls is not None:
-                ready["grpc_tls"] = serving.grpc(broker, arguments.grpc_tls, pair)
+                ready["grpc_tls"] = serving.grpc(broker, arguments.grpc_tls, of_tls, pair)
             if pair is not None and not arguments.tls:
                 ready["certificate"] = _keep_certificate(arguments.store, pair[0])
             lines.print_first(ready)
@@ -238,7 +245,7 @@ class _Serving:
             "control": control.address,
         }
 
-    def grpc(self, broker: Broker, port: int, tls: tuple[bytes, bytes] | None) -> str:
+    def grpc(self, broker: Broker, port: int, advertise: str | None, tls: tuple[bytes, bytes] | None) -> str:
         """Serve clients of 5.x; return the address."""
         from librmq.wire.grpc import GrpcServer
 
@@ -253,7 +260,7 @@ class _Serving:
             broker,
             host=arguments.host,
             port=port,
-            advertise=_advertised(arguments, port),
+            advertise=advertise,
             tls=tls,
             auto_create=not arguments.no_auto_create,
             changed=self._changed,
@@ -261,7 +268,9 @@ class _Serving:
         )
         return self._served(server)
 
-    def remoting(self, broker: Broker, listening: socket.socket, tls: tuple[bytes, bytes] | None) -> str:
+    def remoting(
+        self, broker: Broker, listening: socket.socket, advertise: str | None, tls: tuple[bytes, bytes] | None
+    ) -> str:
         """Serve clients of 4.x; return the address."""
         from librmq.wire.remoting import RemotingServer
 
@@ -269,7 +278,7 @@ class _Serving:
         server = RemotingServer(
             broker,
             listening=listening,
-            advertise=_advertised(arguments, listening.getsockname()[1], always=True),
+            advertise=advertise,
             tls=tls,
             allows_admin=arguments.admin,
             changed=self._changed,
@@ -312,20 +321,20 @@ def _ports(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
     return (_GRPC_PORT if find_spec("grpc") else None), _REMOTING_PORT
 
 
-def _advertised(arguments: argparse.Namespace, port: int, *, always: bool = False) -> str | None:
-    """Return ``host:port`` for routes; ``always`` takes the host alone from an address with another port."""
-    address = arguments.advertise
-    if address is None:
+def _advertised(arguments: argparse.Namespace, port: int | None, *, takes_port: bool) -> str | None:
+    """Return ``host:port`` for the routes of a server; ``takes_port``: with the port that ``--advertise`` names."""
+    if arguments.advertise is None or port is None:
         return None
-    host, _, named = str(address).rpartition(":")
-    if not host:
-        return f"{address}:{port}"
-    return f"{host}:{port}" if always else f"{host}:{named}"
+    host, named = arguments.advertise
+    port = int(named) if named and takes_port else port
+    if not port:
+        raise ConfigError(f"--advertise {host}: port 0 takes a free one: name the port that it is to be")
+    return f"{host}:{port}"
 
 
 def _dialled(arguments: argparse.Namespace) -> str:
     """Return the IP address in the store's host, which clients dial for single messages."""
-    for name in (_advertised(arguments, 0) or ":").rpartition(":")[0], arguments.host:
+    for name in arguments.advertise and arguments.advertise[0], arguments.host:
         with suppress(ValueError):
             if name and not (address := ip_address(name.strip("[]"))).is_unspecified:
                 return f"[{address.exploded}]" if address.version == 6 else str(address)
@@ -398,7 +407,7 @@ def _pair(arguments: argparse.Namespace) -> tuple[bytes, bytes]:
 
     paths = arguments.tls
     if not paths:
-        advertised = (arguments.advertise or "").rpartition(":")[0].strip("[]")
+        advertised = arguments.advertise and arguments.advertise[0].strip("[]")
         names = ("localhost", "127.0.0.1", "::1", socket.gethostname(), arguments.host, advertised)
         return self_signed(filter(None, names))
     if len(paths) != 2:
