@@ -18,7 +18,7 @@ from librmq.cli._output import Output, complain, log_bar, watching_bar
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
-from librmq.formatting import date_of
+from librmq.formatting import date_of, id_ranges
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, is_system_topic, kind_of_topic
@@ -132,16 +132,23 @@ def note_topic(topic: str | None, topics: Collection[str], output: Output) -> No
         output.explain_nothing(f"topic {topic!r} has no queue{near(topic, topics, TOPICS)}")
 
 
-def note_topic_of(store: MessageStore, topic: str | None, output: Output) -> None:
-    """Tell a person that a topic has no queue in a store, if no row was printed."""
+def note_topic_of(store: MessageStore, topic: str | None, output: Output, queue_id: int | None = None) -> None:
+    """Tell a person that a topic has no queue in a store, or not this one, if no row was printed."""
     if not output.rows:
         note_topic(topic, {name for name, _ in store.queues}, output)
+        note_queue(topic, queue_id, {number for name, number in store.queues if name == topic}, output)
+
+
+def note_queue(topic: str | None, queue_id: int | None, ids: Collection[int], output: Output) -> None:
+    """Tell a person which queues a topic has that has not this one."""
+    if ids and queue_id is not None and queue_id not in ids:
+        output.explain_nothing(f"topic {topic!r} has no queue {queue_id}: its queues are {id_ranges(ids)}")
 
 
 def note_offsets(selection: MessageQuery, held: range | None, output: Output) -> None:
     """Tell a person which offsets a queue has, if none of the selected ones is among them."""
     wanted = selection.offsets
-    if held is None or wanted is None or output.rows or (wanted.start < held.stop and held.start < wanted.stop):
+    if held is None or wanted is None or (wanted.start < held.stop and held.start < wanted.stop):
         return
     has = f"has the offsets {held.start} to {held.stop - 1}" if held else f"is empty; its next offset is {held.stop}"
     output.explain_nothing(f"queue {selection.queue_id} of topic {selection.topic!r} {has}")

@@ -245,7 +245,7 @@ def test_messages_before_a_time_after_the_clock_stepped_back(shell: Shell) -> No
 
 
 @pytest.mark.parametrize(
-    "words", ["show", "tail", "count", "count --by tag --sampled", "story key14", "pending", "lag"]
+    "words", ["show", "tail", "count", "count --by tag --sampled", "story key14", "pending", "lag", "progress"]
 )
 def test_a_topic_that_does_not_exist_is_reported(shell: Shell, words: str) -> None:
     command, *more = words.split()
@@ -253,6 +253,14 @@ def test_a_topic_that_does_not_exist_is_reported(shell: Shell, words: str) -> No
     assert (answer.status, answer.out) == (0, "")
     assert answer.said == "note: topic 'OrderTopik' has no queue; did you mean 'OrderTopic'?\n"
     assert "note" not in shell(command, "store", "--topic", "OrderTopic", *more).said
+
+
+@pytest.mark.parametrize("command", ["show", "tail", "count"])
+def test_a_queue_that_does_not_exist_is_reported(shell: Shell, command: str) -> None:
+    answer = shell(command, "store", "--topic", "OrderTopic", "--queue", "9")
+    assert (answer.status, answer.out) == (0, "")
+    assert answer.said == "note: topic 'OrderTopic' has no queue 9: its queues are 0-1\n"
+    assert shell(command, "store", "--topic", "OrderTopic", "--queue", "1").said == ""
 
 
 def test_offsets_beyond_the_end_are_reported(shell: Shell) -> None:

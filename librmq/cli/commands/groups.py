@@ -320,6 +320,8 @@ def progress(arguments: argparse.Namespace, output: Output) -> int:
         for row in progress_history(view, beside=tuple(arguments.beside or ())):
             if _is_shown(row.group, arguments) and arguments.topic in (None, row.topic):
                 output.row(row._asdict())
+        if not output.rows:
+            _note_unknown(view, arguments, output)
     return 0
 
 

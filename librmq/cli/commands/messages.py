@@ -22,6 +22,7 @@ from librmq.cli._selection import (
     in_queue,
     note_message,
     note_offsets,
+    note_queue,
     note_topic,
     note_topic_of,
     parse_time,
@@ -44,7 +45,6 @@ from librmq.store.recovery.open import readable_log
 from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
-    from librmq.diagnosis import ClusterView, StoreView
     from librmq.store import MessageStore
     from librmq.store.engine.store_parts import QueueName
 
@@ -162,16 +162,12 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         opened.close()
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
-            note_offsets(selection, _held(view, selection), output)
+            queues = view.queues(selection.topic)
+            note_queue(selection.topic, selection.queue_id, {queue[-1] for queue in queues}, output)
+            held = [offsets for queue, offsets in queues.items() if queue[-1] == selection.queue_id]
+            note_offsets(selection, held[0] if len(held) == 1 else None, output)  # each of several brokers can have one
     _note_unknown(selection, output)
     return 0
-
-
-def _held(view: StoreView | ClusterView, selection: MessageQuery) -> range | None:
-    """Return the offsets of the selected queue; None if none is selected, or several brokers have one."""
-    queues = view.queues(selection.topic or "")
-    found = [offsets for queue, offsets in queues.items() if queue[-1] == selection.queue_id]
-    return found[0] if len(found) == 1 else None
 
 
 def _print_checked(
@@ -317,7 +313,7 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
         with ProgressBar("tail", count, "messages", quiet=output.is_on_terminal) as bar:
             messages = bar.track(_last(store, selection, count, everything=arguments.all), lambda _: 1)
             _print_checked(arguments, output, messages, store.levels, arguments.body)
-        note_topic_of(store, selection.topic, output)
+        note_topic_of(store, selection.topic, output, selection.queue_id)
         if arguments.follow:
             output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):

@@ -172,7 +172,7 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         ordered = sorted(counts.items(), key=lambda item: _place(by, *item)) if isinstance(counts, dict) else counts
         for group, (messages, size) in ordered:
             output.row({**_group_fields(by, group), "messages": messages, "bytes": size, **sampled})
-        note_topic_of(store, selection.topic, output)
+        note_topic_of(store, selection.topic, output, selection.queue_id)
     return 0
 
 
