@@ -207,6 +207,8 @@ HELD_BYTES: Final = 256 << 20
 """Bytes of frames that are incomplete or being answered, over all connections."""
 FRAME_SECONDS: Final = 60
 """Seconds from the first byte of a frame to its last."""
+_WARNING_S: Final = 60
+"""Between two warnings of clients that made room for others."""
 
 
 @dataclass(slots=True)
@@ -473,6 +475,7 @@ class RemotingServer(Closing):
         self.refused: int = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._accepted = 0
+        self._next_warning_s = 0.0
         self._is_open = self._is_accepting = True
         self._has_ended = False
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
@@ -618,7 +621,7 @@ class RemotingServer(Closing):
             connected.close()
             return
         if excess is not None:
-            self._close_for_others(excess, "it was silent, and another client needs its place")
+            self._close_for_others(excess, "another client needs its place")
         channel.reader = threading.Thread(
             target=self._serve, args=(channel,), name=f"librmq {format_host(peer)}", daemon=True
         )
@@ -683,8 +686,13 @@ class RemotingServer(Closing):
 
     def _close_for_others(self, channel: Channel, reason: str) -> None:
         self.refused += 1
-        _log.warning("client %(client)s: closed, because %(reason)s", client=channel.peer[0], reason=reason)
         channel.close()
+        now_s = SystemClock().monotonic()
+        if now_s < self._next_warning_s:  # anybody could fill the log by connecting
+            _log.debug("client %(client)s: closed too, because %(reason)s", client=channel.peer[0], reason=reason)
+            return
+        self._next_warning_s = now_s + _WARNING_S
+        _log.warning("client %(client)s: closed, because %(reason)s", client=channel.peer[0], reason=reason)
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:

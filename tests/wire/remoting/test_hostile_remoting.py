@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import tracemalloc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from typing import Any, Final
 
@@ -149,6 +149,17 @@ def test_silent_connections_make_room(server: RemotingServer, monkeypatch: pytes
         with RawClient(server.port) as silent, RawClient(server.port), RawClient(server.port) as late:
             assert silent.has_ended()
             assert late.put("t", b"x").code == client.put("t", b"x").code == 0
+
+
+def test_connections_that_make_room_do_not_fill_the_log(
+    server: RemotingServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "CONNECTIONS", 1)
+    with ExitStack() as opened:
+        silent = [opened.enter_context(RawClient(server.port)) for _ in range(5)]
+        assert all(client.has_ended() for client in silent[:-1])
+        assert silent[-1].put("t", b"x").code == 0
+    assert caplog.text.count("another client needs its place") == 1
 
 
 def test_connections_are_bounded(server: RemotingServer, monkeypatch: pytest.MonkeyPatch) -> None:
