@@ -21,7 +21,7 @@ from librmq.errors import BodyCompressionError, CorruptionError, InputError, Mis
 from librmq.formatting import date_of, id_ranges
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import TopicPrefix, is_system_topic, kind_of_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
@@ -384,6 +384,8 @@ def in_queue(
         CorruptionError: A record is damaged, without ``reads_on``.
     """
     at, step = offsets.start, _READ
+    if name[0] == SystemTopic.SCHEDULE:
+        matching = None  # its entries have times of delivery in place of tags
     while at < offsets.stop:
         try:
             result = store.read(*name, at, min(step, offsets.stop - at), matching)

@@ -68,6 +68,10 @@ SELECTIONS: list[tuple[list[str], Test]] = [
         ["--topic", "OrderTopic", "--tag", "a"],
         lambda row: row["topic"] == "OrderTopic" and row["properties"].get("TAGS") == "a",
     ),
+    (  # whose entries have times of delivery in place of tags
+        ["--topic", "SCHEDULE_TOPIC_XXXX", "--tag", "TagC"],
+        lambda row: row["topic"] == "SCHEDULE_TOPIC_XXXX" and row["properties"].get("TAGS") == "TagC",
+    ),
     (
         ["--sql", "qty IS NOT NULL AND TAGS IS NULL"],
         lambda row: "qty" in row["properties"] and "TAGS" not in row["properties"],
