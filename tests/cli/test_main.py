@@ -232,11 +232,12 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
 
 @POSIX
 @pytest.mark.platform
-def test_a_closed_standard_output_is_not_an_error() -> None:
-    program = "import sys; from librmq.cli import main; sys.exit(main(['--help']))"
-    words = ["/bin/sh", "-c", f'exec "{sys.executable}" -c "$0" >&-', program]
-    child = subprocess.run(words, env=environment(), stderr=subprocess.PIPE)
-    assert (child.returncode, child.stderr) == (0, b"")
+def test_a_closed_standard_output_or_error_is_not_an_error() -> None:
+    for arguments, closed, status in (["--help"], ">&-", 0), (["queues", "nowhere"], "2>&-", 2):
+        program = f"import sys; from librmq.cli import main; sys.exit(main({arguments}))"
+        words = ["/bin/sh", "-c", f'exec "{sys.executable}" -c "$0" {closed}', program]
+        child = subprocess.run(words, env=environment(), stderr=subprocess.PIPE)
+        assert (child.returncode, child.stderr) == (status, b"")
 
 
 def test_output_is_utf8_in_any_locale() -> None:
