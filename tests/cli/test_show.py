@@ -286,6 +286,12 @@ def test_names_that_do_not_exist_are_reported(shell: Shell) -> None:
         answer = shell(*words, "store", "--group", "CG_ordre")
         assert answer.said == "note: there is no group 'CG_ordre'; did you mean 'CG_order'?\n"
         assert answer.status == 0
+    for group, said in (
+        ("CG_ordre", "there is no group 'CG_ordre'; did you mean 'CG_order'?"),
+        ("CG_order", "nothing is sent"),
+    ):
+        lines = shell("replay", "store", "--group", group, "--to-topic", "by-hand", "--dry-run").said.splitlines()
+        assert next(line for line in lines if "without --dry-run" not in line).startswith(f"note: {said}")
     for words in (["queue", "store", "OrderTopik", "0"], ["topic", "delete", "store", "OrderTopik"]):
         answer = shell(*words)
         assert answer.status == 2

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._routes import connect_to
-from librmq.cli._selection import MessageQuery, note_topic_of, select
+from librmq.cli._selection import MessageQuery, note_group, note_topic_of, select
 from librmq.cli._stores import open_running, open_store
 from librmq.client import Producer, SendResult
 from librmq.diagnosis import StoreView
@@ -96,7 +96,9 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         if batches is not None:
             batches.send_all()
             progress.finished(store.log.end)
-        if not counted:
+        if not counted and arguments.group is not None:  # the topic is that of its dead letters
+            note_group(arguments.group, StoreView.over(store).groups, output)
+        elif not counted:
             note_topic_of(store, selection.topic, output, selection.queue_id)
     unconfirmed: Counter[tuple[str, str]] = Counter() if batches is None else batches.unconfirmed
     for topic, (messages, size) in sorted(counted.items()):
