@@ -219,7 +219,10 @@ def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[...,
 
 
 def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Array:
-    return compiled(expression, dialect).match_arrow(properties)
+    try:
+        return compiled(expression, dialect).match_arrow(properties)
+    except TypeError as error:  # its text names the types that count
+        raise FilterError(f"match_sql: {error}") from None
 
 
 def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:

@@ -104,6 +104,9 @@ def test_columns_count_as_the_text_of_senders(monkeypatch: pytest.MonkeyPatch) -
     assert numbers.select(match_sql({"a": "i"}, "a > 50")).collect() == [(True,)]
     with pytest.raises(PySparkException, match="property a: expected strings, integers or booleans, found double"):
         numbers.select(match_sql({"a": F.col("d")}, "a > 50")).collect()
+    with pytest.raises(PySparkException) as caught:
+        numbers.select(match_sql(F.create_map(F.lit("a"), "d"), "a > 50")).collect()
+    assert (cause_of(caught.value) or "").startswith("[RMQ_BAD_OPTION] match_sql: the values of the map: expected str")
 
 
 def test_columns_are_never_null() -> None:
