@@ -35,14 +35,12 @@ _WHOLE: Final = frozenset(("body", "storedBody", "properties", "propertiesString
 """Columns that take most of a record's bytes."""
 Ranges = Sequence[tuple[QueueName, range]]
 """Offsets to read by queue; a queue can have several ranges."""
-_SAMPLES: Final = 256
-"""Most entries of a queue to look at for the sizes of tasks."""
 _PART_SAMPLES: Final = 32
 """Entries of a store to look at for each task, about."""
 _LEAST_SAMPLES: Final = 256
 """Fewest entries of a store to look at, about."""
 _MOST_SAMPLES: Final = 4096
-"""Most entries of a store to look at, about."""
+"""Most entries of a store to look at, about, unless more tasks are wanted."""
 
 
 def plan(
@@ -66,14 +64,16 @@ def plan(
     """
     parts: list[Part] = []
     topics: set[str] = set()
-    min_parts = -(-options.min_partitions // len(options.paths))
     bytes_a_part = 2 * PARTITION_BYTES if _WHOLE.isdisjoint(columns) else PARTITION_BYTES
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.
     planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
     with PlannedStore.open_all(planned, files, opened) as stores:
-        for store in stores:
+        narrowed = [store.narrowed() for store in stores]
+        rows = [sum(map(len, wanted.values())) for wanted in narrowed]
+        for store, wanted, count in zip(stores, narrowed, rows, strict=True):
+            min_parts = max(1, -(-options.min_partitions * count // max(1, sum(rows))))
             topics |= store.topics
             of_store = list[Part]()
             if store.damage:  # files of a remote store are named by its URL
@@ -84,7 +84,7 @@ def plan(
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
                 of_store += log_parts(store, times, min_parts, bytes_a_part=bytes_a_part)
             else:
-                ranges = _pruned(store, list(store.narrowed().items()))
+                ranges = _pruned(store, list(wanted.items()))
                 of_store += queue_parts(
                     store, ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part
                 )
@@ -209,10 +209,10 @@ def portable(part: Part, store: PlannedStore) -> Part:
 def _samples(store: PlannedStore, ranges: Ranges, parts: int) -> list[tuple[int, int, int]]:
     """Return places and sizes of sampled entries in the order of the log, and the number that each stands for."""
     samples: list[tuple[int, int, int]] = []
-    every = sum(len(offsets) for _, offsets in ranges) // min(max(_PART_SAMPLES * parts, _LEAST_SAMPLES), _MOST_SAMPLES)
+    count = min(max(_PART_SAMPLES * parts, _LEAST_SAMPLES), max(_MOST_SAMPLES, parts))
+    step = max(1, sum(len(offsets) for _, offsets in ranges) // count)
     rows = 0
     for name, offsets in ranges:
-        step = max(1, every, len(offsets) // _SAMPLES)
         entries = [store.queues[name].entry(at) for at in offsets[-rows % step :: step]]
         samples += [(entry.physical_offset, entry.size, step) for entry in entries if entry is not None]
         rows += len(offsets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,7 +12,8 @@ from tests.programs import run_program
 
 pytest.importorskip("pyarrow")
 
-from librmq.columns import DataLossError, ReadOptions, ReadSelection, scan
+from librmq.columns import DataLossError, ReadOptions, ReadSelection, plan, scan
+from librmq.columns.options import View
 
 
 @pytest.fixture
@@ -35,6 +37,18 @@ def test_scan_reads_only_the_requested_rows(path: str) -> None:
     assert bodies(ReadOptions((path,), starting={"A": {"0": 9, "1": -1}}, ending={"B": {"0": 0, "1": 0}})) == [36]
     (batch,) = scan(ReadOptions((path,), selection=ReadSelection(topics=frozenset("A"))))
     assert batch.schema.names[:4] == ["topic", "queueId", "queueOffset", "physicalOffset"]
+
+
+def test_a_plan_has_the_wanted_number_of_parts(path: str, tmp_path: Path) -> None:
+    """Also if one queue has nearly all messages, and another store only one."""
+    with MessageStore.open(path) as store:
+        for _ in range(1500):
+            store.append(Message("A", b""), 0)
+    with MessageStore.open(tmp_path / "small", StoreConfig.tiny()) as store:
+        store.append(Message("A", b"other"), 0)
+    for view in get_args(View):
+        options = ReadOptions((path, str(tmp_path / "small")), view=view, min_partitions=1000)
+        assert 1000 <= len(plan(options)) <= 1001
 
 
 def test_offsets_that_are_not_there(path: str) -> None:
