@@ -28,6 +28,7 @@ from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import HOLE_SIZE, LAST_EXT_ADDRESS, entry_dtype
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
 from librmq.files import Damage, DiskFiles, File, Files, is_folder
+from librmq.files.interface import numbered_files
 from librmq.files.rolling import file_name
 from librmq.java.lang import string_hash
 from librmq.message import StoredMessage, record
@@ -384,7 +385,11 @@ class _Task:
         """Yield the rows of one chunk, which is within one log file."""
         raw = self._log_file(start)
         if raw is None:
-            if self._options.fail_on_data_loss:
+            files = numbered_files(self._files, os.path.join(self._part.path, directory.COMMITLOG))
+            # Retention deletes the oldest files, so an entry that leads behind one that is there is damaged.
+            if self._part.walk is None and any(int(file.name) < start for file in files):
+                yield from self.malformed.bad_entries(rows)
+            elif self._options.fail_on_data_loss:
                 name = file_name(start)
                 raise DataLossError(f"{self._store()}: commitlog/{name} was deleted; {REST}")
             return

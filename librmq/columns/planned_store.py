@@ -28,7 +28,7 @@ from librmq.columns.options import (
 from librmq.columns.remote import RemoteStore, remote_store
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue, QueueEntry
-from librmq.consumequeue_entries import Entries, entry_dtype
+from librmq.consumequeue_entries import ENTRY, Entries, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files import Damage, DiskFiles, Files
 from librmq.files.interface import numbered_files
@@ -60,8 +60,9 @@ class QueueRange:
     """Reader of the queue's entries."""
 
     def entry(self, queue_offset: int) -> QueueEntry | None:
-        """Return the entry at ``queue_offset``, None outside of the queue."""
-        return self.reader.entry(queue_offset)
+        """Return the entry at ``queue_offset``, None outside of the queue; a damaged one is for the read to report."""
+        raw = self.reader.read(queue_offset, 1)
+        return QueueEntry._make(ENTRY.unpack(raw)) if raw else None
 
     def entries(self, begin: int, end: int) -> Entries:
         """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
@@ -77,7 +78,7 @@ class QueueRange:
 
     def place_of(self, queue_offset: int) -> int:
         """Return the physical offset in an entry."""
-        entry = self.reader.entry(queue_offset)
+        entry = self.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
     def first_from(self, place: int) -> int:

@@ -213,8 +213,8 @@ def _samples(store: PlannedStore, ranges: Ranges, parts: int) -> list[tuple[int,
     step = max(1, sum(len(offsets) for _, offsets in ranges) // count)
     rows = 0
     for name, offsets in ranges:
-        entries = [store.queues[name].entry(at) for at in offsets[-rows % step :: step]]
-        samples += [(entry.physical_offset, entry.size, step) for entry in entries if entry is not None]
+        entries = map(store.queues[name].entry, offsets[-rows % step :: step])
+        samples += [(entry.physical_offset, entry.size, step) for entry in entries if entry and entry.size > 0]
         rows += len(offsets)
     return sorted(samples)
 

@@ -21,6 +21,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns.options import OffsetTimes, ReadOptions, ReadSelection, View
 from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
@@ -443,6 +444,25 @@ def test_a_closed_store_without_its_last_log_files(
     else:
         with pytest.raises(CorruptionError, match="beyond the log's end"):
             reader(copy, topic="A", columns=["body"])
+
+
+@pytest.mark.parametrize("entry", [(0, -5, 0), (1 << 40, 100, 0)])
+def test_a_damaged_entry_is_reported_as_the_mode_says(tmp_path: Path, entry: tuple[int, int, int]) -> None:
+    """Retention makes no entry lead behind the log, so ``fail_on_data_loss`` does not hide one that does."""
+    with MessageStore.open(tmp_path / "s", CONFIG) as store:
+        for number in range(4):
+            store.append(Message("T", b"%d" % number), 0)
+    file = tmp_path / "s" / "consumequeue" / "T" / "0" / f"{0:020d}"
+    raw = bytearray(file.read_bytes())
+    raw[40:60] = ENTRY.pack(*entry)
+    file.write_bytes(raw)
+    columns = ["queueOffset", "body"]
+    for loss in (True, False):
+        with pytest.raises(CorruptionError, match=r"at 40: queue offset 2: found physical offset"):
+            reader(tmp_path / "s", fail_on_data_loss=loss).read_all()
+        shown = reader(tmp_path / "s", mode="PERMISSIVE", fail_on_data_loss=loss, columns=columns).read_all()
+        assert sorted(map(tuple, map(dict.values, shown.to_pylist()))) == [(0, b"0"), (1, b"1"), (2, None), (3, b"3")]
+        assert reader(tmp_path / "s", mode="DROPMALFORMED", fail_on_data_loss=loss).read_all().num_rows == 3
 
 
 def test_planning_again_keeps_no_queue_open(path: Path, tmp_path: Path) -> None:

@@ -698,8 +698,8 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
     assert len(numbers(read(tmp_path / "live"))) == len([n for n in range(102) if n % 10])
 
 
-def test_parts_are_read_without_a_session(folder: Path) -> None:
-    """Only tasks report it: a damaged entry with its file, an entry without a record as lost data."""
+def test_parts_are_read_without_a_session(folder: Path, tmp_path: Path) -> None:
+    """Only tasks report it: a damaged entry with its file, an entry of a deleted file as lost data."""
     from librmq.columns._read import Reading
     from librmq.columns.decoding import default_columns
     from librmq.columns.options import DataLossError, Part, Slice
@@ -708,10 +708,10 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     from librmq.spark._options import parse_read_options
     from librmq.spark._source import arrow_schema, schema_of
 
-    def rows(entry: bytes, **options: str) -> list[dict[str, Any]]:
-        read_options = parse_read_options({"path": str(folder), **options})
+    def rows(entry: bytes, path: Path = folder, **options: str) -> list[dict[str, Any]]:
+        read_options = parse_read_options({"path": str(path), **options})
         schema = arrow_schema(schema_of(default_columns(read_options)), read_options)
-        part = Part(str(folder), 16384, 4000, (Slice("Orders", 1, 7, 8, 7, entry),))
+        part = Part(str(path), 16384, 4000, (Slice("Orders", 1, 7, 8, 7, entry),))
         return [row for batch in Reading(read_options, schema).read(part) for row in batch.to_pylist()]
 
     bad, nowhere = ENTRY.pack(-5, 100, 0), ENTRY.pack(1 << 40, 100, 0)
@@ -720,9 +720,13 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     (row,) = rows(bad, mode="PERMISSIVE")
     assert (row["topic"], row["queueId"], row["queueOffset"], row["body"]) == ("Orders", 1, 7, None)
     assert rows(bad, mode="DROPMALFORMED") == []
-    with pytest.raises(DataLossError, match="was deleted"):
-        rows(nowhere)
-    assert rows(nowhere, failOnDataLoss="false") == []
+    with pytest.raises(CorruptionError, match="at 140: queue offset 7: found physical offset 1099511627776"):
+        rows(nowhere, failOnDataLoss="false")
+    shutil.copytree(folder, tmp_path / "cut")
+    (tmp_path / "cut" / "commitlog" / f"{0:020d}").unlink()
+    with pytest.raises(DataLossError, match=f"commitlog/{0:020d} was deleted"):
+        rows(ENTRY.pack(0, 100, 0), tmp_path / "cut")
+    assert rows(ENTRY.pack(0, 100, 0), tmp_path / "cut", failOnDataLoss="false") == []
     with pytest.raises(CorruptionError, match="expected a record of 100 bytes"):
         rows(ENTRY.pack(0, 100, 0))
     elsewhere = Part(f"{folder}-elsewhere", 16384, 4000, (Slice("Orders", 1, 7, 8, 7, nowhere),))
