@@ -24,7 +24,7 @@ from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
 from librmq.columns.options import Part, Predicate, ReadOptions, ReadSelection, Slice, log_unknown_topics
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.remote import RemoteFiles
-from librmq.files import Files
+from librmq.files import Damage, Files
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 
@@ -75,10 +75,7 @@ def plan(
         for store, wanted, count in zip(stores, narrowed, rows, strict=True):
             min_parts = max(1, -(-options.min_partitions * count // max(1, sum(rows))))
             topics |= store.topics
-            of_store = list[Part]()
-            if store.damage:  # files of a remote store are named by its URL
-                damages = (replace(at, file=at.file.replace(store.path, store.place, 1)) for at in store.damage)
-                of_store.append(replace(_part(store, ()), damage=tuple(damages)))
+            of_store = damaged_parts(store, set())
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
@@ -92,6 +89,15 @@ def plan(
     if opened is None:  # a caller that has opened the store says itself what it lacks
         log_unknown_topics(options, topics)
     return parts
+
+
+def damaged_parts(store: PlannedStore, reported: set[Damage]) -> list[Part]:
+    """Return a part with what planning found damaged and is not yet ``reported``, to which it is added; else none."""
+    # Files of a remote store are named by its URL.
+    damages = [replace(damage, file=damage.file.replace(store.path, store.place, 1)) for damage in store.damage]
+    fresh = tuple(damage for damage in damages if damage not in reported)
+    reported.update(fresh)
+    return [replace(_part(store, ()), damage=fresh)] if fresh else []
 
 
 def queue_parts(

@@ -25,7 +25,7 @@ from librmq.clock import SystemClock
 from librmq.columns import DataLossError, ReadOptions, RemoteStore
 from librmq.columns.options import LARGEST_OFFSET, log_unknown_topics
 from librmq.columns.planned_store import PlannedStore
-from librmq.columns.planner import portable, queue_parts
+from librmq.columns.planner import damaged_parts, portable, queue_parts
 from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
@@ -38,6 +38,7 @@ from librmq.store.engine.store_parts import QueueName
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from librmq.files import Damage
     from librmq.spark._kafka import Renaming
 
 SMALLEST_RECORD: Final = 91
@@ -111,6 +112,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._mirrored_at: dict[str, float] = {}
         """When the mirror of each store behind a URL was made."""
         self._warned: set[str] = set()
+        self._reported: set[Damage] = set()
+        """What batches have told of damage that planning found."""
         self._target: dict[Key, int] | None = None
         self._waiting_since: float | None = None
         """When a trigger first had fewer messages than wanted."""
@@ -207,8 +210,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for key in order:
             share_ = left * lags[key] // behind
             until = begins[key] + min(lags[key], share_ // SMALLEST_RECORD)
-            entries = self._stores[key[0]].queues[key[1:]].reader.entries(begins[key], until)
-            sums = np.cumsum(entries["size"].astype(np.int64))
+            entries = self._stores[key[0]].queues[key[1:]].entries(begins[key], until)
+            sums = np.cumsum(np.maximum(entries["size"].astype(np.int64), 0))  # damage is for the read to report
             counts[key] = int(np.searchsorted(sums, share_, "right"))
             left -= int(sums[counts[key] - 1]) if counts[key] else 0
             behind -= lags[key]
@@ -237,11 +240,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     store.check_loss(name, begin, until)
                 if queue is not None:
                     ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
+            of_store = damaged_parts(store, self._reported)
             ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
             if ranges:
                 entries_only = options.view == "queues"
-                of_store = queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
-                parts += [InputPartition(portable(part, store)) for part in of_store]
+                of_store += queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
+            parts += [InputPartition(portable(part, store)) for part in of_store]
         return parts
 
     @override

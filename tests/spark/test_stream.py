@@ -22,6 +22,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from librmq.columns.options import DataLossError
+from librmq.consumequeue_entries import ENTRY
 from librmq.errors import ConfigError
 from librmq.spark._options import StreamLimits, parse_read_options
 from librmq.spark._positions import Key, flat
@@ -154,6 +155,42 @@ def test_a_stream_of_a_store_behind_a_url(tmp_path: Path) -> None:
     with pytest.raises(DataLossError, match="holds another store"):
         stream.latestOffset(begin, ReadAllAvailable())
     stream.stop()
+
+
+def batches_of(path: Path, **options: str) -> list[list[dict[str, Any]]]:
+    """Return the rows of each batch of a stream in mode ``PERMISSIVE`` up to the present end."""
+    source = RocketMQDataSource({"path": str(path), "mode": "PERMISSIVE", **options})
+    stream: Any = source.streamReader(source.schema())
+    begin, batches = stream.initialOffset(), list[list[dict[str, Any]]]()
+    while (end := stream.latestOffset(begin, stream.getDefaultReadLimit())) != begin:
+        parts = stream.partitions(begin, end)
+        batches.append([row for part in parts for batch in stream.read(part) for row in batch.to_pylist()])
+        begin = end
+    stream.stop()
+    return batches
+
+
+def test_a_stream_reports_damage_in_its_first_batch(tmp_path: Path) -> None:
+    """What planning found damaged is a row once after each start, and not in the batches that follow."""
+    path = store_of(tmp_path / "s", 0, 20)
+    log = sorted((path / "commitlog").iterdir())[2]
+    with log.open("r+b") as file:
+        file.truncate(100)
+    batches = batches_of(path, maxOffsetsPerTrigger="5")
+    counts = [sum(log.name in (row["_corrupt_record"] or "") for row in rows) for rows in batches]
+    assert len(counts) > 1
+    assert counts == [1] + [0] * (len(counts) - 1)
+
+
+def test_a_damaged_entry_stops_no_limited_stream(tmp_path: Path) -> None:
+    path = store_of(tmp_path / "s", 0, 6)
+    file = path / "consumequeue" / "A" / "0" / f"{0:020d}"
+    raw = bytearray(file.read_bytes())
+    raw[40:60] = ENTRY.pack(0, -5, 0)
+    file.write_bytes(raw)
+    rows = [row for batch in batches_of(path, maxBytesPerTrigger="2000") for row in batch]
+    assert sorted(row["queueOffset"] for row in rows) == list(range(6))
+    assert [row["queueOffset"] for row in rows if row["_corrupt_record"]] == [2]
 
 
 def test_a_trigger_waits_for_more_messages(tmp_path: Path) -> None:
