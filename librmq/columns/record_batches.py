@@ -425,13 +425,18 @@ def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     """Return what clients have recorded about messages in a store, or several, as a stream of record batches.
 
     ``topic`` names the topics of traces; by default they are RocketMQ's own. Of several stores the column ``store``
-    names the store. The other settings, and errors, are those of `reader`, but for ``columns``.
+    names the store. The other settings, and errors, are those of `reader`, but for ``columns`` and mode ``PERMISSIVE``.
 
     Raises:
         ConfigError: A setting is wrong.
         NotAStoreError: There is no store.
         CorruptionError: The store is damaged; also raised while batches are read.
     """
+    if settings.get("columns") is not None or settings.get("mode") == "PERMISSIVE":
+        raise ConfigError(
+            "columns, mode: a trace has its own columns, none for damage: leave columns out, and read a damaged store "
+            "in mode DROPMALFORMED"
+        )
     several = not isinstance(store, str) and isinstance(store, Iterable)
     chosen: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
     if chosen.get("topic") is None and chosen.get("topics") is None:

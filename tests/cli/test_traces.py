@@ -10,6 +10,7 @@ import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, Producer, StoreConfig
 from librmq.columns import traces
+from librmq.errors import ConfigError
 from tests.cli.stand import Shell, errors_of
 
 START_MS = 1_700_000_000_000
@@ -147,6 +148,9 @@ def test_columns(shell: Shell, ids: list[str]) -> None:
     assert int(table.column("at")[0].as_py().timestamp() * 1000) == START_MS
     several = traces([str(shell.folder / "own")]).read_all()
     assert several.column("store").to_pylist() == [str(shell.folder / "own")] * 10
+    for settings in ({"mode": "PERMISSIVE"}, {"columns": ["body"]}):
+        with pytest.raises(ConfigError, match="leave columns out, and read a damaged store in mode DROP"):
+            traces(str(shell.folder / "own"), **settings)
 
 
 @pytest.mark.spark
