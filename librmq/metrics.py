@@ -111,7 +111,7 @@ class Metrics:
     def __init__(self) -> None:
         self._counts: dict[_Series, list[float]] = {}  # lists of one number, so that counting needs one look-up
         self._gauges: dict[tuple[_Series, object], float | Callable[[], float | None]] = {}
-        self._observed: dict[str, Callable[[], Mapping[tuple[str, ...], float]]] = {}
+        self._observed: dict[tuple[str, object], Callable[[], Mapping[tuple[str, ...], float]]] = {}
         self._lock = Lock()
 
     @override
@@ -137,8 +137,9 @@ class Metrics:
     ) -> None:
         """Set a gauge to a number or to a function that returns it; None removes the gauge.
 
-        Values of several owners are added up. `snapshot` can call a function in any thread. Where a function returns
-        None, the value is unknown now, and the sum too: the snapshot leaves it out.
+        Values of several owners are added up; of a fraction, ``disk_used``, the highest counts. `snapshot` can call a
+        function in any thread. Where a function returns None, the value is unknown now, and the sum too: the snapshot
+        leaves it out.
 
         Raises:
             ConfigError: `METRICS` has no such gauge with these labels.
@@ -151,8 +152,12 @@ class Metrics:
             else:
                 self._gauges[series, owner] = value
 
-    def observe(self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None) -> None:
+    def observe(
+        self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None, *, owner: Hashable = None
+    ) -> None:
         """Set a gauge to a function that returns its values by labels, in the order of `METRICS`; None removes it.
+
+        Values of several owners are added up.
 
         Raises:
             ConfigError: `METRICS` has no such gauge.
@@ -161,14 +166,15 @@ class Metrics:
             raise ConfigError(f"unknown gauge {name!r}: METRICS has all names")
         with self._lock:
             if values is None:
-                self._observed.pop(name, None)
+                self._observed.pop((name, owner), None)
             else:
-                self._observed[name] = values
+                self._observed[name, owner] = values
 
     def remove_gauges(self, owner: Hashable) -> None:
         """Remove all gauges that ``owner`` has set."""
         with self._lock:
             self._gauges = {key: value for key, value in self._gauges.items() if key[1] != owner}
+            self._observed = {key: values for key, values in self._observed.items() if key[1] != owner}
 
     def snapshot(self) -> dict[str, dict[tuple[str, ...], float]]:
         """Return all values: ``snapshot()["sends"]["orders", "SEND_OK"]``, with labels in the order of `METRICS`.
@@ -192,12 +198,15 @@ class Metrics:
                 unknown.add((name, place))
             else:
                 places = values.setdefault(name, {})
-                places[place] = places.get(place, 0) + measured
+                before = places.get(place, 0)
+                places[place] = max(before, measured) if METRICS[name].unit == "1" else before + measured
         for name, place in unknown:
             values.get(name, {}).pop(place, None)
-        for name, observe in observed:
-            if observed_values := observe():
-                values[name] = {tuple(map(printable, place)): value for place, value in observed_values.items()}
+        for (name, _), observe in observed:
+            places = values.setdefault(name, {})
+            for labels_of_name, value in observe().items():
+                place = tuple(map(printable, labels_of_name))
+                places[place] = places.get(place, 0) + value
         return {name: values[name] for name in METRICS if values.get(name)}
 
 
@@ -219,8 +228,10 @@ class _Outside(Metrics):
         call_outside(partial(self._metrics.gauge, name, value, owner=owner, **labels))
 
     @override
-    def observe(self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None) -> None:
-        call_outside(partial(self._metrics.observe, name, values))
+    def observe(
+        self, name: str, values: Callable[[], Mapping[tuple[str, ...], float]] | None, *, owner: Hashable = None
+    ) -> None:
+        call_outside(partial(self._metrics.observe, name, values, owner=owner))
 
     @override
     def remove_gauges(self, owner: Hashable) -> None:

@@ -184,6 +184,23 @@ def test_lag_of_a_group_stays_without_consumers() -> None:
     assert "group_lag" not in metrics.snapshot()
 
 
+def test_gauges_of_several_brokers_add_up() -> None:
+    metrics = Metrics()
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner, metrics=metrics) as other:
+        with Broker.temporary(runner=runner, metrics=metrics) as broker:
+            for each, count in ((broker, 2), (other, 3)):
+                for _ in range(count):
+                    Producer(each, "p").send("orders", b"x")
+                each.set_group("g")
+                each.reset_group("g", "orders", to="begin")
+            found = metrics.snapshot()
+            assert found["group_lag"]["orders", "g"] == 5
+            assert found["log_bytes"][()] == broker.store.log.end + other.store.log.end
+            assert 0 <= found["disk_used"][()] <= 1
+        assert metrics.snapshot()["group_lag"]["orders", "g"] == 3
+
+
 def test_labels_have_no_control_characters() -> None:
     metrics = Metrics()
     metrics.count("dead_letters", topic="a\x1b[31m\n", group="g")

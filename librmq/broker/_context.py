@@ -240,17 +240,16 @@ class BrokerContext:
         metrics = self.metrics
         if metrics is not None:
             store, held = self.store, self.held.by_queue
-            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
-            metrics.gauge("replicas", replica_count)
-            metrics.gauge("log_bytes", lambda: store.log.end)
-            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
-            metrics.observe("group_lag", self._lags)
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))), owner=self)
+            metrics.gauge("replicas", replica_count, owner=self)
+            metrics.gauge("log_bytes", lambda: store.log.end, owner=self)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path), owner=self)
+            if self.config.replica_of is None:  # a replica's lags are those of its master
+                metrics.observe("group_lag", self._lags, owner=self)
 
     def hide_gauges(self) -> None:
         if self.metrics is not None:
-            for name in ("held_pulls", "log_bytes", "disk_used", "replicas", "resend_ids"):
-                self.metrics.gauge(name, None)
-            self.metrics.observe("group_lag", None)
+            self.metrics.remove_gauges(self)
 
     def _lags(self) -> dict[tuple[str, ...], float]:
         """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""

@@ -304,7 +304,7 @@ class Replica(Closing):
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
         self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
         if self._metrics is not None:
-            self._metrics.gauge("replica_lag_bytes", lambda: self.lag_bytes)
+            self._metrics.gauge("replica_lag_bytes", lambda: self.lag_bytes, owner=self)
         try:
             self._mark()
             if was_killed:
@@ -703,7 +703,7 @@ class Replica(Closing):
 
     def _release_resources(self) -> None:
         if self._metrics is not None:
-            self._metrics.gauge("replica_lag_bytes", None)
+            self._metrics.remove_gauges(self)
         if isinstance(self._master, StoredMaster):
             self._master.close()
         if self._own_runner is not None:

@@ -75,7 +75,7 @@ class RecentSends:
         self._older: dict[int, int] = {}
         self._read_log(now_ms() - window_ms)
         if context.metrics is not None:
-            context.metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
+            context.metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older), owner=context)
 
     def _read_log(self, begin_ms: int) -> None:
         """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
