@@ -124,7 +124,15 @@ Watchers = Mapping[Kind, Watcher]
 
 def begin(watchers: Iterable[Watcher], operation: Operation) -> list[Ended]:
     """Tell watchers of an operation; return what to call at its end."""
-    return [ended for watcher in watchers if (ended := watcher(operation)) is not None]
+    watching: list[Ended] = []
+    try:
+        for watcher in watchers:
+            if (ended := watcher(operation)) is not None:
+                watching.append(ended)
+    except BaseException as error:
+        end(watching, None, error)  # for those before the watcher that has failed, the operation has begun
+        raise
+    return watching
 
 
 def end(watching: Iterable[Ended], result: object, error: BaseException | None) -> None:

@@ -176,6 +176,21 @@ def test_several_watch_at_once_and_a_failing_one_fails_nothing(rmq: Kit, caplog:
     assert "a watcher has failed at the end of an operation" in caplog.text
 
 
+def test_an_operation_ends_for_those_before_a_watcher_that_fails_at_its_beginning(rmq: Kit) -> None:
+    ended: list[object] = []
+    refusal = ValueError("of the watcher")
+
+    def refuses(operation: Operation) -> None:
+        raise refusal
+
+    producer = rmq.producer()
+    watch(producer, lambda operation: lambda result, error: ended.append(error))
+    watch(producer, refuses)
+    with pytest.raises(ValueError, match="of the watcher"):
+        producer.send("orders", "one")
+    assert ended == [refusal]
+
+
 def test_moments_come_when_no_lock_is_held(rmq: Kit) -> None:
     free: list[bool] = []
 
