@@ -146,7 +146,7 @@ def _indexed(columns: str, charset: str, indexes: Mapping[str, str], options: st
     return {
         "": (
             f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){options}",
-            *(f"CREATE INDEX IF NOT EXISTS {{plain}}_{name} ON {{table}} ({of})" for name, of in indexes.items()),
+            *(f"CREATE INDEX IF NOT EXISTS {{index}}_{name} ON {{on}} ({of})" for name, of in indexes.items()),
         ),
         # Keys differ by case and by each byte; the usual collations ignore that.
         "mysql": (
@@ -343,7 +343,9 @@ _IN_INDEX: Final = 55
 
 def _run_steps(link: Link, steps: _Steps, table: str) -> None:
     types = _TYPES.get(link.dialect, _TYPES[""])
-    plain = table.rpartition(".")[2][:_IN_INDEX]
+    schema, dot, on = table.rpartition(".")
+    plain = on[:_IN_INDEX]
+    index, on = (schema + dot + plain, on) if link.dialect == "sqlite" else (plain, table)  # which names the schema
     options = {"sqlite": " WITHOUT ROWID", "mysql": " CHARACTER SET ascii COLLATE ascii_bin"}.get(link.dialect, "")
     for statement in steps.get(link.dialect, steps[""]):
-        link.execute(statement.format(table=table, plain=plain, options=options, **types))
+        link.execute(statement.format(table=table, plain=plain, index=index, on=on, options=options, **types))

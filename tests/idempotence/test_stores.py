@@ -899,6 +899,17 @@ def test_tables_of_two_calls_may_differ_in_case_and_be_long(engine: sqlalchemy.E
     assert len(sqlalchemy.inspect(engine).get_indexes(long)) == 2
 
 
+def test_tables_may_be_in_another_file_of_sqlite() -> None:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("ATTACH ':memory:' AS queue")
+    names = {"dedup": "queue.d", "messages": "queue.m", "transactions": "queue.t", "outbox": "queue.o"}
+    for _ in range(2):
+        assert set(upgrade_tables(connection, **names, versions="queue.v")) == set(names.values())
+    indexes = connection.execute("SELECT name FROM queue.sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+    assert {row[0] for row in indexes} == {"d_expires", "m_expires", "t_expires", "o_due", "o_order"}
+    connection.close()
+
+
 ADDED: Final = {"": ["ALTER TABLE {table} ADD COLUMN note VARCHAR(10)"]}
 
 
