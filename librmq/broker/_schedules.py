@@ -13,6 +13,7 @@ from typing import Any, Final
 from librmq.broker._context import BrokerContext
 from librmq.errors import LASTING, BrokerError, RmqError
 from librmq.message.ids import parse_host
+from librmq.message.message import body_too_large
 from librmq.protocol import ChangeSchedule, DescribeSchedules, ResponseCode
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
@@ -56,6 +57,8 @@ class Schedules:
         if request.change == "set":
             rule = ScheduleRule.of_row(request.rule or {})
             rule.due_after(now_ms, now_ms)  # refuses what this process can't read
+            if len(rule.body) > (largest := self._context.store.config.max_message_size):
+                raise body_too_large(len(rule.body), largest)
             if row is not None and ScheduleRule.of_row(row) == rule:
                 return
             if row is not None:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 from librmq.config import check_kind, to_timestamp_ms, wrong_kind
 from librmq.errors import ConfigError, MalformedError, MissingExtraError
 from librmq.message import Message
-from librmq.message.topics import validate_client_topic
+from librmq.message.message import reserved_topic
+from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 
 if TYPE_CHECKING:
     from zoneinfo import ZoneInfo
@@ -118,6 +119,8 @@ class ScheduleRule:
         if not isinstance(name, str) or not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
             raise ConfigError(f"name: expected text of 1 to {_MOST_NAME} characters, found {name!r:.80}")
         validate_client_topic(topic)
+        if topic in NOT_FOR_SENDING:
+            raise reserved_topic(topic)
         if (cron is None) == (every is None):
             raise ConfigError(
                 f"schedule {name!r:.80}: expected either cron= or every=, found {'neither' if cron is None else 'both'}"

@@ -225,6 +225,11 @@ def test_what_can_not_be_sent_is_refused(rmq: Kit) -> None:
         rmq.broker.set_schedule("n", topic="no topic", every=60)
     with pytest.raises(MessageIllegalError):
         rmq.broker.set_schedule("n", topic="t", every=60, properties={"KEYS": "x"})
+    with pytest.raises(MessageIllegalError, match="is the broker's own"):
+        rmq.broker.set_schedule("n", topic="SCHEDULE_TOPIC_XXXX", every=60)
+    with pytest.raises(MessageIllegalError, match="the body has"):
+        rmq.broker.set_schedule("n", topic="t", every=60, body=bytes(rmq.broker.store.config.max_message_size + 1))
+    assert rmq.broker.schedules() == ()
 
 
 def test_without_the_extra_an_error_names_it(rmq: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
