@@ -201,6 +201,20 @@ def test_gauges_of_several_brokers_add_up() -> None:
         assert metrics.snapshot()["group_lag"]["orders", "g"] == 3
 
 
+@pytest.mark.parametrize("orderly", [False, True])
+def test_dead_letters_count_in_any_order(*, orderly: bool) -> None:
+    metrics = Metrics()
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner, metrics=metrics) as broker:
+        consumer = PushConsumer(broker, "g", orderly=orderly, max_reconsume_times=1)
+        consumer.subscribe("orders", lambda message: 1 // 0)
+        with consumer:
+            Producer(broker, "p").send("orders", b"x")
+            runner.advance(60_000)
+        assert len(broker.dead_letters("g")) == 1
+        assert metrics.snapshot()["dead_letters"] == {("orders", "g"): 1}
+
+
 def test_labels_have_no_control_characters() -> None:
     metrics = Metrics()
     metrics.count("dead_letters", topic="a\x1b[31m\n", group="g")

@@ -277,6 +277,9 @@ class SendHandler(BrokerPart):
         )
         if is_prepared:
             self._transactions().half_stored(stored_message.unique_key, result.physical_offset)
+        elif topic.is_retry and stored_message.topic != name:
+            group = name.removeprefix(TopicPrefix.RETRY)
+            self._count("dead_letters", topic=properties.get(PropertyName.RETRY_TOPIC, name), group=group)
         return queue_id, result
 
     def send_batch(self, request: SendBatch) -> SendResponse:
