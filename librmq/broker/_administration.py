@@ -10,7 +10,7 @@ from typing import Final
 from librmq.broker._context import BrokerContext, BrokerPart
 from librmq.errors import CorruptionError
 from librmq.message import StoredMessage
-from librmq.message.topics import SystemTopic, has_no_row, moved_keys
+from librmq.message.topics import has_no_row, moved_keys
 from librmq.protocol import (
     CleanUnusedTopics,
     CreateTopic,
@@ -96,7 +96,7 @@ class Administration(BrokerPart):
         self._known_queues.pop(request.topic, None)
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
-        store, topics = self._store, self._topics.by_name.keys() | {SystemTopic.HOP}
+        store, topics = self._store, self._topics.by_name
         unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))

@@ -171,8 +171,8 @@ def is_user_topic(topic: str) -> bool:
 
 
 def has_no_row(topic: str) -> bool:
-    """Return whether RocketMQ keeps a topic that ``topics.json`` does not have: its own, and light queues."""
-    return is_system_topic(topic) or topic.startswith(TopicPrefix.LIGHT)
+    """Return whether ``topics.json`` does not have a topic with messages: RocketMQ's own, light queues, the relay's."""
+    return is_system_topic(topic) or topic.startswith(TopicPrefix.LIGHT) or topic == SystemTopic.HOP
 
 
 def is_own_group(group: str) -> bool:

@@ -182,6 +182,14 @@ def test_relayed_messages_can_be_consumed(rmq: Kit, broker: Broker) -> None:
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
+def test_hops_are_delivered_without_a_warning(rmq: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    rmq.producer().send("T", b"x", delay=33)
+    rmq.advance(seconds=35)
+    assert [message.body for message in rmq.messages("T")] == [b"x"]
+    assert "SYSTEM_SCHEDULE_MSG" not in caplog.text
+
+
+@pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
 def test_a_relayed_message_creates_its_topic_with_its_producers_queues(broker: Broker) -> None:
     message = send_at(Message("T", b"x"), broker.runner.now_ms() + 20_000)
     Producer(broker, "p", default_topic_queues=2).send(message)

@@ -45,7 +45,6 @@ from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import (
     MESSAGE_TYPE,
     TOPIC_TYPES,
-    SystemTopic,
     TopicPrefix,
     TopicType,
     has_no_row,
@@ -849,7 +848,7 @@ def unlisted_topics(
     """
     queue_counts: dict[str, int] = {}
     for topic, queue_id in queues:
-        if topic not in listed and not has_no_row(topic) and topic != SystemTopic.HOP:
+        if topic not in listed and not has_no_row(topic):
             begin, end = range_of(topic, queue_id)
             if begin < end:
                 queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)
