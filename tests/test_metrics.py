@@ -184,6 +184,16 @@ def test_lag_of_a_group_stays_without_consumers() -> None:
     assert "group_lag" not in metrics.snapshot()
 
 
+def test_a_broker_may_end_while_its_metrics_are_read() -> None:
+    metrics = Metrics()
+    broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
+    broker.create_topic("orders", 1)
+    broker.set_group("g")
+    broker.reset_group("g", "orders", to="begin")
+    metrics.gauge("replicas", broker.close, owner="a reader that is slow")
+    assert "group_lag" not in metrics.snapshot()
+
+
 def test_gauges_of_several_brokers_add_up() -> None:
     metrics = Metrics()
     runner = ManualRunner()

@@ -260,10 +260,11 @@ class BrokerContext:
             queues = {name: topic.read_queues for name, topic in self.topics.by_name.items()}
         for (group, topic), offsets in progress.items():
             if topic in queues and not is_own_group(group):
-                lags[topic, group] = sum(
-                    queue_lag(offsets.get(queue_id), *self.store.queue_range(topic, queue_id))
-                    for queue_id in range(queues[topic])
-                )
+                with suppress(StoreClosedError):  # the broker has ended since the reader of the metrics asked
+                    lags[topic, group] = sum(
+                        queue_lag(offsets.get(queue_id), *self.store.queue_range(topic, queue_id))
+                        for queue_id in range(queues[topic])
+                    )
         return lags
 
 
