@@ -184,6 +184,17 @@ def test_lag_of_a_group_stays_without_consumers() -> None:
     assert "group_lag" not in metrics.snapshot()
 
 
+def test_a_broker_s_gauges_end_with_it_though_clients_have_not_left() -> None:
+    metrics = Metrics()
+    broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
+    consumer = PushConsumer(broker, "g")
+    consumer.subscribe("orders", lambda message: None)
+    consumer.start()
+    assert metrics.snapshot()["clients"] == {("g",): 1}
+    broker.close()
+    assert not metrics.snapshot().keys() & {"clients", "held_pulls", "group_lag"}
+
+
 def test_a_broker_may_end_while_its_metrics_are_read() -> None:
     metrics = Metrics()
     broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)

@@ -250,6 +250,8 @@ class BrokerContext:
     def hide_gauges(self) -> None:
         if self.metrics is not None:
             self.metrics.remove_gauges(self)
+            for group in self.clients.consumers:  # clients that have not left
+                self.metrics.gauge("clients", None, group=group)
 
     def _lags(self) -> dict[tuple[str, ...], float]:
         """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""
