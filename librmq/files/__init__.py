@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from librmq.files._disk import DiskFiles as DiskFiles
     from librmq.files._memory import MemoryFiles as MemoryFiles
     from librmq.files._memory import OverlayFiles as OverlayFiles
-    from librmq.files._temporary_folder import TemporaryFolder as TemporaryFolder
+    from librmq.files._memory import TemporaryFolder as TemporaryFolder
     from librmq.files.interface import Advice as Advice
     from librmq.files.interface import Buffer as Buffer
     from librmq.files.interface import Damage as Damage
@@ -42,7 +42,6 @@ else:
                 "file_size",
                 "is_folder",
             ),
-            "librmq.files._memory": ("MemoryFiles", "OverlayFiles"),
-            "librmq.files._temporary_folder": ("TemporaryFolder",),
+            "librmq.files._memory": ("MemoryFiles", "OverlayFiles", "TemporaryFolder"),
         },
     )

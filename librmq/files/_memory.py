@@ -1,4 +1,4 @@
-"""Files in anonymous memory, and overlays: the disk with changes in memory."""
+"""Files that leave nothing behind: anonymous memory, overlays (the disk with changes in memory), temporary folders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import errno
 import itertools
 import mmap
 import os
+import shutil
 import sys
+import tempfile
 import weakref
-from collections.abc import Iterable
-from typing import Any, Self, SupportsIndex
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFile, DiskFiles
@@ -26,9 +28,12 @@ from librmq.files.interface import (
     is_folder,
 )
 from librmq.override import override
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 
+_log = EventLog("librmq.files")
 _numbers = itertools.count(1)
+_TRIES: Final = 5
 
 
 class MemoryFiles:
@@ -455,3 +460,42 @@ class OverlayFiles(MemoryFiles):
     def identity_in_memory(self, path: str) -> str | None:
         base = self._base
         return base.identity_in_memory(path) if isinstance(base, MemoryFiles) else identity_of(base, path)
+
+
+class _TemporaryFiles(DiskFiles):
+    """Files that are deleted again, so that no call waits for the device: they outlive the process, not the machine."""
+
+    is_temporary = True
+
+    @override
+    def flush_folder(self, path: str) -> None:
+        pass
+
+    @override
+    def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
+        pass
+
+    @override
+    def _wait_for_part(self, file: File, begin: int, end: int) -> None:
+        pass
+
+
+class TemporaryFolder:
+    """A new folder, deleted by `delete` or at the end of the process that made it, but not by a forked child."""
+
+    def __init__(self) -> None:
+        self.name: str = tempfile.mkdtemp(prefix="librmq-")
+        self.files: DiskFiles = _TemporaryFiles()
+        """Opens what is in the folder, without flushes to the device."""
+        self.delete: Callable[[], object] = weakref.finalize(self, _delete_folder, self.name, os.getpid())
+
+
+def _delete_folder(path: str, process: int) -> None:
+    for _ in range(_TRIES):  # at the end of the process, threads of a broker that was not closed can still write
+        if os.getpid() == process and os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+    if os.getpid() == process and os.path.isdir(path):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            _log.warning("%(path)s: the temporary folder could not be deleted: %(error)s", path=path, error=error)

@@ -21,8 +21,7 @@ import pytest
 from librmq import Broker, Producer
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles
-from librmq.files._memory import MemoryFiles, OverlayFiles
-from librmq.files._temporary_folder import TemporaryFolder
+from librmq.files._memory import MemoryFiles, OverlayFiles, TemporaryFolder
 from librmq.files.interface import (
     Advice,
     File,

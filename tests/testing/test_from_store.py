@@ -20,7 +20,7 @@ from librmq import Broker, ManualClock, ManualRunner, Producer, SimpleConsumer
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError
-from librmq.files._temporary_folder import TemporaryFolder
+from librmq.files._memory import TemporaryFolder
 from librmq.message.batch import BatchItem
 from librmq.message.message import StoredMessage
 from librmq.message.properties import encode_properties
