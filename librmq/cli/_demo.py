@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import io
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -37,6 +39,7 @@ from librmq import (
     TransactionState,
     select_by_hash,
 )
+from librmq.cli._output import DAMAGED, Output
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.errors import InputError, StoreError
@@ -519,3 +522,18 @@ if __name__ == "__main__":
             _sell(sys.argv[2], int(sys.argv[3]), _Log(killed_at=int(sys.argv[4])))
         else:
             _join(sys.argv[2])
+
+
+def demo(arguments: argparse.Namespace, _: Output) -> int:
+    """Show the steps; the status is 1 if something is lost."""
+    if arguments.seed is not None and arguments.what != "kill":
+        raise InputError("--seed: it draws when a producer is killed, so it is for librmq demo kill")
+    screen, keep = Screen(sys.stdout), arguments.keep
+    with demo_folder(keep) as folder:
+        if arguments.what == "kill":
+            seed = secrets.randbelow(1_000_000) if arguments.seed is None else arguments.seed
+            is_whole = prove_by_kills(screen, folder, seed)
+        else:
+            page = PAGE if keep is None else f"librmq console {os.path.join(keep, 'shop')}"
+            is_whole = tell_shop(screen, folder, page)
+    return 0 if is_whole else DAMAGED

@@ -627,7 +627,8 @@ _TOOLS: Final = (
         output=OUTPUT,
     ),
     Command(
-        "demo", "demo", "show a shop at work, with its code; or kill a producer, and count", "kill --seed 1",
+        "demo", "librmq.cli._demo", "show a shop at work, with its code; or kill a producer, and count",
+        "kill --seed 1",
         (
             option(
                 "what", metavar="WHAT", nargs="?", choices=("shop", "kill"), default="shop",
