@@ -43,8 +43,7 @@ from librmq.console._changes import Changes
 from librmq.console._group_parts import busy_page
 from librmq.console._messages import letters_page, message_page, waiting_page
 from librmq.console._pages import Pages
-from librmq.console._place import Look, Place
-from librmq.console._requested import LETTERS
+from librmq.console._place import LETTERS, Look, Place
 from librmq.console._search import find_page, topic_page
 from librmq.console._tables import Moment, Page, Query, at_moment, render, templates
 from librmq.errors import BrokerUnreachableError, ConfigError, RmqError

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from librmq.broker import AdministeredRoute
 from librmq.broker.groups import settings_in
-from librmq.console._place import Look
-from librmq.console._requested import LETTERS
+from librmq.console._place import LETTERS, Look
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, topic_link
 from librmq.diagnosis import ClusterView, DeadLetterCause, HeldProgress, QueueLag
 from librmq.diagnosis.view import LiveView

@@ -11,11 +11,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from librmq.console._place import Look
-from librmq.console._requested import (
+from librmq.console._place import (
     LETTERS,
     NOT_IN_STORY,
     NOT_WAITING,
+    Look,
     kinds_not_asked,
     newest_letters,
     story_by_requests,

@@ -14,8 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._group_parts import Members, causes, queues_of_group, work_table
-from librmq.console._place import Look, Place
-from librmq.console._requested import LETTERS, newest_letters, waiting_by_requests
+from librmq.console._place import LETTERS, Look, Place, newest_letters, waiting_by_requests
 from librmq.console._search import Sample, Samples, history_of, stored_per_s
 from librmq.console._tables import (
     KINDS,

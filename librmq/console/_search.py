@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.clock import LAST_MS, Clock
 from librmq.console._messages import messages_table
-from librmq.console._place import Look, Place
-from librmq.console._requested import QUEUES, backwards, freshest
+from librmq.console._place import QUEUES, Look, Place, backwards, freshest
 from librmq.console._tables import (
     Axis,
     Cell,
