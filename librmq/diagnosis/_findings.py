@@ -103,12 +103,10 @@ _SIZES: Final = ("lag", "messages", "halves", "expired")
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity, damage first, then by the number of messages concerned, kind and subject."""
-    return sorted(
-        findings, key=lambda finding: finding_order(finding.kind, finding.severity, finding.subject, finding.evidence)
-    )
+    return sorted(findings, key=finding_order)
 
 
-def finding_order(kind: str, severity: str, subject: str, evidence: Mapping[str, Any]) -> tuple[object, ...]:
+def finding_order(finding: Finding) -> tuple[object, ...]:
     """Return the sort key of a finding, the worst first."""
-    size = max((evidence.get(name) or 0 for name in _SIZES), default=0)
-    return _ORDER.get(severity, len(_ORDER)), kind != "damage", -size, kind, subject
+    size = max(finding.evidence.get(name) or 0 for name in _SIZES)
+    return _ORDER.get(finding.severity, len(_ORDER)), finding.kind != "damage", -size, finding.kind, finding.subject

@@ -369,10 +369,7 @@ class Report:
     def findings(self) -> list[tuple[str, Finding]]:
         """The findings with their stores, worst first."""
         rows = [(store.store, finding) for store in self.stores for finding in store.findings]
-        return sorted(
-            rows,
-            key=lambda row: (*finding_order(row[1].kind, row[1].severity, row[1].subject, row[1].evidence), row[0]),
-        )
+        return sorted(rows, key=lambda row: (*finding_order(row[1]), row[0]))
 
     def to_json(self) -> str:
         """Return the report as JSON, for `from_json`."""
