@@ -1,7 +1,7 @@
-"""Filters over Arrow columns, with kernels alone: no Python object for any value.
+"""Filters over Arrow columns, with kernels: no Python object for any value, unless it is an unusual number.
 
 Numbers are parsed as in Java. Texts of digits, minus signs and points, the usual case, are cast. If a column holds any
-other text, slower kernels parse the rows that are not plain digits, exactly, with hexadecimal doubles.
+other text, the rows with unusual ones are parsed one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("filtering Arrow columns", "arrow") from error
 
-from librmq.filter._column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter._column_backend import COMPARE, NEGATED, ColumnBackend, Condition
 from librmq.filter._normal_form import (
     Missing,
     NumberIs,
@@ -34,7 +34,7 @@ from librmq.filter._normal_form import (
     TextTrue,
 )
 from librmq.filter.parser import JavaLong
-from librmq.java.lang import INT_MAX, INT_MIN, OTHER_DIGITS, TRIMMED
+from librmq.java.lang import java_int, java_long, parse_double
 
 # ---- texts compared with a few short ones
 
@@ -434,24 +434,6 @@ class _Arrow(ColumnBackend[Any]):
 
 # --- texts parsed as numbers, as in Java
 
-_DECIMAL: Final = r"\A[+-]?(?:NaN|Infinity|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[fFdD]?)\z"
-_HEXADECIMAL: Final = (
-    r"\A(?P<sign>[+-]?)0[xX](?:(?P<whole>[0-9a-fA-F]+)\.?|(?P<front>[0-9a-fA-F]*)\.(?P<back>[0-9a-fA-F]+))"
-    r"[pP](?P<exponent>[+-]?[0-9]+)[fFdD]?\z"
-)
-
-
-def _where(mask: Any, column: Any) -> Any:
-    """Return a column with nulls where ``mask`` does not hold."""
-    return pc.if_else(mask, column, pa.scalar(None, column.type))
-
-
-def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
-    """Return ``numbers``, cast from the plain texts, with the others parsed by ``read``, and a mask of the failures."""
-    others = pc.invert(plain).fill_null(False)
-    numbers = pc.replace_with_mask(numbers, others, read(text.filter(others)))
-    return numbers, pc.and_(text.is_valid(), numbers.is_null())
-
 
 def _plain_numbers(text: Any, target: Any) -> Any:
     """Cast texts of digits, minus signs and points to numbers; None if a text has other characters or is not a number.
@@ -473,103 +455,27 @@ def _plain_numbers(text: Any, target: Any) -> Any:
 
 def integers_of(text: Any, kind: type) -> tuple[Any, Any]:
     """Return the numbers that Java parses from texts as int or long, and which texts are none (or False: all are)."""
-    digits = 18 if kind is JavaLong else 9
-    target = pa.int64() if kind is JavaLong else pa.int32()
-    numbers = _plain_numbers(text, target)
-    if numbers is not None:
-        return numbers, False
-    plain = pc.and_(pc.ascii_is_decimal(text), pc.less_equal(pc.binary_length(text), digits))
-    return _patched(text, plain, _where(plain, text).cast(target), lambda others: _other_integers(others, kind))
-
-
-def _other_integers(text: Any, kind: type) -> Any:
-    """Parse texts that are not just a few digits as integers; null for a text that is none in Java."""
-    text = _where(pc.match_substring_regex(text, JAVA_INTEGER), text)
-    negative = pc.starts_with(text, "-")
-    digits = pc.utf8_ltrim(text, "+-")
-    for value, others in enumerate(OTHER_DIGITS):
-        digits = pc.replace_substring_regex(digits, f"[{others}]", str(value))
-    digits = pc.utf8_ltrim(digits, "0")
-    length = pc.binary_length(digits)
-    # 19 digits can exceed 64 bits. Texts of one length compare like their numbers.
-    edge = pc.if_else(negative, "9223372036854775808", "9223372036854775807").cast(digits.type)
-    fits = pc.or_(pc.less(length, 19), pc.and_(pc.equal(length, 19), pc.less_equal(digits, edge)))
-    signed = pc.binary_join_element_wise(
-        pc.if_else(negative, "-0", "0").cast(digits.type), digits, pa.scalar("", digits.type)
-    )
-    numbers = _where(fits, signed).cast(pa.int64())
     if kind is JavaLong:
-        return numbers
-    in_range = pc.and_(pc.greater_equal(numbers, INT_MIN), pc.less_equal(numbers, INT_MAX))
-    return _where(in_range, numbers).cast(pa.int32())
+        return _parsed(text, pa.int64(), r"\A-?[0-9]{1,18}\z", java_long)
+    return _parsed(text, pa.int32(), r"\A-?[0-9]{1,9}\z", java_int)
 
 
 def doubles_of(text: Any) -> tuple[Any, Any]:
     """Return the numbers that Java parses from texts as double, and which texts are none (or False: all are)."""
-    numbers = _plain_numbers(text, pa.float64())
+    return _parsed(text, pa.float64(), r"\A-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\z", parse_double)
+
+
+def _parsed(text: Any, target: Any, plain: str, parse: Callable[[str], float | None]) -> tuple[Any, Any]:
+    """Return texts as numbers, null for failures, and a mask of these (False: none). Texts like ``plain`` are cast."""
+    numbers = _plain_numbers(text, target)
     if numbers is not None:
         return numbers, False
-    plain = pc.ascii_is_decimal(text)
-    return _patched(text, plain, _where(plain, text).cast(pa.float64()), _other_doubles)
-
-
-def _other_doubles(text: Any) -> Any:
-    """Parse texts that are not just digits as doubles; null for a text that is none in Java."""
-    text = pc.utf8_trim(text, TRIMMED)
-    decimal = pc.match_substring_regex(text, _DECIMAL)
-    # Remove the suffix, and the plus sign, which some versions refuse. "Infinity" and "NaN" end in other letters.
-    bare = pc.utf8_rtrim(pc.utf8_ltrim(_where(decimal, text), "+"), "fFdD")
-    numbers = bare.cast(pa.float64())
-    if not pc.any(pc.match_substring_regex(text, r"\A[+-]?0[xX]"), min_count=0).as_py():
-        return numbers
-    return pc.coalesce(numbers, _hexadecimal(text))
-
-
-def _hexadecimal(text: Any) -> Any:
-    """Parse hexadecimal doubles, rounded once, to the nearest, ties to even; null for any other text."""
-    parts = pc.extract_regex(text, _HEXADECIMAL)
-    sign, integral, front, back, exponent = (pc.struct_field(parts, i) for i in range(5))
-    blank = pa.scalar("", sign.type)
-    digits = pc.binary_join_element_wise(integral, front, back, blank)
-    digits = pc.ascii_lower(pc.utf8_ltrim(digits, "0"))
-    length = pc.binary_length(digits).cast(pa.int64())
-    # The first 15 digits have at least 57 bits. One bit after them says whether any later digit is not 0.
-    head = pc.utf8_slice_codeunits(digits, 0, 15)
-    sticky = pc.match_substring_regex(pc.utf8_slice_codeunits(digits, 15), "[^0]")
-    mantissa = pc.binary_join_element_wise(pa.scalar("0x0", sign.type), head, blank).cast(pa.int64())
-    mantissa = pc.add(pc.multiply(mantissa, 2), sticky.cast(pa.int64()))
-    # No number of digits could balance an exponent of more than nine digits.
-    negative = pc.starts_with(exponent, "-")
-    power = pc.utf8_ltrim(pc.utf8_ltrim(exponent, "+-"), "0")
-    power = pc.if_else(pc.greater(pc.binary_length(power), 9), pa.scalar("999999999", sign.type), power)
-    power = pc.binary_join_element_wise(pa.scalar("0", sign.type), power, blank).cast(pa.int64())
-    power = pc.if_else(negative, pc.negate(power), power)
-    beyond = pc.subtract(length, pc.min_element_wise(length, 15))
-    places = pc.binary_length(back).cast(pa.int64())
-    power = pc.subtract(pc.add(power, pc.multiply(pc.subtract(beyond, places), 4)), 1)
-    # Subnormal doubles have fewer bits. Drop them here, because rounding twice can differ.
-    drop = pc.min_element_wise(pc.max_element_wise(pc.subtract(-1074, power), 0), 62)
-    few = pc.less(pc.shift_right(mantissa, drop), 2**52)
-    rounded = pc.if_else(few, _halved(mantissa, drop), mantissa)
-    power = pc.if_else(few, pc.add(power, drop), power)
-    power = pc.max_element_wise(pc.min_element_wise(power, 2000), -2000)
-    half = pc.shift_right(power, 1)
-    number = rounded.cast(pa.float64(), safe=False)
-    for exponent_part in (half, pc.subtract(power, half)):
-        number = pc.multiply(number, pc.power(2.0, exponent_part.cast(pa.float64())))
-    number = pc.if_else(pc.equal(mantissa, 0), 0.0, number)
-    return pc.if_else(pc.equal(sign, "-"), pc.negate(number), number)
-
-
-def _halved(number: Any, times: Any) -> Any:
-    """Shift out the last bits of a number, rounding to the nearest, ties to even."""
-    quotient = pc.shift_right(number, times)
-    lost = pc.subtract(number, pc.shift_left(quotient, times))
-    half = pc.shift_right(pc.shift_left(pa.scalar(1, pa.int64()), times), 1)
-    is_odd = pc.equal(pc.bit_wise_and(quotient, 1), 1)
-    up = pc.or_(pc.greater(lost, half), pc.and_(pc.equal(lost, half), is_odd))
-    up = pc.and_(up, pc.greater(times, 0))
-    return pc.add(quotient, up.cast(pa.int64()))
+    is_plain = pc.match_substring_regex(text, plain)
+    others = pc.invert(is_plain).fill_null(False)
+    parsed = pa.array(map(parse, text.filter(others).to_pylist()), target)
+    cast = pc.if_else(is_plain, text, pa.scalar(None, text.type)).cast(target)
+    numbers = pc.replace_with_mask(cast, others, parsed)
+    return numbers, pc.and_(text.is_valid(), numbers.is_null())
 
 
 def _sort_key(numbers: Any) -> Any:
