@@ -33,7 +33,7 @@ from librmq.wire.share import SharedBroker
 from tests.conftest import SlowBudget
 from tests.programs import Process, environment, free_port
 from tests.project.test_docs import DOCS, blocks
-from tests.soak.worker import Recording
+from tests.recording import Recording
 from tests.wire.stub import wait_until
 
 pytestmark = [

@@ -27,11 +27,12 @@ from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock
 from librmq.config import TransactionConfig
 from librmq.files.lock import lock_process
+from librmq.listener import ReconsumeLater
 from librmq.message.properties import PropertyName
 from librmq.testing import check_history
 from librmq.wire._unix_sockets import share_folder
+from tests.recording import Recording
 from tests.simulation.promises import broken_promises, records, unfinished
-from tests.soak.worker import Recording
 
 T = TypeVar("T")
 
@@ -110,6 +111,8 @@ class SharedWorld:
 
         Without this and the drops of resends members append by themselves.
         """
+        self.hurries = self.rng.random() < 0.25
+        """Whether members send without a pause, so that transactions end and are asked about at full speed."""
         self.has_heirs = self.rng.random() < 0.5
         """Whether the members that remain consume what is left, or a new one that no former owner knew."""
         self.counts: Counter[str] = Counter()
@@ -175,7 +178,7 @@ class SharedWorld:
                 )
                 consumer.subscribe(topic, _consume)
                 consumers.append(consumer.start())
-            while not draining.wait(rng.choice((0, 0.002, 0.01))):
+            while not draining.wait(0 if self.hurries else rng.choice((0, 0.002, 0.01))):
                 draw = rng.random()
                 if draw < 0.4:
                     producer.send("orders", rng.randbytes(rng.choice((10, 300))))
@@ -378,8 +381,11 @@ class SharedWorld:
 
 
 def _consume(message: librmq.DeliveredMessage) -> None:
-    """Take longer for some messages, so that others end behind them."""
-    if zlib.crc32(message.message_id.encode()) % 4 == 0:
+    """Take longer for some messages, so that others end behind them; some others come again."""
+    draw = zlib.crc32(message.message_id.encode())
+    if draw % 32 == 1 and message.topic != "parcels" and not message.reconsume_times:
+        raise ReconsumeLater("comes again", delay_level=1)
+    if draw % 4 == 0:
         _pass(0.2)
 
 
