@@ -107,13 +107,12 @@ def is_killed_at(path: Path, number: int, fill: Callable[[Path], None], *, has_n
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="needs files without a name")
 @pytest.mark.parametrize(
-    ("fill", "expected"),
+    ("fill", "expected", "has_nameless"),
     [
-        (fill, {"commitlog", "consumequeue", "consumequeue_ext", "index", "timerlog"}),
-        (fill_new_queues, {"commitlog", "consumequeue", "index"}),
+        (fill, {"commitlog", "consumequeue", "consumequeue_ext", "index", "timerlog"}, False),
+        (fill_new_queues, {"commitlog", "consumequeue", "index"}, True),
     ],
 )
-@pytest.mark.parametrize("has_nameless", [True, False])
 def test_no_file_is_there_before_it_has_its_length(
     tmp_path: Path, fill: Callable[[Path], None], expected: set[str], has_nameless: bool
 ) -> None:

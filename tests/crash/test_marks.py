@@ -129,8 +129,7 @@ def kills(trace: Sequence[Event], points: set[int], begin: Contents | None = Non
 
 
 @pytest.mark.slow
-@many
-@pytest.mark.parametrize("number", some(range(12)))
+@pytest.mark.parametrize("number", range(examples(24)))
 def test_kills_at_any_write_are_recovered_as_without_a_mark(number: int, walks: list[int]) -> None:
     """So are kills during that recovery, and kills right after it."""
     recorded, rng = plain_run(number), random.Random(number)

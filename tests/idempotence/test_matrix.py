@@ -224,18 +224,29 @@ def base_of(session: str) -> str:
     return session.partition("-")[0]
 
 
-def matrix(sessions: Iterable[str]) -> list[tuple[str, str]]:
-    """Return each session with each behaviour that its database has."""
+FEW: Final = (
+    *("nothing", "fails-between", "swallows-an-error", "rolls-back", "commits-and-fails", "closes-the-connection"),
+)
+"""What is tried with sessions that lead to another one: only the way there is their own."""
+
+
+def matrix(sessions: Iterable[str], wrappers: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return each session with each behaviour that its database has, and those that end like ``wrappers`` with few."""
     return [
         (session, behaviour)
         for session in sessions
-        for behaviour in BEHAVIOURS
+        for behaviour in (FEW if session.endswith(wrappers) else BEHAVIOURS)
         if base_of(session) in BEHAVIOURS[behaviour].bases
     ]
 
 
+WRAPPERS: Final = ("scoped", "sqlmodel", "flask")
+LIKE_BLOCKS: Final = (*WRAPPERS, "connection", "psycopg2-session", "pg8000-session", "mysqlclient-session")
+"""Local transactions use the same links as blocks, so that they try each driver and each library once."""
+
+
 @many
-@pytest.mark.parametrize(("session", "behaviour"), matrix(SESSIONS))
+@pytest.mark.parametrize(("session", "behaviour"), matrix(SESSIONS, WRAPPERS))
 def test_whatever_a_block_does(prepared: Callable[[str], Database], session: str, behaviour: str, name: str) -> None:
     base = base_of(session)
     place, what, is_acknowledged, deliveries = prepared(base), BEHAVIOURS[behaviour], False, 0
@@ -271,7 +282,7 @@ ROLLBACKS: Final = ("rolls-back-by-sql", "rolls-back-by-the-driver")
 
 
 @many
-@pytest.mark.parametrize(("session", "behaviour"), matrix(ALONE))
+@pytest.mark.parametrize(("session", "behaviour"), matrix(ALONE, LIKE_BLOCKS))
 def test_whatever_a_local_transaction_does(
     prepared: Callable[[str], Database], session: str, behaviour: str, name: str
 ) -> None:

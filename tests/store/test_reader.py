@@ -472,10 +472,8 @@ def late_entries(reader: MessageStore) -> int:
 
 
 @pytest.mark.slow
-@configs
-def test_memory_use_is_bounded(config: StoreConfig) -> None:
-    config = StoreConfig.tiny(enable_consumequeue_ext=config is SMALL_EXT)
-    pair = Pair(config=config)
+def test_memory_use_is_bounded() -> None:
+    pair = Pair(config=StoreConfig.tiny())
     most = 0
     for number in range(60):
         batch = [Message("TopicA", b"%d" % one, keys="k", tags="t") for one in range(300)]

@@ -492,8 +492,8 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a limit of descriptors")
-def test_6_000_queues_with_1024_descriptors() -> None:
-    done = run_program(MANY, 6_000, 1024)
+def test_queues_outnumber_descriptors() -> None:
+    done = run_program(MANY, 2_000, 1024)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
 
 

@@ -87,13 +87,9 @@ def run_cuts(messages: int, cuts: int, seed: int, path: Path) -> None:
         assert anomalies() == []
 
 
-def test_nothing_acknowledged_is_lost_by_cuts(tmp_path: Path) -> None:
-    run_cuts(300, 3, 1, tmp_path / "history")
-
-
-@pytest.mark.slow
-def test_nothing_of_10_000_messages_is_lost_by_cuts(tmp_path: Path) -> None:
-    run_cuts(10_000, 40, 2, tmp_path / "history")
+@pytest.mark.parametrize(("messages", "cuts"), [(300, 3), pytest.param(1_000, 40, marks=pytest.mark.slow)])
+def test_nothing_acknowledged_is_lost_by_cuts(tmp_path: Path, messages: int, cuts: int) -> None:
+    run_cuts(messages, cuts, cuts, tmp_path / "history")
 
 
 @pytest.mark.slow
