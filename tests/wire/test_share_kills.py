@@ -9,14 +9,27 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 import pytest
 
 import librmq
-from librmq import Message, MessageStore, Producer, RmqError, StoreConfig
+from librmq import (
+    BrokerConfig,
+    ConsumeFrom,
+    Message,
+    MessageStore,
+    Producer,
+    PushConsumer,
+    RmqError,
+    StoreConfig,
+    TransactionConfig,
+    TransactionProducer,
+    TransactionState,
+)
 from librmq.clock import SystemClock
 from librmq.store import verify
 from librmq.store.peer_appends import PeerAppender
@@ -33,6 +46,7 @@ LIMIT_S: Final = 10.0
 """Time limit of a send."""
 LATE_S: Final = 10.0
 """A send may end so long after its limit, on a machine that is busy with other tests."""
+CHECKED: Final = BrokerConfig(transactions=TransactionConfig(timeout_s=1, interval_s=1))
 
 
 class Round(NamedTuple):
@@ -44,6 +58,8 @@ class Round(NamedTuple):
     stops: bool
     closes: bool
     sends_together: bool
+    pays: bool
+    """Whether members consume, and send in transactions that they end at full speed, or leave to the owner's checks."""
 
     @classmethod
     def draw(cls, seed: int) -> Round:
@@ -52,7 +68,7 @@ class Round(NamedTuple):
         settings: dict[str, Any] = {"max_message_size": 8 << 10, "commitlog_file_size": size}
         if rng.random() < 0.15:
             settings["durability"] = "sync"
-        draws = (rng.random() < chance for chance in (0.5, 0.4, 0.5, 0.4))
+        draws = (rng.random() < chance for chance in (0.5, 0.4, 0.5, 0.4, 0.5))
         return cls(seed, StoreConfig.tiny(**settings), *draws)
 
 
@@ -69,20 +85,33 @@ def work(path: Path, name: str, answers: Path, settings: Round) -> None:
 
     PeerAppender.append_all = counted  # type: ignore[method-assign]
     lines = os.open(answers, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def decide(message: Message, _: object) -> TransactionState:
+        return rng.choice((decision_of(message.body), TransactionState.UNKNOWN))
+
     with (
-        librmq.share(path, wait=60, timeout=5, store_config=settings.store) as shared,
+        librmq.share(path, CHECKED, wait=60, timeout=5, store_config=settings.store) as shared,
         Producer(shared, "shop", timeout=LIMIT_S, retries=0) as producer,
+        TransactionProducer(shared, "bank", lambda half: decision_of(half.body), execute=decide) as bank,
+        ExitStack() as stack,
     ):
+        if settings.pays:
+            consumer = PushConsumer(shared, "billing", consume_from=ConsumeFrom.FIRST)
+            consumer.subscribe("orders", lambda message: None)
+            stack.enter_context(consumer)
         number = 0
         while not ending:
             number += 1
-            begin_s, before, numbers, outcomes = CLOCK.monotonic(), alone[0], range(number, number + 1), []
+            begin_s, before, numbers = CLOCK.monotonic(), alone[0], range(number, number + 1)
+            outcomes: list[Any] = []
             topic = "orders" if not settings.makes_topics or rng.random() < 0.9 else f"beside{rng.randrange(6)}"
             try:
                 if topic != "orders" and rng.random() < 0.1:
                     shared.delete_topic(topic)
                 elif rng.random() < 0.02:
                     producer.send_batch([Message("orders", b"") for _ in range(3)])
+                elif settings.pays and rng.random() < 0.4:
+                    outcomes = [bank.send_in_transaction(Message("paid", b"%s %d" % (name.encode(), number))).state]
                 elif settings.sends_together and rng.random() < 0.5:
                     numbers = range(number, number + rng.choice((1, 10, 200)))
                     number = numbers[-1]
@@ -107,7 +136,13 @@ async def _send_together(producer: Producer, name: str, numbers: range) -> list[
     return await asyncio.gather(*sends, return_exceptions=True)
 
 
+def decision_of(body: bytes) -> TransactionState:
+    return TransactionState.COMMIT if crc32(body) % 2 else TransactionState.ROLLBACK
+
+
 def _line(number: int, outcome: Any) -> str:
+    if isinstance(outcome, TransactionState):
+        return f"{outcome.name} {number}"
     if isinstance(outcome, RmqError):
         return f"refused {number} {outcome}"
     return f"sent {number} {outcome.queue.queue_id} {outcome.queue_offset}"
@@ -184,12 +219,15 @@ class Killed:
             AssertionError: A promise is broken.
         """
         acknowledged: dict[tuple[str, int], tuple[int, int]] = {}
+        undone: set[bytes] = set()
         for file in self.folder.glob("*.txt"):
             for line in file.read_text("utf-8").splitlines():
                 seconds, kind, number, *place = line.split(" ", 5)
                 assert float(seconds) <= LIMIT_S + LATE_S, line
                 self.counts[kind] += 1
-                if kind == "sent":
+                if kind == "ROLLBACK":
+                    undone.add(b"%s %s" % (file.stem.encode(), number.encode()))
+                elif kind == "sent":
                     acknowledged[file.stem, int(number)] = int(place[0]), int(place[1])
                     self.counts["alone"] += int(place[2])
         verdict = verify(str(self.path))
@@ -197,6 +235,8 @@ class Killed:
         stored: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         last: dict[tuple[str, int], int] = {}
         with MessageStore.open(self.path, read_only=True) as store:
+            kept = undone.intersection(message.body for message in store.topic_messages("paid"))
+            assert not kept, f"rolled back, and there: {sorted(kept)[:10]}"
             for queue_id in range(8):
                 begin, end = store.queue_range("orders", queue_id)
                 messages = [*store.messages("orders", queue_id)]
