@@ -184,13 +184,6 @@ def around(nested: bool) -> Iterator[None]:
         yield
 
 
-def test_a_second_delivery_waits_and_finds_the_record(connection: Any, place: Database, name: str) -> None:
-    with closing(place.connect()) as other:
-        assert deliver(connection, name)
-        with transactional(other, message_of(name), group="billing") as first:
-            assert not first
-
-
 # --- local transactions
 
 
