@@ -96,10 +96,10 @@ def of_one(folder: Path) -> Iterator[AdministeredRoute]:
 PLACES = [in_process, temporary, as_peer, as_owner, by_coroutine, to_owner, over_tcp, in_cluster, of_one]
 Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
 NEAR = (temporary, as_owner, to_owner, of_one)
-"""Places whose calls run the code of another one: only how they are opened differs."""
+"""Places whose calls run the code of another one: only how they are opened differs, so one program tries them all."""
 
 
-@pytest.fixture(params=[pytest.param(place, marks=[pytest.mark.slow] * (place in NEAR)) for place in PLACES])
+@pytest.fixture(params=[place for place in PLACES if place not in NEAR])
 def place(request: pytest.FixtureRequest) -> Place:
     return cast(Place, request.param)
 
