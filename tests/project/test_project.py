@@ -54,32 +54,6 @@ def test_a_wheel_has_the_core_that_its_name_promises(
     assert [sentence.removeprefix(f"{name} ") for sentence in faults] == ([fault] if fault else [])
 
 
-@pytest.mark.parametrize(
-    ("words", "programs"),
-    [
-        ("", "librmq demo --keep demo-output, demo_broker.py demo-output, demo_report.py demo-output"),
-        ("here --small", "librmq demo --keep here, demo_broker.py here, demo_report.py here --small"),
-        ("--store", "demo_store.py demo-output"),
-    ],
-)
-def test_the_demo_runs_its_parts(words: str, programs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(CHECKOUT / "tools")
-    project = importlib.import_module("project")
-    prepared: list[frozenset[str]] = []
-    commands: list[str] = []
-
-    def run(command: list[object], _: Path) -> int:
-        assert command[:2] == [project.PYTHON, "-P"]
-        commands.append(" ".join(Path(str(word)).name for word in command[2:] if word != "-m"))
-        return 0
-
-    monkeypatch.setattr(project, "prepare", prepared.append)
-    monkeypatch.setattr(project, "read_stamp", lambda: {"extras": project.DEMO_EXTRAS})
-    monkeypatch.setattr(project, "run", run)
-    assert project.demo(words.split()) == 0
-    assert (", ".join(commands), prepared) == (programs, [project.SMALL_DEMO_EXTRAS])
-
-
 def extras() -> dict[str, list[str]]:
     """Return what each extra for users requires; "" is the library alone."""
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
