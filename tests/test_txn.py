@@ -337,6 +337,7 @@ def test_a_commit_after_the_discard_delivers(desk: Desk) -> None:
     assert desk.commit(half) is not None
     assert desk.commit(half) is None
     assert desk.bodies() == [b"0"]
+    assert len(desk.of(SystemTopic.OP)) == 1
 
 
 # --- crashes between two writes
