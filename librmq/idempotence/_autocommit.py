@@ -25,7 +25,7 @@ from typing import Any, Final
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.idempotence._connections import Link, driver_link
-from librmq.idempotence._drivers import Failure, StatementResult, driver_of, failure_of, run_on
+from librmq.idempotence._drivers import Failure, StatementResult, driver_of, error_code, failure_of, run_on
 from librmq.idempotence._sessions import link_to
 
 _TRIES: Final[Mapping[Failure, int]] = {
@@ -227,7 +227,10 @@ class Autocommit:
             raise
 
     def _refuse_if_dead(self, lent: _Lent, error: Exception) -> None:
-        if failure_of(error) is Failure.STALE or self._database.dialect.is_disconnect(error, lent.connection, None):
+        failure = failure_of(error)
+        # Without a code it comes from the driver, whose connection may not have noticed yet that it is dead.
+        is_dead = failure is Failure.STALE or (failure is Failure.TEMPORARY and error_code(error) is None)
+        if is_dead or self._database.dialect.is_disconnect(error, lent.connection, None):
             lent.pooled.invalidate(error)
             self._dead_at = _CLOCK.monotonic()
             raise _DeadConnectionError(error) from error

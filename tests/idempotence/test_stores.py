@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import psycopg
 import pytest
 import redis
 import sqlalchemy
@@ -704,6 +705,20 @@ def test_dead_connections_are_replaced(place: Callable[[str], Place], name: str,
         assert store.read(keys[0], NOW) == DedupRecord(True, "a1", KEPT)
         opened.kill()
         assert store.purge(0, 10) == 0
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_a_dead_connection_that_its_driver_calls_open_is_replaced(
+    place: Callable[[str], Place], monkeypatch: pytest.MonkeyPatch, has_engine: bool, key: str
+) -> None:
+    def execute(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise psycopg.OperationalError("connection socket closed")
+
+    with closing(Opened(place("postgresql"), has_engine)) as opened:
+        assert opened.store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+        monkeypatch.setattr(psycopg.Cursor, "execute", execute)
+        assert opened.store.finish(key, "a1", NOW, KEPT)
 
 
 @pytest.mark.slow
