@@ -34,6 +34,8 @@ _TRIES: Final[Mapping[Failure, int]] = {
     Failure.STALE: 32,
     Failure.UNPREPARED: 4,
 }
+_ENDED: Final = "57P01"
+"""PostgreSQL's code for the end of one connection; where the server itself stops, it refuses the next one."""
 _FIRST_USE: Final = "librmq.first_use"
 _CURSOR: Final = "librmq.cursor"
 _IDLE: Final = 4
@@ -142,7 +144,8 @@ class Autocommit:
                 if tries >= _TRIES[reason]:
                     raise dead.error from None
             except Exception as error:
-                reason = failure_of(error)
+                # A server that ends a connection as it is set up can be reached.
+                reason = Failure.STALE if error_code(error) == _ENDED else failure_of(error)
                 if tries >= _TRIES.get(reason, 0):
                     raise
                 _CLOCK.wait(threading.Event(), random.uniform(0, 0.002 * 2 ** min(tries, 6)))

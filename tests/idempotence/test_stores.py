@@ -721,6 +721,20 @@ def test_a_dead_connection_that_its_driver_calls_open_is_replaced(
         assert opened.store.finish(key, "a1", NOW, KEPT)
 
 
+def test_a_connection_that_ends_as_it_is_set_up_is_no_outage(place: Callable[[str], Place], key: str) -> None:
+    ends = [psycopg.errors.AdminShutdown("terminating connection due to administrator command")]
+
+    def end_the_first(*_: object) -> None:
+        if ends:
+            raise ends.pop()
+
+    with closing(Opened(place("postgresql"), has_engine=True)) as opened:
+        opened.store.engine.dispose()
+        sqlalchemy.event.listen(opened.store.engine, "connect", end_the_first)
+        assert opened.store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+        assert not ends
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_engine", [False, True])
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
