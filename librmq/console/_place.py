@@ -431,9 +431,8 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[P
                 break
             waiting.append((pending_of("delay", due_ms, message), message))
     for queue, offsets in view.queues(SystemTopic.TIMER).items():
-        known = set[
-            str | None
-        ]()  # those that a later record has cancelled, or stored again for the next part of its time
+        # Known are those that a later record has cancelled, or stored again for the next part of its time.
+        known = set[str | None]()
         for message in queue_backwards(view, queue, offsets, most):
             cancelled = message.properties.get(PropertyName.TIMER_DELETE_KEY)
             key, target = message.unique_key, message.properties.get(PropertyName.REAL_TOPIC, "")

@@ -331,9 +331,9 @@ class BrokerTables:
         """
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
-        for own in ("starts", "schedules"):
-            if own in vars(self) and vars(self)[own].rows:
-                vars(self)[own].persist(now_ms)
+        for own in (vars(self).get("starts"), vars(self).get("schedules")):  # None before the first use
+            if own is not None and own.rows:
+                own.persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""

@@ -94,7 +94,7 @@ def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool, poll_ms: int |
         exp_type=subscription.expression_type,
         exp=subscription.expression,
         order=is_ordered,
-        attempt_id=request.attempt_id or None if poll_ms is None else None,
+        attempt_id=(request.attempt_id or None) if poll_ms is None else None,
     )
     return frame_of(RequestCode.POP_MESSAGE if poll_ms is None else RequestCode.NOTIFICATION, header)
 
