@@ -249,9 +249,9 @@ def _iso_texts(times: npt.NDArray[np.int64]) -> pa.StringArray:
     """Return times in milliseconds as ``2026-11-20T08:00:00.123Z``, by tables: Arrow formats each one by itself."""
     days, of_day = np.unique(times // _DAY_MS, return_inverse=True)
     dates = np.frombuffer("".join([f"{day}T" for day in days.astype("M8[D]").tolist()]).encode(), np.uint8)
-    rest = times % _DAY_MS
-    minutes, seconds = rest // 60_000, rest // 1000 % 60
-    parts = dates.reshape(-1, 11)[of_day], _MINUTES[minutes], _SECONDS[seconds], _MILLISECONDS[rest % 1000]
+    ms_of_day = times % _DAY_MS
+    minutes, seconds = ms_of_day // 60_000, ms_of_day // 1000 % 60
+    parts = dates.reshape(-1, 11)[of_day], _MINUTES[minutes], _SECONDS[seconds], _MILLISECONDS[ms_of_day % 1000]
     data = np.concatenate(parts, axis=1)
     offsets = np.arange(0, data.size + 1, data.shape[1], dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), len(times), [None, pa.py_buffer(offsets), pa.py_buffer(data)])

@@ -177,8 +177,8 @@ def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list
 def _following(raw: Bytes, at: int, until: int) -> tuple[Ints, int]:
     """Return the records that follow each other from ``at``, and where they end: at or after ``until``, or before."""
     if CORE.record_starts is not None:
-        found, at = CORE.record_starts(raw, at, until)
-        return np.frombuffer(found, np.int64), at
+        starts, at = CORE.record_starts(raw, at, until)
+        return np.frombuffer(starts, np.int64), at
     view, size, places = raw.data, len(raw), list[int]()
     unpack, last = frames.SIZE_AND_MAGIC.unpack_from, min(until, len(raw) - record.FIXED_SIZE + 1)
     while at < last:

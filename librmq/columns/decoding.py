@@ -497,8 +497,8 @@ class Block:
         rows = np.flatnonzero(self.sound & (ends - begins >= record.OWN_CHECKSUM_SIZE))
         rows = rows[self._raw[ends[rows] - 1] == ord(b"\2")]
         names = record.gather(self._raw, ends[rows] - record.OWN_CHECKSUM_SIZE, ">u8")
-        found: Ints = rows[names == int.from_bytes(record.OWN_CHECKSUM[:8])]
-        return found
+        checksummed: Ints = rows[names == int.from_bytes(record.OWN_CHECKSUM[:8])]
+        return checksummed
 
     def _checksums(self) -> npt.NDArray[np.uint32]:
         """Return the CRC-32 of each stored body."""
@@ -524,10 +524,10 @@ class Block:
         needle = _stored_name(name)
         if needle is None or CORE.property_values is None or "properties" in self.__dict__:
             return self.properties.value(name)
-        found = CORE.property_values(self._raw, *map(self._of_sound, self._properties_at), needle)
-        if found is None:
+        bounds = CORE.property_values(self._raw, *map(self._of_sound, self._properties_at), needle)
+        if bounds is None:
             return self.properties.value(name)
-        begins, ends = (np.frombuffer(part, np.int64) for part in found)
+        begins, ends = (np.frombuffer(part, np.int64) for part in bounds)
         values, present = slices(self._raw, begins, ends), begins < ends
         return known_text(values, None if present.all() else present)
 

@@ -203,7 +203,7 @@ class PlannedStore(Closing):
     def _plan_queues(self) -> None:
         files, store, as_recovered = self._files, self.store, self.options.as_recovered
         condition = self._noted(store.condition)
-        cut, known = condition.cut, len(condition.derived)
+        cut, derived_count = condition.cut, len(condition.derived)
         if not as_recovered:
             self._refuse_short(condition)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
@@ -230,7 +230,7 @@ class PlannedStore(Closing):
                         raise
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
-        if not as_recovered and len(condition.derived) > known:
+        if not as_recovered and len(condition.derived) > derived_count:
             self._refuse_short(condition)  # the store has made queues again that could not be opened
 
     def _noted(self, condition: Condition) -> Condition:
@@ -420,11 +420,11 @@ class PlannedStore(Closing):
             if options.fail_on_data_loss:
                 self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
             begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
-            chosen = range(begin, max(begin, end))
-            if chosen and conditions.has_times:
-                chosen = self.times.span(queue, *conditions.window_ms, chosen)
-            if chosen:
-                ranges[name] = chosen
+            offset_range = range(begin, max(begin, end))
+            if offset_range and conditions.has_times:
+                offset_range = self.times.span(queue, *conditions.window_ms, offset_range)
+            if offset_range:
+                ranges[name] = offset_range
         return ranges
 
     def check_loss(self, name: QueueName, begin: int, end: int) -> None:
@@ -482,8 +482,8 @@ class PlannedStore(Closing):
             for queue_id in ids:
                 if (topic, int(queue_id)) not in self.queues:
                     queues = {f"{name[0]}:{name[1]}" for name in self.store.queues if not is_system_topic(name[0])}
-                    asked = f"{topic}:{queue_id}"
-                    hint = suggest(asked, queues - {asked})
+                    missing_queue = f"{topic}:{queue_id}"
+                    hint = suggest(missing_queue, queues - {missing_queue})
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )

@@ -71,8 +71,8 @@ def plan(
     planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
     with PlannedStore.open_all(planned, files, opened) as stores:
         narrowed = [store.narrowed() for store in stores]
-        rows = [sum(map(len, wanted.values())) for wanted in narrowed]
-        for store, wanted, count in zip(stores, narrowed, rows, strict=True):
+        rows = [sum(map(len, queue_ranges.values())) for queue_ranges in narrowed]
+        for store, queue_ranges, count in zip(stores, narrowed, rows, strict=True):
             min_parts = max(1, -(-options.min_partitions * count // max(1, sum(rows))))
             topics |= store.topics
             of_store = damaged_parts(store, set())
@@ -81,7 +81,7 @@ def plan(
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
                 of_store += log_parts(store, times, min_parts, bytes_a_part=bytes_a_part)
             else:
-                ranges = _pruned(store, list(wanted.items()))
+                ranges = _pruned(store, list(queue_ranges.items()))
                 of_store += queue_parts(
                     store, ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part
                 )

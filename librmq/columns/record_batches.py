@@ -438,11 +438,11 @@ def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
             "in mode DROPMALFORMED"
         )
     several = not isinstance(store, str) and isinstance(store, Iterable)
-    chosen: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
-    if chosen.get("topic") is None and chosen.get("topics") is None:
-        chosen["topic"] = re.compile(TRACE_TOPICS)
+    source_settings: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
+    if source_settings.get("topic") is None and source_settings.get("topics") is None:
+        source_settings["topic"] = re.compile(TRACE_TOPICS)
     schema = _TRACES_OF_STORES if several else _TRACE_SCHEMA
-    return pa.RecordBatchReader.from_batches(schema, decoded_traces(reader(store, **chosen)))
+    return pa.RecordBatchReader.from_batches(schema, decoded_traces(reader(store, **source_settings)))
 
 
 def decoded_traces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

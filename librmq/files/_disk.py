@@ -288,9 +288,9 @@ class DiskFiles:
                     self.make_folder(os.path.dirname(path))
                     _create(path, _Place(path, None), size, data, source)
                     continue
-                own = os.path.dirname(name)
-                os.mkdir(own, dir_fd=above.folder)
-                descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=above.folder)
+                parent = os.path.dirname(name)
+                os.mkdir(parent, dir_fd=above.folder)
+                descriptor = os.open(parent, _FOLDER | os.O_NOFOLLOW, dir_fd=above.folder)
                 try:
                     give_to_owner(descriptor, "", above.folder)
                     _create(path, _Place(os.path.basename(name), descriptor), size, data, source)

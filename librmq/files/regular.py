@@ -62,10 +62,10 @@ def open_regular(
     return descriptor
 
 
-def give_to_owner(made: int, folder: str, folder_descriptor: int | None = None) -> None:
+def give_to_owner(descriptor: int, folder: str, folder_descriptor: int | None = None) -> None:
     """Let what root has made in another user's folder belong to that user, whose service could not use it otherwise.
 
-    ``made`` is a descriptor, because that user can put something else in the place of a name. ``folder`` is named
+    ``descriptor`` is what was made: that user can put something else in the place of a name. ``folder`` is named
     within ``folder_descriptor``; if it is empty, it is that one, or the current one.
     """
     if not _is_root():
@@ -74,11 +74,11 @@ def give_to_owner(made: int, folder: str, folder_descriptor: int | None = None) 
         above = os.stat(folder or os.curdir, dir_fd=folder_descriptor)
     else:
         above = os.fstat(folder_descriptor)
-    status = os.fstat(made)
+    status = os.fstat(descriptor)
     # The user can have linked a file of root here, which must stay root's.
     is_only_here = stat.S_ISDIR(status.st_mode) or status.st_nlink <= 1
     if above.st_uid and not status.st_uid and is_only_here:
-        os.chown(made, above.st_uid, above.st_gid)
+        os.chown(descriptor, above.st_uid, above.st_gid)
 
 
 def make_owned_folder(path: str, mode: int = 0o777, *, name: str = "", folder: int | None = None) -> None:
@@ -95,11 +95,11 @@ def make_owned_folder(path: str, mode: int = 0o777, *, name: str = "", folder: i
     try:
         name = name or os.path.basename(path)
         os.mkdir(name, mode, dir_fd=above)
-        made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
         try:
-            give_to_owner(made, "", above)
+            give_to_owner(descriptor, "", above)
         finally:
-            os.close(made)
+            os.close(descriptor)
     finally:
         if folder is None:
             os.close(above)

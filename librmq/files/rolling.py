@@ -319,21 +319,21 @@ class MappedFileQueue:
         return file
 
     @staticmethod
-    def create_together(made: Sequence[tuple[MappedFileQueue, bytes]]) -> None:
+    def create_together(first_files: Sequence[tuple[MappedFileQueue, bytes]]) -> None:
         """Make the first file of each of several sequences below one folder, with its first bytes; none is mapped.
 
         That takes a third of the time of `create`. None of the sequences has a folder. After an error they have no
         file, and `create` replaces one that is there.
         """
-        first = made[0][0]
+        first = first_files[0][0]
         files, above = first._files, os.path.dirname(first.folder)
         with first._noting({above, *folders_to_name(files, above)}):
             files.make_files(
                 above,
-                [(os.path.join(os.path.basename(queue.folder), file_name(0)), data) for queue, data in made],
+                [(os.path.join(os.path.basename(queue.folder), file_name(0)), data) for queue, data in first_files],
                 first.file_size,
             )
-        for queue, _ in made:
+        for queue, _ in first_files:
             queue._dirty.add(0)
             with queue._guard:
                 queue._changed_folders.add(queue.folder)
@@ -345,9 +345,9 @@ class MappedFileQueue:
         try:
             yield
         finally:
-            made = {folder for folder in folders if is_folder(self._files, folder)}
+            new_folders = {folder for folder in folders if is_folder(self._files, folder)}
             with self._guard:
-                self._changed_folders |= made
+                self._changed_folders |= new_folders
 
     def reserve(self, start: int, begin: int, end: int) -> int:
         """Allocate blocks for bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.

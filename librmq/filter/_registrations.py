@@ -284,7 +284,7 @@ class Registrations:
                 if old is not None:
                     self._retain(lambda registration: registration is not old)
                 return False
-            made = Registration(
+            registration = Registration(
                 topic=topic,
                 group=group,
                 expression=expression,
@@ -295,10 +295,10 @@ class Registrations:
                 bloom=bloom,
                 filter=filter_,
             )
-            self._set_registration(made)
+            self._set_registration(registration)
             # Bitmaps until here lack the group, also those of messages that were stored during the compilation or
             # before the clock was set back.
-            self._set_registration(replace(made, born_timestamp_ms=max(now_ms, self._latest_ms)))
+            self._set_registration(replace(registration, born_timestamp_ms=max(now_ms, self._latest_ms)))
             return True
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:

@@ -77,8 +77,8 @@ _MAX_GROUP: Final = 120  # with its prefix the retry topic must not be longer th
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
 
-def validate_topic(topic: str, most: int = _MAX_SIZE) -> None:
-    """Check the name of a topic to write to; ``most`` are its bytes.
+def validate_topic(topic: str, max_size: int = _MAX_SIZE) -> None:
+    """Check the name of a topic to write to, of at most ``max_size`` bytes.
 
     RocketMQ counts characters instead of bytes, and loses the end of the log if a topic has many more bytes.
 
@@ -93,8 +93,8 @@ def validate_topic(topic: str, most: int = _MAX_SIZE) -> None:
         raise MessageIllegalError(f"topic {topic[:200]!r} cannot be written as UTF-8") from None
     if not size:
         raise MessageIllegalError("topic: expected a name, found an empty text")
-    if size > most:
-        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {most}")
+    if size > max_size:
+        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {max_size}")
     if topic in (".", "..") or "/" in topic or "\0" in topic:
         raise MessageIllegalError(f"topic {topic!r} can't be the name of a folder")
 
@@ -210,9 +210,9 @@ def check_receive_retry_topic(group: str, topic: str) -> str:
     """
     retries = receive_retry_topic(group, topic)
     if len(retries.encode()) > _MAX_SIZE:
-        most = _MAX_SIZE - len(TopicPrefix.RETRY) - 1
+        max_size = _MAX_SIZE - len(TopicPrefix.RETRY) - 1
         raise MessageIllegalError(
-            f"group {group!r} and topic {topic!r} together have more than {most} bytes: "
+            f"group {group!r} and topic {topic!r} together have more than {max_size} bytes: "
             f"their retry topic {retries[:20]!r}… would have more than {_MAX_SIZE}; choose a shorter name, or make the "
             "group ordered"
         )

@@ -246,8 +246,8 @@ def _trace(name: str, fields: list[str]) -> Trace:
     """Return the trace of a record, without what its message knows; raise ValueError if it is unreadable."""
     if name not in _LAYOUTS or len(fields) < _LAYOUTS[name][1]:
         raise ValueError(name)
-    kind, least, names = _LAYOUTS[name]
-    if kind == "sent" and len(fields) == least:
+    kind, min_fields, names = _LAYOUTS[name]
+    if kind == "sent" and len(fields) == min_fields:
         fields = [*fields[:11], "", fields[11]]  # an older client, whose last field is the success
     if kind == "consumed" and len(fields) < len(names):
         fields = fields[:6]  # of a client of a cloud, which leaves out both time and group

@@ -291,8 +291,8 @@ class ReadOnlyView(StoreHandle):
             if first < end and not queues.is_open(name):
                 folder = directory.queue_folder(self.path, *name)
                 for start in range(first * ENTRY_SIZE // size * size, end * ENTRY_SIZE, size):
-                    found = look_at(f"{folder}{os.sep}{start:020d}")
-                    if found is None or found.size != size:
+                    status = look_at(f"{folder}{os.sep}{start:020d}")
+                    if status is None or status.size != size:
                         queues[name]
                         return
 
@@ -415,20 +415,20 @@ class ReadOnlyView(StoreHandle):
             )  # fmt: skip
             # Mark the log as read-only from here on, so that scans release the pages that they have read.
             parts.log.sequence.writable = False
-            kept = _kept_to(path, overlay)
-            parts.queues.kept_to = lambda name: kept.get(directory.queue_folder(path, *name)) if kept else None
+            ends = _kept_to(path, overlay)
+            parts.queues.kept_to = lambda name: ends.get(directory.queue_folder(path, *name)) if ends else None
             if not config.enable_consumequeue_ext:
                 parts.queues.read_short = partial(_read_short, parts, path, config, files)
             return parts
 
         def rebuild(error: CorruptionError) -> QueueTable:
-            whole = previewed(frozenset(parts.queues))
-            added = [damage for damage in whole.recovered.repairs if damage not in parts.recovered.repairs]
+            rebuilt_parts = previewed(frozenset(parts.queues))
+            added = [damage for damage in rebuilt_parts.recovered.repairs if damage not in parts.recovered.repairs]
             parts.recovered.repairs += added or [Damage(error.file, error.offset, error.kind, without_advice(error))]
-            if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
-                parts.recovered.repairs += [cut for cut in whole.recovered.cuts if cut.kind == "record"]
-                parts.log.end = whole.log.end
-            return whole.queues
+            if rebuilt_parts.log.end < parts.log.end:  # the rebuild has met a damaged record
+                parts.recovered.repairs += [cut for cut in rebuilt_parts.recovered.cuts if cut.kind == "record"]
+                parts.log.end = rebuilt_parts.log.end
+            return rebuilt_parts.queues
 
         parts = previewed()
         parts.queues.rebuild = rebuild
@@ -463,15 +463,15 @@ class ReadOnlyView(StoreHandle):
 
 def _kept_to(path: str, overlay: OverlayFiles) -> dict[str, int]:
     """Return up to which queue offset the files below an overlay have the entries, by the folders of changed queues."""
-    kept: dict[str, int] = {}
+    ends: dict[str, int] = {}
     queues = os.path.join(path, directory.CONSUMEQUEUE, "")
     for changed, place in overlay.changes().items():
         folder, name = os.path.split(changed)
         if changed.startswith(queues):
             is_file = len(name) == _FILE_DIGITS and name.isdigit()
             of_queue, first = (folder, (int(name) + place) // ENTRY_SIZE) if is_file else (changed, 0)
-            kept[of_queue] = min(kept.get(of_queue, first), first)
-    return kept
+            ends[of_queue] = min(ends.get(of_queue, first), first)
+    return ends
 
 
 def _read_short(

@@ -385,14 +385,14 @@ def _copy_derived(path: str, part: str, index: Sequence[FolderEntry], size: int,
     for entry in index:
         files.make_folder(os.path.join(part, directory.INDEX))
         _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
-    made, others = list[str](), list[str]()
+    copied, others = list[str](), list[str]()
 
     def read_small(names: Iterable[QueueName]) -> Iterator[tuple[str, bytes]]:
         for name in names:
             folder = directory.queue_folder("", *name)
             only = read_sole_file(files, os.path.join(path, folder), size, _LARGEST)
             if only is not None and only[0].isascii() and only[0].isdigit():
-                made.append(os.path.join(part, folder, only[0]))
+                copied.append(os.path.join(part, folder, only[0]))
                 yield os.path.join(str(name[1]), only[0]), only[1]
             else:
                 others.append(folder)
@@ -400,7 +400,7 @@ def _copy_derived(path: str, part: str, index: Sequence[FolderEntry], size: int,
     for topic, names in itertools.groupby(directory.list_queues(path, files), key=itemgetter(0)):
         source, target = (os.path.join(store, directory.CONSUMEQUEUE, topic) for store in (path, part))
         files.make_files(target, read_small(names), size, times_of=source)
-    flush_made(made, part, files)
+    flush_made(copied, part, files)
     units = [directory.queue_folder("", *name, ext=True) for name in directory.list_queues(path, files, ext=True)]
     for folder in (*others, *units):
         _copy_sequence(path, part, folder, files)

@@ -283,8 +283,8 @@ class Writer(StoreHandle):
         checked_ms = self._check_entries(now_ms)
         if checked_ms is not None:
             due_ms = checked_ms if due_ms is None else min(due_ms, checked_ms)
-        rests = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
-        if rests and self.retention.watches_disk:  # the next send looks at the disk before this does
+        is_idle = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
+        if is_idle and self.retention.watches_disk:  # the next send looks at the disk before this does
             with self.appender.lock.mutex:
                 self.appender.look_for_room()
         return due_ms

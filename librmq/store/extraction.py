@@ -174,9 +174,9 @@ def extract(
     check_outside(path, target)
     config = directory.infer_config(path, files)
     tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-    chosen = _chosen(path, files, keep, in_blocks=not redact)
+    records = _chosen(path, files, keep, in_blocks=not redact)
     room = sum(entry.size for entry in files.list(os.path.join(path, directory.COMMITLOG)))
-    return make_store(target, chosen, tables, config, redact=redact, files=files, room=room)
+    return make_store(target, records, tables, config, redact=redact, files=files, room=room)
 
 
 def make_store(
@@ -217,17 +217,17 @@ def _chosen(
     path: str, files: Files, keep: Callable[[StoredMessage], bool] | Collection[int], *, in_blocks: bool
 ) -> Iterator[StoredMessage | RecordBlock]:
     """Yield the messages of a store to copy; all its records are checked."""
-    wanted = np.empty(0, np.int64)
+    places = np.empty(0, np.int64)
     if not callable(keep):
-        wanted = np.sort(np.fromiter(keep, np.int64, len(keep)))
+        places = np.sort(np.fromiter(keep, np.int64, len(keep)))
     parts = _plain_blocks(salvage.log_parts(path, files, in_blocks=in_blocks and not callable(keep)))
     for part in _sound(path, files, parts):
         if isinstance(part, RecordBlock):
-            if (block := part.at(wanted)) is not None:
+            if (block := part.at(places)) is not None:
                 yield block
         elif callable(keep):
             yield from filter(keep, _inner(path, part))
-        elif _contains(wanted, part.physical_offset):
+        elif _contains(places, part.physical_offset):
             yield from _inner(path, part)
 
 
@@ -339,25 +339,25 @@ def _is_rocketmqs(name: bytes) -> bool:
 def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: set[str], files: Files) -> None:
     folder = os.path.join(part, directory.CONFIG)
     make_folders(files, folder)
-    kept = BrokerTables.open(folder, files=files)
+    copies = BrokerTables.open(folder, files=files)
     groups = {topic.removeprefix(prefix) for prefix in (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER) for topic in topics}
     for (group, topic), offsets in tables.progress().items():
         if topic in topics:
             groups.add(group)
             row = {queue_id: numbers.new_offset(topic, queue_id, at) for queue_id, at in offsets.items()}
-            kept.offsets.set(f"{topic}@{group}", row)
+            copies.offsets.set(f"{topic}@{group}", row)
     for table, copied, names in (
-        (tables.topics, kept.topics, topics),
-        (tables.filter_table, kept.filter_table, topics),
-        (tables.groups, kept.groups, groups),
+        (tables.topics, copies.topics, topics),
+        (tables.filter_table, copies.filter_table, topics),
+        (tables.groups, copies.groups, groups),
     ):
         for name in filter(names.__contains__, table.rows):
             copied.set(name, table.rows[name])
     if SystemTopic.SCHEDULE in topics:
         for level, offset in tables.delays.rows.items():
-            kept.delays.set(level, numbers.new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), offset))
-    kept.persist(SystemClock().now_ms())
-    for table, why_unknown in ((kept.offsets, tables.unknown_progress()), (kept.delays, tables.unknown_delays())):
+            copies.delays.set(level, numbers.new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), offset))
+    copies.persist(SystemClock().now_ms())
+    for table, why_unknown in ((copies.offsets, tables.unknown_progress()), (copies.delays, tables.unknown_delays())):
         if why_unknown is not None:  # an empty table would say that nothing was consumed
             files.delete(table.path)
 
@@ -510,13 +510,13 @@ class _Copies:
 
     def append_block(self, block: RecordBlock) -> None:
         """Append records that take part in no transaction."""
-        raw, own = np.frombuffer(bytearray(block.data), np.uint8), block.derived.keys.physical_offsets
+        raw, record_places = np.frombuffer(bytearray(block.data), np.uint8), block.derived.keys.physical_offsets
         ends = np.cumsum(block.sizes)
         begins = ends - block.sizes
         old = record.gather(raw, begins + record.QUEUE_OFFSET_AT, ">i8").astype(np.int64)
         queues = block.derived.queues
         entries = np.frombuffer(bytearray(b"".join(packed for *_, packed in queues)), entry_dtype())
-        rows = np.searchsorted(own, entries["physical_offset"].astype(np.int64))
+        rows = np.searchsorted(record_places, entries["physical_offset"].astype(np.int64))
         stops = np.cumsum([len(packed) // ENTRY_SIZE for *_, packed in queues])
         firsts = [
             self.numbers.next_of_many(java_decode(topic), queue_id, olds)
@@ -560,10 +560,10 @@ class _Copies:
         files, place = self._part.files, self._log.sequence.path(0)
         self._log.close()
         if self._end:
-            whole = os.path.join(self._part.path, "whole")
-            files.rename(place, whole)
-            copy_file(files, files.open(whole), place, end=self._end, size=length)
-            files.delete(whole)
+            full_path = os.path.join(self._part.path, "whole")
+            files.rename(place, full_path)
+            copy_file(files, files.open(full_path), place, end=self._end, size=length)
+            files.delete(full_path)
         self._open(self._part, length)
 
     def _add(self, raw: bytes | bytearray | memoryview, count: int) -> None:

@@ -355,8 +355,8 @@ def _process() -> int:
 
 
 def _described(process: int) -> str:
-    own, number = _process(), process & 0xFFFFFFFF
-    return f"process {number}" if own >> 32 == process >> 32 else f"a process of another container, {number} there,"
+    current, number = _process(), process & 0xFFFFFFFF
+    return f"process {number}" if current >> 32 == process >> 32 else f"a process of another container, {number} there,"
 
 
 _pages: Final[Inherited[AppendPage]] = Inherited(AppendPage.after_fork)

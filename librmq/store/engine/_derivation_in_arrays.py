@@ -54,14 +54,14 @@ def derive_in_arrays(
     queues, stored = _QueueColumns.of_records(head, topics), head["store_timestamp"].astype(np.int64)
     parts = _parts(raw, properties_at, tails_end, 2)
     starts = record_format.gather(raw, parts[1], "<u4")
-    found = [_find_values(raw, parts, starts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
-    uniques, keys, tags = found
+    bounds = [_find_values(raw, parts, starts, name, count) for name in (b"UNIQ_KEY\1", b"KEYS\1", b"TAGS\1")]
+    uniques, keys, tags = bounds
     prefixes = np.array([topic_hash(topic) for topic, _ in queues.names], np.int64)[queues.numbers]
     owners, hashes = _hashes_of_keys(raw, uniques, keys, prefixes)
     codes = _codes_of_tags(raw, *tags)
     is_usual = queues.is_next & (codes >= 0)
     is_usual[owners[hashes < 0]] = False
-    for values_at, values_end in found:
+    for values_at, values_end in bounds:
         is_usual &= values_at != values_end  # an empty one needs the careful search
     waits = np.array([topic == SCHEDULE_TOPIC for topic, _ in queues.names])[queues.numbers]
     codes = codes.astype(np.uint32).view(np.int32).astype(np.int64)
@@ -111,8 +111,8 @@ def _usual_frames(
         bodies = zip((places[:count] + head.itemsize).tolist(), tails_at.tolist(), strict=False)
         sums = [record_format.body_checksum(data[at:end]) if end > at else -1 for at, end in bodies]
         count = _count_first((head["body_crc"][:count] == sums) | (head["body_length"][:count] == 0))
-        own = (number for number, tail in enumerate(tails[:count]) if record_format.has_own_checksum(tail))
-        count = next(own, count)
+        checksummed = (number for number, tail in enumerate(tails[:count]) if record_format.has_own_checksum(tail))
+        count = next(checksummed, count)
     return head[:count], ends[:count], tails[:count]
 
 

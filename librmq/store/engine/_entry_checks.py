@@ -141,8 +141,8 @@ class EntryChecks:
         """Return the record that the log has for an entry, which leads to ``raw``, if that is a record."""
         place, size = entry
         before = self._neighbour(queue, name, queue_offset)
-        found = self._search(name, queue_offset, before.end, place)
-        at, right = found.physical_offset, found.raw
+        result = self._search(name, queue_offset, before.end, place)
+        at, right = result.physical_offset, result.raw
         if right is None and raw is not None and before.end <= place <= at:
             right = self._if_its_record(queue, name, queue_offset, place, raw)
             at = at if right is None else place
@@ -150,11 +150,11 @@ class EntryChecks:
             if at == place and queue.read(queue_offset + 1, 1)[:12] == ENTRY.pack(place, size, 0)[:12]:
                 self._resolved[name] = _Neighbour(queue_offset, before.end)
                 return None  # recovery found the message lost, and let its entry lead to the next one
-            if before.queue_offset < 0 < self.log.begin and at < self.log.end and found.damage is None:
+            if before.queue_offset < 0 < self.log.begin and at < self.log.end and result.damage is None:
                 return None  # retention has deleted all before it
             path, position = queue.place_of(queue_offset)
             what = f"queue offset {queue_offset} leads to {place}, and the log has no record of it"
-            raise _with_advice(found.damage or CorruptionError(path, position, "entry", what))
+            raise _with_advice(result.damage or CorruptionError(path, position, "entry", what))
         self._resolved[name] = _Neighbour(queue_offset, at + len(right))
         if (at, len(right)) != entry:
             self._correct(queue, name, queue_offset, at, right)
@@ -210,13 +210,13 @@ class EntryChecks:
         """
         message = StoredMessage(raw)
         _, _, begin, end, _, _ = message.frame
-        own, topic = (message.topic, message.queue_id), name[0].encode()
+        queue_name, topic = (message.topic, message.queue_id), name[0].encode()
         bytes_off = len(topic) if end - begin != len(topic) else sum(map(int.__ne__, raw[begin:end], topic))
-        if bytes_off + (own[1] != name[1]) + (message.queue_offset != queue_offset) != 1:
+        if bytes_off + (queue_name[1] != name[1]) + (message.queue_offset != queue_offset) != 1:
             return None  # one flipped byte does not explain it
-        other = queue if own == name else None
+        other = queue if queue_name == name else None
         with suppress(CorruptionError, MessageIllegalError):
-            other = other or self.queues.find(own)
+            other = other or self.queues.find(queue_name)
         entry = b"" if other is None else other.read(message.queue_offset, 1)
         return raw if not entry or ENTRY.unpack(entry)[0] != place else None
 
@@ -281,13 +281,13 @@ def is_usual(raw: bytes, physical_offset: int, queue_offset: int, name: QueueNam
 
 
 @lru_cache(maxsize=4096)
-def usual_tail(topic: str, rest: int) -> bytes:
+def usual_tail(topic: str, size_without_body: int) -> bytes:
     """Return the topic and the length of the properties as they follow the body of a usual record.
 
-    ``rest`` is the number of the record's bytes without its body. The result is longer than a record with less bytes.
+    The result is longer than a record with less bytes than ``size_without_body``.
     """
     text = topic.encode()
-    size = rest - record.FIXED_SIZE - len(text)
+    size = size_without_body - record.FIXED_SIZE - len(text)
     if not 0 <= size <= record.MAX_PROPERTIES_SIZE or len(text) > record.MAX_TOPIC_SIZE:
         return bytes(1 << 16)
     return bytes((len(text),)) + text + size.to_bytes(2, "big")

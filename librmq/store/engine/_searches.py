@@ -62,9 +62,9 @@ def _message_at(checks: EntryChecks, topic: str | None, place: int) -> StoredMes
     if is_usual(raw, place, queue_offset, name) and _leads_to(checks.queues, name, queue_offset, place):
         return StoredMessage(raw)
     message = StoredMessage(checks.log.sound(raw, place))
-    own = message.topic, queue_id
+    queue_name = message.topic, queue_id
     if not has_queue_entry(message.sys_flag) or (
-        message.physical_offset == place and _leads_to(checks.queues, own, queue_offset, place)
+        message.physical_offset == place and _leads_to(checks.queues, queue_name, queue_offset, place)
     ):
         return message
     for name, queue_offset, size in _leading_to(checks.queues, topic, place):
@@ -100,8 +100,8 @@ def find_by_key(  # noqa: PLR0913 (the arguments of `MessageStore.find_by_key`, 
         places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
     if unindexed:
         key_hash = index_key_hash(topic, key)
-        found = itertools.chain.from_iterable(keys.places_of(key_hash, begin_ms, end_ms) for keys in unindexed)
-        last_places = {place for place in found if place < parts.log.end}
+        key_places = itertools.chain.from_iterable(keys.places_of(key_hash, begin_ms, end_ms) for keys in unindexed)
+        last_places = {place for place in key_places if place < parts.log.end}
         places = [*sorted(last_places.difference(places), reverse=True), *places][: max(max_messages, 0)]
     for physical_offset in sorted(places):
         if exact and physical_offset == last:

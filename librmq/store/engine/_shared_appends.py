@@ -321,7 +321,7 @@ class SharedAppends(TurnState):
                     count, size = sums[name]
                     sums[name] = count + 1, size + record_end - at
                     at = record_end
-        records = {(java_decode(topic), int.from_bytes(queue_id)): found for (topic, queue_id), found in sums.items()}
+        records = {(java_decode(topic), int.from_bytes(queue_id)): total for (topic, queue_id), total in sums.items()}
         self._arrived(records)
         return True
 

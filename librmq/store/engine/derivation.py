@@ -119,9 +119,9 @@ class KeyBlock(NamedTuple):
 
     def places_of(self, key_hash: int, begin_ms: int, end_ms: int) -> list[int]:
         """Return the places of records with a key of this hash, stored from ``begin_ms`` to ``end_ms``."""
-        found = np.unique(self.record_of_key[self.key_hashes == key_hash])
-        times = self.timestamps[found]
-        places: list[int] = self.physical_offsets[found[(begin_ms <= times) & (times <= end_ms)]].tolist()
+        rows = np.unique(self.record_of_key[self.key_hashes == key_hash])
+        times = self.timestamps[rows]
+        places: list[int] = self.physical_offsets[rows[(begin_ms <= times) & (times <= end_ms)]].tolist()
         return places
 
 
@@ -446,14 +446,14 @@ class Stretch:
     Only the taker knows whether a block is of use: one entry that differs makes it look at each record.
     """
 
-    __slots__ = ("_check_body", "_least", "_limit", "_log", "begin", "block", "end")
+    __slots__ = ("_check_body", "_limit", "_log", "_min_records", "begin", "block", "end")
 
     def __init__(
-        self, log: CommitLog, block: DerivedBlock | None, begin: int, limit: int, least: int, check_body: bool
+        self, log: CommitLog, block: DerivedBlock | None, begin: int, limit: int, min_records: int, check_body: bool
     ) -> None:
         self._log = log
         self._limit = limit
-        self._least = least
+        self._min_records = min_records
         self._check_body = check_body
         self.block = block
         """What the records at the beginning define; None if they are unusual or few."""
@@ -473,7 +473,7 @@ class Stretch:
             if raw is not None:
                 yield place, size, raw
             self.end = place + size
-            if number >= self._least and self.end >= block_end:
+            if number >= self._min_records and self.end >= block_end:
                 return
 
 
@@ -484,19 +484,19 @@ def walk(
     if not in_blocks:
         yield Stretch(log, None, begin, end, end - begin, check_body)
         return
-    at, least, is_worth_block = begin, _LEAST_APART, True
+    at, min_records, is_worth_block = begin, _LEAST_APART, True
     while at < end:
         block = derived_block(log, at, end, COMPARED, check_body=check_body) if is_worth_block else None
-        stretch = Stretch(log, block, at, end, least, check_body)
+        stretch = Stretch(log, block, at, end, min_records, check_body)
         yield stretch
         if block is not None and stretch.end == at:
             log.sequence.unmap_pages(at, block.end)  # a writer's too, because it read them only once
             at = block.end
             # An unusual record ends a block. Where such records are many, a loop over all of them takes less time.
             is_worth_block = len(block.keys.physical_offsets) >= _WORTH_BLOCK
-            least = _LEAST_APART if is_worth_block else least
+            min_records = _LEAST_APART if is_worth_block else min_records
         elif stretch.end == at:
             return
         else:
             # A block that was of no use is a hint that those which follow are not either, so try more and more seldom.
-            at, least, is_worth_block = stretch.end, min(2 * least, _MOST_APART), True
+            at, min_records, is_worth_block = stretch.end, min(2 * min_records, _MOST_APART), True

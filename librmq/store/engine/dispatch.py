@@ -162,7 +162,7 @@ class Dispatcher(DispatchState):
                     code = self._add_unit(lane, code, stored_ms, properties)
             if is_next:
                 self._put_entries(lane, queue_offset, _pack_entry(place, size, code))
-            elif (found := queue.entry(queue_offset)) is None or found.physical_offset != place:
+            elif (entry := queue.entry(queue_offset)) is None or entry.physical_offset != place:
                 return False
         if not self.records or self.records[-1][0] < place:
             self.records.append((place, stored_ms, lane.prefix_hash, unique, keys))
@@ -216,11 +216,11 @@ class Dispatcher(DispatchState):
             self._blocks.append(block.keys)
             self._in_blocks += len(block.keys.physical_offsets)
 
-    def forget_first(self, most: int) -> None:
-        """Forget the keys of the first records that are collected, but not of the last ``most``."""
-        while self._blocks and self.collected - len(self._blocks[0].physical_offsets) >= most:
+    def forget_first(self, count: int) -> None:
+        """Forget the keys of the first records that are collected, but not of the last ``count``."""
+        while self._blocks and self.collected - len(self._blocks[0].physical_offsets) >= count:
             self._in_blocks -= len(self._blocks.pop(0).physical_offsets)
-        del self.records[:-most]
+        del self.records[:-count]
 
     def _close_block(self) -> None:
         if self.records:
@@ -259,9 +259,9 @@ class Dispatcher(DispatchState):
         self._close_block()
         while self._blocks:
             keys = self._blocks[0]
-            rest = keys.behind(*self._index.last_record()) if self._indexing else keys
+            unindexed = keys.behind(*self._index.last_record()) if self._indexing else keys
             self._indexing = True  # before the call: if that fails, some of the keys may be in the index
-            self._index.append_block(*rest)
+            self._index.append_block(*unindexed)
             self.order.add(keys.timestamps, int(keys.physical_offsets[-1]))
             self.entries += len(keys.physical_offsets)
             self.dispatched_timestamp_ms, self._indexing = int(keys.timestamps[-1]), False

@@ -142,15 +142,15 @@ def read_queue(
     if matching is None:
         # The path of every pull, in which each call counts.
         log, transfer = checks.log, checks.transfer
-        usual: ReadResult | None = (
+        fast_result: ReadResult | None = (
             None
             if _read is None or joined
             else _read(log, queue, queue_offset, max_messages, transfer, low, high, name)
         )
-        if usual is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
-            usual = _read_all(checks, name, raw, queue_offset, low, high, joined, checked)
-        if usual is not None:
-            return usual
+        if fast_result is None and (raw := queue.read(queue_offset, max_messages if max_messages > 1 else 1)):
+            fast_result = _read_all(checks, name, raw, queue_offset, low, high, joined, checked)
+        if fast_result is not None:
+            return fast_result
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     raw = queue.read(queue_offset, limit)
     if not raw:
@@ -286,17 +286,17 @@ def _cut_out(
     buffer: Buffer,
     start: int,
     limit: int,
-    most: tuple[int, int],
+    limits: tuple[int, int],
     name: QueueName,
     queue_offset: int,
     checked: bool,
 ) -> tuple[Sequence[StoredMessage], int] | None:
     """Return the messages of the first entries and their bytes, None if anything is unusual.
 
-    ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``. ``most`` are the most
+    ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``. ``limits`` are the most
     messages and bytes.
     """
-    max_count, max_bytes = most
+    max_count, max_bytes = limits
     places, sizes = places_and_sizes(raw_entries[: max_count * ENTRY_SIZE])
     total = sum(sizes)
     if total > max_bytes:
@@ -502,9 +502,9 @@ def unwrapped(log: CommitLog, message: StoredMessage) -> list[StoredMessage]:
 
 def matching_entries(queue: ConsumeQueue, raw: bytes, matching: MessageFilter) -> list[int]:
     """Return the numbers of the entries that can match."""
-    wanted: bytes | None = getattr(matching, "_packed_codes", None)
-    if _with_codes is not None and wanted is not None:
-        with_codes: list[int] | None = _with_codes(raw, wanted)
+    tag_codes: bytes | None = getattr(matching, "_packed_codes", None)
+    if _with_codes is not None and tag_codes is not None:
+        with_codes: list[int] | None = _with_codes(raw, tag_codes)
         if with_codes is not None:
             return with_codes
     codes = np.frombuffer(raw, entry_dtype())["tags_code"].astype(np.int64)

@@ -503,8 +503,8 @@ class Parts:
             return ()
         if not 0 < size <= end - at:
             raise CorruptionError(log.sequence.folder, at, "size", f"expected a record before {end}")
-        if at >= self._block_from and (most := (end - at) // size) >= FEW:
-            lanes = self._dispatch_block(at, end, min(most, _BLOCK))
+        if at >= self._block_from and (records := (end - at) // size) >= FEW:
+            lanes = self._dispatch_block(at, end, min(records, _BLOCK))
             if lanes:
                 self._apart = FEW
                 return lanes
@@ -513,9 +513,9 @@ class Parts:
             self._block_from = at + self._apart * size
         return self._dispatch_few(at, raw if size <= len(raw) else log.data_at(at, size))
 
-    def _dispatch_block(self, begin: int, end: int, most: int) -> Sequence[Lane]:
-        """Dispatch usual records together; return no lane, without effect, if they are far fewer than ``most``."""
-        block = derived_block(self.log, begin, end, most, levels=self.levels)
+    def _dispatch_block(self, begin: int, end: int, max_records: int) -> Sequence[Lane]:
+        """Dispatch usual records together; return no lane, without effect, if far fewer than ``max_records``."""
+        block = derived_block(self.log, begin, end, max_records, levels=self.levels)
         if block is None:
             return ()
         of_records = self._lanes_of_records

@@ -80,8 +80,8 @@ def store_times_at(
             continue
         own_id, own_offset, own_place, flags, time_ms, body_size = _unpack_own(buffer, at)
         topic_at = at + record.BODY_AT + body_size
-        own = own_id, own_offset, own_place, buffer[topic_at : topic_at + len(field)], flags & record.HOSTS_V6
-        is_own = own == (queue_id, queue_offset, place, field, 0)
+        identity = own_id, own_offset, own_place, buffer[topic_at : topic_at + len(field)], flags & record.HOSTS_V6
+        is_own = identity == (queue_id, queue_offset, place, field, 0)
         if not is_own and (is_own := _is_own(log, buffer[at : at + record.FIXED_SIZE], place, queue_offset, name)):
             time_ms = record.store_timestamp_ms(buffer, at)
         times.append(time_ms if is_own else None)
@@ -399,11 +399,11 @@ class StoreTimes:
                 queue_offset -= 1
             return self.stored_at(queue, queue_offset)
 
-        found = queue._nearest_in_time(stored, time_ms)
-        behind = int(not self._is_damaged(queue, found))
-        while found > begin and self._is_damaged(queue, found - behind):
-            found -= 1
-        return found
+        nearest_offset = queue._nearest_in_time(stored, time_ms)
+        behind = int(not self._is_damaged(queue, nearest_offset))
+        while nearest_offset > begin and self._is_damaged(queue, nearest_offset - behind):
+            nearest_offset -= 1
+        return nearest_offset
 
     def _bisect(self, queue: TimedQueue, offsets: range, time_ms: int, *, unreadable: bool = True) -> int:
         """Return a place between times below and not below a limit.

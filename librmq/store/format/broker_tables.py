@@ -181,15 +181,15 @@ class BrokerTables:
         """Return the page of groups for the broker that owns the store; ``flush()`` flushes the log."""
         store, files, table = os.path.dirname(self._folder), self._files, self.offsets
         page = self._page(writable=True)
-        kept = KeptPage(files, store, flush, page)
+        kept_page = KeptPage(files, store, flush, page)
         if page is None and self.database is None and (saved := GroupPage.saved(files, store, lambda: table.rows)):
             with full_disk_suffered(store, "messages in flight"):
                 for name, place in saved.named():
                     position = self.consumer_offset(name.topic, name.group, name.queue_id)
                     rows = saved.flights.get(place.number)
                     if rows and position is not None:
-                        kept.restore(name, position, place.next_offset or 0, rows)
-        return kept
+                        kept_page.restore(name, position, place.next_offset or 0, rows)
+        return kept_page
 
     def _offsets(self, stored: StoredTable | None) -> ConfigTable:
         if stored is not None:
@@ -331,9 +331,9 @@ class BrokerTables:
         """
         for table in (self.topics, self.groups, self.offsets, self.delays, self.filter_table):
             table.persist(now_ms)
-        for own in (vars(self).get("starts"), vars(self).get("schedules")):  # None before the first use
-            if own is not None and own.rows:
-                own.persist(now_ms)
+        for own_table in (vars(self).get("starts"), vars(self).get("schedules")):  # None before the first use
+            if own_table is not None and own_table.rows:
+                own_table.persist(now_ms)
 
     def set_topic(self, topic: str, *, read_queues: int, write_queues: int, permission: int) -> None:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
@@ -427,11 +427,11 @@ def topic_row(
         row = {**before, **{setting: row[setting] for setting in ("readQueueNums", "writeQueueNums", "perm")}}
     if attributes:
         others = row.get(_ATTRIBUTES)
-        kept = {**others} if isinstance(others, Mapping) else {}
+        new_attributes = {**others} if isinstance(others, Mapping) else {}
         for name, value in attributes.items():
-            kept.pop(f"+{name}", None)
-            kept[name] = value
-        row[_ATTRIBUTES] = {name: value for name, value in kept.items() if value is not None}
+            new_attributes.pop(f"+{name}", None)
+            new_attributes[name] = value
+        row[_ATTRIBUTES] = {name: value for name, value in new_attributes.items() if value is not None}
     return row
 
 

@@ -320,16 +320,16 @@ class Place:
 
     def suspects(self) -> dict[int, Suspect]:
         """Return the messages at which a process has ended by surprise, by queue offset."""
-        found, page = dict[int, Suspect](), self.page
+        suspects, page = dict[int, Suspect](), self.page
         cell = _unsealed(self._words[self._at + _SUSPECTS])
         while (
             cell
             and 0 < cell < len(page.words) * _CELLS
             and page.words[cell // _CELLS][cell % _CELLS * _CELL] == _SUSPECT
-            and (suspect := Suspect(page, cell, self)).queue_offset not in found
+            and (suspect := Suspect(page, cell, self)).queue_offset not in suspects
         ):
-            found[suspect.queue_offset], cell = suspect, suspect.next
-        return found
+            suspects[suspect.queue_offset], cell = suspect, suspect.next
+        return suspects
 
     @property
     def has_left(self) -> bool:

@@ -40,7 +40,7 @@ def join_paths(log: str, folders: Iterable[str], files: Files) -> tuple[str, ...
     Folders that a user has named stay joined.
     """
     named = tuple(folder for folder in joined_folders(log) if is_folder(files, folder))
-    found: list[str] = []
+    listed: list[str] = []
     candidates = {folder: starts for folder in folders if folder not in named and (starts := log_starts(folder, files))}
     if candidates:
         starts = log_starts(log, files)
@@ -50,11 +50,11 @@ def join_paths(log: str, folders: Iterable[str], files: Files) -> tuple[str, ...
                 (name for name in candidates if _continues(name, candidates[name], starts, length, files)), ""
             )
         ):
-            found.append(folder)
+            listed.append(folder)
             starts |= candidates.pop(folder)
-    if found and files.is_shared:
-        join_folders(log, (*named, *found))
-    return (*named, *found)
+    if listed and files.is_shared:
+        join_folders(log, (*named, *listed))
+    return (*named, *listed)
 
 
 def _continues(folder: str, starts: Collection[int], others: Collection[int], length: int, files: Files) -> bool:
@@ -79,15 +79,15 @@ def name_paths(log: str, paths: Iterable[str], files: Files) -> None:
     starts = log_starts(log, files)
     joined: list[str] = []
     for path in paths:
-        own = log_starts(path, files)
-        if not own and (not is_folder(files, path) or files.list(path)):
+        path_starts = log_starts(path, files)
+        if not path_starts and (not is_folder(files, path) or files.list(path)):
             raise NotAStoreError(
                 f"{path}: expected a folder with files of a log, whose names have 20 digits, or an empty one"
             )
         if os.path.abspath(path) == os.path.abspath(log):
             continue
-        if both := sorted(own & starts):
+        if both := sorted(path_starts & starts):
             raise NotAStoreError(f"{path}: {both[0]:020}: another path of the log has a file of this name too")
-        starts |= own
+        starts |= path_starts
         joined.append(path)
     join_folders(log, joined)

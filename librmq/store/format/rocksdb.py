@@ -188,7 +188,7 @@ def read_tables(folder: str, files: Files) -> StoredTables:
             else:
                 for number, table in enumerate(_tables_of_v2(database)):
                     tables[number].append(table)
-    latest = [max(found, key=lambda table: table.timestamp_ms, default=None) for found in tables]
+    latest = [max(versions, key=lambda table: table.timestamp_ms, default=None) for versions in tables]
     return StoredTables(*latest)
 
 

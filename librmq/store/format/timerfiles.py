@@ -487,8 +487,8 @@ def timer_entries(queue: ConsumeQueue, end: int, log_begin: int) -> npt.NDArray[
     """
     blocks = [block for _, block in queue.blocks(end=end)]
     entries = np.concatenate(blocks) if blocks else np.empty(0, entry_dtype())
-    kept: npt.NDArray[Any] = entries[(entries["physical_offset"] >= log_begin) & (entries["size"] != HOLE_SIZE)]
-    return kept
+    remaining: npt.NDArray[Any] = entries[(entries["physical_offset"] >= log_begin) & (entries["size"] != HOLE_SIZE)]
+    return remaining
 
 
 def unit_damage(
@@ -552,11 +552,11 @@ def _units_of(
     for position, block in log.blocks(end):
         if position != expected:
             break
-        wanted = block["physical_offset"].astype(np.int64)
-        agrees = wanted < log_begin
+        unit_places = block["physical_offset"].astype(np.int64)
+        agrees = unit_places < log_begin
         if len(places):
-            at = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-            agrees |= (places[at] == wanted) & (sizes[at] == block["message_size"])
+            at = np.minimum(np.searchsorted(places, unit_places), len(places) - 1)
+            agrees |= (places[at] == unit_places) & (sizes[at] == block["message_size"])
         if not agrees.all():
             position += int(agrees.argmin()) * TimerLog.UNIT_SIZE
             return units, _unit_damage(log, position, "no message of the timer's topic has its place and size")

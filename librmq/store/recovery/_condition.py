@@ -206,8 +206,8 @@ def _entries_between(parts: Parts, gap: Damage) -> dict[QueueName, range]:
         first, end = queue.stored_begin, queue.max_offset
         first = bisect_left(range(end), gap.offset, first, key=place)
         last = bisect_left(range(end), gap.offset + gap.bytes, first, key=place)
-        if not parts.queues.has_files and (found := queue.first_message(last)) is not None:
-            last = found[0]  # holes before a message stand for those that the log lacks
+        if not parts.queues.has_files and (next_message := queue.first_message(last)) is not None:
+            last = next_message[0]  # holes before a message stand for those that the log lacks
         lost[name] = range(first, last)
     return {name: offsets for name, offsets in lost.items() if offsets}
 
@@ -227,13 +227,13 @@ def _with_messages(gap: Damage, parts: Parts, lost: Mapping[QueueName, range] | 
             entry = queue.entry(at) if queue.min_offset <= at < queue.max_offset else None
             stored = None if entry is None else parts.log.store_timestamp_ms(entry.physical_offset, entry.size)
             times[side] += [] if stored is None else [stored]
-    known = [("after", max(times["after"], default=None)), ("before", min(times["before"], default=None))]
-    when = " and ".join(f"{side} {moment(at)}" for side, at in known if at is not None)
+    bounds = [("after", max(times["after"], default=None)), ("before", min(times["before"], default=None))]
+    when = " and ".join(f"{side} {moment(at)}" for side, at in bounds if at is not None)
     queues = [f"{topic}/{queue_id} {ids.start}-{ids.stop - 1}" for (topic, queue_id), ids in sorted(lost.items())]
     more = [f"and {counted(len(queues) - _QUEUES_SHOWN, 'more queue')}"] if queues[_QUEUES_SHOWN:] else []
-    shown = f" ({', '.join(queues[:_QUEUES_SHOWN] + more)})" if queues else ""
+    queue_names = f" ({', '.join(queues[:_QUEUES_SHOWN] + more)})" if queues else ""
     count = counted(sum(map(len, lost.values())), "message") if lost else "an unknown number of messages"
     if lost and not parts.queues.has_files:  # of a queue without earlier or later messages nothing is known
         count = f"at least {count}"
-    what = f"{gap.what}: without {count}{shown}, stored {when or 'at an unknown time'}"
+    what = f"{gap.what}: without {count}{queue_names}, stored {when or 'at an unknown time'}"
     return dataclasses.replace(gap, what=what)

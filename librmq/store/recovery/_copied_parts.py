@@ -122,7 +122,7 @@ class CopiedParts:
 
     def _write(self) -> None:
         """Write the collected entries, and flush the files that have them."""
-        part, made = self._part, list[str]()
+        part, new_files = self._part, list[str]()
         for topic, queues in groupby(sorted(self._entries.items()), key=lambda item: item[0][0]):
             new: list[tuple[str, bytearray]] = []
             folder = os.path.dirname(directory.queue_folder(part.path, topic, 0))
@@ -136,13 +136,13 @@ class CopiedParts:
                         queue.append_many(end, bytes(entries))
             if new:
                 part.files.make_files(folder, new, part.config.consumequeue_file_size)
-                made += [os.path.join(folder, name) for name, _ in new]
+                new_files += [os.path.join(folder, name) for name, _ in new]
         self._entries, self._size = {}, 0
-        flush_made(made, part.path, part.files)
+        flush_made(new_files, part.path, part.files)
 
 
-def flush_made(made: Sequence[str], path: str, files: Files) -> None:
+def flush_made(names: Sequence[str], path: str, files: Files) -> None:
     """Flush files that `Files.make_files` has made in ``path``."""
-    if len(made) < MANY_FILES or not flush_all(files, path):
-        for file in made:
+    if len(names) < MANY_FILES or not flush_all(files, path):
+        for file in names:
             files.flush(files.open(file, writable=True))

@@ -101,8 +101,8 @@ class EntryRun(NamedTuple):
         if kind == "missing" and (missing := queue.what_is_missing()) is not None:
             path, position, what = queue.folder, 0, missing
         elif queue.min_offset <= first < queue.max_offset:
-            found = ENTRY.unpack(queue.read(first, 1))
-            what = f"queue offset {first}: expected {ENTRY.unpack(self.entries[0])}, found {found}"
+            entry = ENTRY.unpack(queue.read(first, 1))
+            what = f"queue offset {first}: expected {ENTRY.unpack(self.entries[0])}, found {entry}"
         return Damage(path, position, kind, what, ENTRY_SIZE * len(self.entries))
 
     def write(self, bitmap_of: BitmapOf | None) -> None:

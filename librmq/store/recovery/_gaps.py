@@ -83,20 +83,20 @@ def _fill(overlay: OverlayFiles, folder: str, begin: int, end: int, size: int) -
     return Damage(first, begin, MISSING_LOG, f"missing{up_to}, before {file_name(end)}", end - begin)
 
 
-def _complete(overlay: OverlayFiles, folder: str, start: int, found: int, size: int, *, is_last: bool) -> Damage:
+def _complete(overlay: OverlayFiles, folder: str, start: int, found_size: int, size: int, *, is_last: bool) -> Damage:
     """Give a file of another length its own, with a blank behind its last whole record unless it is the last file."""
     place, at = os.path.join(folder, file_name(start)), 0
-    source = overlay.open(place) if found else None
+    source = overlay.open(place) if found_size else None
     overlay.delete(place)
     if source is None:
         overlay.create(place, size)
     else:
-        end, buffer = min(found, size), source.buffer
+        end, buffer = min(found_size, size), source.buffer
         with suppress(RecordError):
             while at + record.BLANK_SIZE <= end and (length := record.check_record(buffer, at, end, check_body=False)):
                 at += length
         copy_file(overlay, source, place, end=at, size=size)
     if not is_last:
         overlay.open(place, writable=True).buffer[at : at + record.BLANK_SIZE] = frames.blank(size - at)
-    what = f"expected {size} bytes, found {found}"
+    what = f"expected {size} bytes, found {found_size}"
     return Damage(place, start + at, MISSING_LOG, what, size - at)

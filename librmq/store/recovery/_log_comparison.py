@@ -180,8 +180,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """
         for check in self._by_name.values():
             for message, damage in check.lost:
-                own = self._by_name.get((message.topic, message.queue_id))
-                if own is None or not own.had_entry_of(message):
+                check_of_queue = self._by_name.get((message.topic, message.queue_id))
+                if check_of_queue is None or not check_of_queue.had_entry_of(message):
                     yield damage
 
     def _finish_check(self, check: QueueCheck) -> None:

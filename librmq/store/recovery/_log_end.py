@@ -280,8 +280,8 @@ class Recovery:
         The check begins at the end of the remaining index. Covered bytes are cut only on demand.
         """
         case, log = self._case, self._parts.log
-        kept = [file for file in self._parts.index.files if file not in self._stale]
-        begin = max(kept[-1].header.end_physical_offset, log.begin) if kept else log.begin
+        files = [file for file in self._parts.index.files if file not in self._stale]
+        begin = max(files[-1].header.end_physical_offset, log.begin) if files else log.begin
         checked: set[tuple[bytes, bool]] = set()
         for physical_offset, size, raw in log.scan(begin, min(case.begin, log_end), check_body=False):
             if raw is None:
@@ -302,9 +302,9 @@ class Recovery:
             from librmq.store.recovery.missing_files import missing_keys
 
             stale |= dict.fromkeys(uncovered_index_files(parts), "beyond the checkpoint")
-            kept = [file for file in files if file not in stale]
-            if (gap := missing_keys(kept, parts.log, parts.levels)) is not None:  # only a rebuild returns its keys
-                behind = [file for file in kept if file.header.begin_physical_offset >= gap[1]]
+            covered = [file for file in files if file not in stale]
+            if (gap := missing_keys(covered, parts.log, parts.levels)) is not None:  # only a rebuild returns its keys
+                behind = [file for file in covered if file.header.begin_physical_offset >= gap[1]]
                 stale |= dict.fromkeys(behind, _MISSING_ONE)
         log_end = self.end.physical_offset
         ahead = [file for file in files if file not in stale and file.header.end_physical_offset >= log_end]

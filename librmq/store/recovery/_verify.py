@@ -167,8 +167,8 @@ def _judged(
         condition = condition_of(path, as_found, config, files, is_written=False)
     parts.close()
     if condition.lost:
-        known = {(item.file, item.offset) for item in damage}
-        new = [item for item in condition.lost if (item.file, item.offset) not in known]
+        places = {(item.file, item.offset) for item in damage}
+        new = [item for item in condition.lost if (item.file, item.offset) not in places]
         return [*damage, *new], [], condition.note
     left = _StoreCheck(path, config, overlay, kind, closed=False, written=False).damage()
     files_left = {item.file for item in (*left, *recovered.repairs)}

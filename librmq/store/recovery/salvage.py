@@ -115,23 +115,23 @@ class RecordBlock:
 
     def at(self, places: NDArray[np.int64]) -> Self | None:
         """Return those of the records that are at ``places``, which ascend; None without one."""
-        own, queues = self.derived.keys.physical_offsets, list[tuple[bytes, int, int, bytes]]()
-        places = places[np.searchsorted(places, own[0]) : np.searchsorted(places, own[-1], "right")]
-        rows, is_chosen = np.searchsorted(own, places), np.zeros(len(own), np.bool_)
-        is_chosen[rows[own[rows] == places]] = True
+        record_places, queues = self.derived.keys.physical_offsets, list[tuple[bytes, int, int, bytes]]()
+        places = places[np.searchsorted(places, record_places[0]) : np.searchsorted(places, record_places[-1], "right")]
+        rows, is_chosen = np.searchsorted(record_places, places), np.zeros(len(record_places), np.bool_)
+        is_chosen[rows[record_places[rows] == places]] = True
         if is_chosen.all():
             return self
         if not is_chosen.any():
             return None
         for topic, queue_id, queue_offset, raw in self.derived.queues:
             entries = np.frombuffer(raw, entry_dtype())
-            entries = entries[is_chosen[np.searchsorted(own, entries["physical_offset"].astype(np.int64))]]
+            entries = entries[is_chosen[np.searchsorted(record_places, entries["physical_offset"].astype(np.int64))]]
             if len(entries):
                 queues.append((topic, queue_id, queue_offset, entries.tobytes()))
         keys, ends = self.derived.keys, np.cumsum(self.sizes)
         of_chosen = is_chosen[keys.record_of_key]
         block = KeyBlock(
-            own[is_chosen],
+            record_places[is_chosen],
             keys.timestamps[is_chosen],
             (np.cumsum(is_chosen) - 1)[keys.record_of_key[of_chosen]],
             keys.key_hashes[of_chosen],
@@ -202,21 +202,21 @@ class _Source:
 
     def parts(self, file: File) -> Iterator[tuple[int, int, RecordBlock | bytes | str]]:
         """Yield what `items` does, and many usual records together."""
-        end, place, least = min(file.data_end(), self.size), 0, _LEAST_APART
+        end, place, min_items = min(file.data_end(), self.size), 0, _LEAST_APART
         while place < end:
             block = RecordBlock.of_file(file.buffer, self.start, place, end)
             if block is not None and len(block.sizes) >= _WORTH_BLOCK:
                 advance(len(block.data))
                 yield place, len(block.data), block
-                place, least = place + len(block.data), _LEAST_APART
+                place, min_items = place + len(block.data), _LEAST_APART
                 continue
             count = 0
-            for at, size, item in islice(self.items(file, place), least):
+            for at, size, item in islice(self.items(file, place), min_items):
                 yield at, size, item
                 place, count = at + size, count + 1
-            if count < least:
+            if count < min_items:
                 return
-            least = min(2 * least, _MOST_APART)
+            min_items = min(2 * min_items, _MOST_APART)
 
     def items(self, file: File, place: int = 0) -> Iterator[tuple[int, int, bytes | str]]:
         """Yield place, size and bytes of each record, and of each other stretch its description.
