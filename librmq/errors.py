@@ -299,10 +299,10 @@ class _Stored(Protocol):
     def physical_offset(self) -> int: ...
 
 
-def refused_copy(of: _Stored, error: BrokerError | MessageIllegalError) -> BrokerError | MessageIllegalError:
+def refused_copy(source: _Stored, error: BrokerError | MessageIllegalError) -> BrokerError | MessageIllegalError:
     """Return the error about a copy of a stored message, with the place of that message."""
-    place = f"{of.topic!r}/{of.queue_id} at {of.queue_offset}, physical offset {of.physical_offset}"
-    text = f"message {of.message_id} of {place}: {error}"
+    place = f"{source.topic!r}/{source.queue_id} at {source.queue_offset}, physical offset {source.physical_offset}"
+    text = f"message {source.message_id} of {place}: {error}"
     return BrokerError(error.code, text) if isinstance(error, BrokerError) else MessageIllegalError(text)
 
 

@@ -158,8 +158,8 @@ def _libraries() -> tuple[str, ...]:
 
 def innermost_frame(stack: Sequence[str]) -> str:
     """Return the innermost frame of the application's own code, or just the innermost one; empty without frames."""
-    own = (frame for frame in reversed(stack) if not frame.startswith(_libraries()))
-    return next(own, stack[-1] if stack else "")
+    frames = (frame for frame in reversed(stack) if not frame.startswith(_libraries()))
+    return next(frames, stack[-1] if stack else "")
 
 
 # ---- what came from elsewhere

@@ -88,12 +88,12 @@ class Output:
     def lines(self, texts: Iterable[str]) -> None:
         """Print rows, each as JSON on one line: one by one on a terminal, elsewhere in blocks."""
         block: list[str] = []
-        size, limit, most = 0, self._limit, 0 if self.is_on_terminal else _BLOCK_SIZE
+        size, limit, block_size = 0, self._limit, 0 if self.is_on_terminal else _BLOCK_SIZE
         try:
             for text in texts:
                 block.append(text)
                 size += len(text)
-                if size > most or self.rows + len(block) == limit:
+                if size > block_size or self.rows + len(block) == limit:
                     self._write_lines(block)
                     size = 0
         finally:  # what came before an error stays

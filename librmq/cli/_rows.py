@@ -130,7 +130,7 @@ def message_line(
         bodies = _unusual_bodies(StoredMessage(raw), is_shown=form is not None)
     else:
         bodies = f'"body_b64":{_base64(body)},' if form is None else ""
-    shown = "" if form is None else f',"body":{_body_as(body, sys_flag, form)}'
+    body_field = "" if form is None else f',"body":{_body_as(body, sys_flag, form)}'
     delivery = derived_tags_code(StoredMessage(raw), levels) if topic == _SCHEDULE else None
     at = str(place)
     check = _USUAL if is_sound and magic == record.MESSAGE_MAGIC else _checked(magic, is_sound=is_sound)
@@ -142,7 +142,7 @@ def message_line(
         f'"born_host":"{born_at}","store_timestamp":{stored_ms},{store_fields},'
         f'"prepared_transaction_offset":{prepared},"msg_id":"{(store_host + raw[_PLACE]).hex().upper()}",'
         f"{bodies}{_property_fields(java_decode(raw[properties_at:end]), delivery)},"
-        f'"raw_sha1":"{hashlib.sha1(raw, usedforsecurity=False).hexdigest()}"{shown}}}'
+        f'"raw_sha1":"{hashlib.sha1(raw, usedforsecurity=False).hexdigest()}"{body_field}}}'
     )
 
 

@@ -147,8 +147,8 @@ def note_queue(topic: str | None, queue_id: int | None, ids: Collection[int], ou
 
 def note_offsets(selection: MessageQuery, held: range | None, output: Output) -> None:
     """Tell a person which offsets a queue has, if none of the selected ones is among them."""
-    wanted = selection.offsets
-    if held is None or wanted is None or (wanted.start < held.stop and held.start < wanted.stop):
+    offsets = selection.offsets
+    if held is None or offsets is None or (offsets.start < held.stop and held.start < offsets.stop):
         return
     has = f"has the offsets {held.start} to {held.stop - 1}" if held else f"is empty; its next offset is {held.stop}"
     output.explain_nothing(f"queue {selection.queue_id} of topic {selection.topic!r} {has}")
@@ -314,8 +314,8 @@ class MessageQuery:
             by_topic = [route.find_by_key(topic, self.key) for topic in topics]
             if max(map(len, by_topic), default=0) >= _MOST_OF_A_KEY:
                 complain(f"note: a broker returns the last {_MOST_OF_A_KEY} messages of a key: older ones are left out")
-            found = chain.from_iterable(by_topic)
-            yield from filter(test, sorted(found, key=lambda message: message.store_timestamp_ms))
+            messages = chain.from_iterable(by_topic)
+            yield from filter(test, sorted(messages, key=lambda message: message.store_timestamp_ms))
             return
         queues = [
             self._at_queue(view, queue, offsets)

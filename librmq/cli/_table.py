@@ -289,7 +289,7 @@ class Table:
         if kind == "event" and len(messages) > 1:
             kind = "event, several"
         is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
-        whole = _ON_ONE_LINE | _WHOLE_NAMES.get(kind, frozenset())
+        unbroken = _ON_ONE_LINE | _WHOLE_NAMES.get(kind, frozenset())
         longest = _LONGEST_TEXT if kind in _PARAGRAPHS else _LONGEST_CELL
         for form in (f"{kind}, narrow", f"{kind}, narrowest", kind) if is_narrow else (kind,):
             declared = _COLUMNS.get(form)
@@ -303,7 +303,7 @@ class Table:
                 for line in values
             ]
             numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
-            widths = self._widths(titles, cells, numbers, whole)
+            widths = self._widths(titles, cells, numbers, unbroken)
             if widths is not None:
                 break
         is_wide = (
@@ -320,26 +320,26 @@ class Table:
             return
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
         for title, is_number, width in zip(titles, numbers, widths, strict=True):
-            overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in whole else "fold"
+            overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in unbroken else "fold"
             table.add_column(
                 title, justify="right" if is_number else "left", overflow=overflow, width=width,
-                no_wrap=title in whole,
+                no_wrap=title in unbroken,
             )  # fmt: skip
         for drawn in cells:
             table.add_row(*drawn)
         self._console.print(table)
 
     def _widths(
-        self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool], whole: Set[str]
+        self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool], unbroken: Set[str]
     ) -> list[int] | None:
-        """Return the width of each column, None if they do not fit; columns in ``whole`` are not broken."""
+        """Return the width of each column, None if they do not fit; columns in ``unbroken`` are not broken."""
         widths, ideal = [], []
         for at, title in enumerate(titles):
             longest = max(line[at].cell_len for line in cells)
             word = max(rich.text.Text(word).cell_len for word in (title or " ").split(" "))
-            is_whole = numbers[at] or (title in whole and title != "body")
-            least = _LEAST_BODY if title == "body" else _LEAST_TEXT
-            widths.append(max(word, longest if is_whole else min(longest, least)))
+            is_whole = numbers[at] or (title in unbroken and title != "body")
+            min_width = _LEAST_BODY if title == "body" else _LEAST_TEXT
+            widths.append(max(word, longest if is_whole else min(longest, min_width)))
             ideal.append(max(longest, len(title)))
         left = self._console.width - sum(widths) - _GAP * len(titles)
         if left < 0:

@@ -147,12 +147,12 @@ class Guard:
     def _followed_link(self, scope: Scope) -> str | None:
         """Return the address without the secret if a request has the right one."""
         pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        given = next((value for name, value in pairs if name == SECRET), None)
-        if given is None or not _are_equal(given, self._secret or ""):
+        secret = next((value for name, value in pairs if name == SECRET), None)
+        if secret is None or not _are_equal(secret, self._secret or ""):
             return None
-        rest = urlencode([pair for pair in pairs if pair[0] != SECRET])
+        parameters = urlencode([pair for pair in pairs if pair[0] != SECRET])
         path = quote(scope["path"].rpartition("/")[2], safe="", errors="replace") or "./"
-        return f"{path}?{rest}" if rest else path
+        return f"{path}?{parameters}" if parameters else path
 
     def _has_cookie(self, headers: Mapping[bytes, bytes]) -> bool:
         cookies: SimpleCookie = SimpleCookie()
@@ -168,8 +168,8 @@ class Guard:
         await _answer(303, b"", ((b"location", location.encode()), (b"set-cookie", cookie.encode())), send)
 
 
-def _are_equal(given: str, expected: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))
+def _are_equal(secret: str, expected: str) -> bool:
+    return hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))
 
 
 async def _answer(
@@ -326,22 +326,22 @@ class _Site:
         """Return the parameters; what is given several times, as boxes that are ticked, is one list of words."""
         return Query(_fields(request.query_params.multi_items()), self._pages.place.clock)
 
-    async def _answered(self, request: Request, make: Callable[[], Page], shown: Query | None = None) -> Response:
+    async def _answered(self, request: Request, make: Callable[[], Page], query: Query | None = None) -> Response:
         """Return a page, or the error that says why there is none, in a thread: a page reads files.
 
-        ``shown`` are the parameters of a page that can show a past moment.
+        ``query`` are the parameters of a page that can show a past moment.
         """
         try:
             page = await run_in_threadpool(make)
-            if shown is not None and (form := shown.text("export")):
+            if query is not None and (form := query.text("export")):
                 return _exported(page, form)
         except (RmqError, OSError) as error:
             missing = self._pages.place.missing
             content = Page("Not shown", notes=[str(error)], missing=missing, is_live=False)
-            return self._rendered(request, content, 400, shown)
+            return self._rendered(request, content, 400, query)
         if page.location:
-            return RedirectResponse(at_moment(page.location, "" if shown is None else shown.text("at")), 303)
-        return self._rendered(request, page, query=shown)
+            return RedirectResponse(at_moment(page.location, "" if query is None else query.text("at")), 303)
+        return self._rendered(request, page, query=query)
 
     def _rendered(self, request: Request, page: Page, status: int = 200, query: Query | None = None) -> Response:
         moment = None if query is None else Moment.of(query, self._pages.place.extent)

@@ -71,19 +71,19 @@ class Changes:
     def apply(self, query: Query, caller: str, address: str) -> tuple[Change, list[Table]]:
         """Make a change, and log who made it."""
         change = self.prepare(query)
-        asked = {"caller": caller, "address": address, "command": change.command}
-        _log.warning("%(caller)s at %(address)s: %(command)s", **asked)
+        fields = {"caller": caller, "address": address, "command": change.command}
+        _log.warning("%(caller)s at %(address)s: %(command)s", **fields)
         try:
             done = change.apply()
         except RmqError as error:
-            _log.warning("%(caller)s at %(address)s: %(command)s failed: %(error)s", **asked, error=error)
+            _log.warning("%(caller)s at %(address)s: %(command)s failed: %(error)s", **fields, error=error)
             raise
         return change, done
 
     def _command(self, *words: object) -> str:
         place = self._place.title if self._place.folder is not None or self._place.broker is not None else "STORE"
-        first, *rest = map(str, words)
-        return shlex.join(["librmq", *first.split(), place, *rest])
+        first, *arguments = map(str, words)
+        return shlex.join(["librmq", *first.split(), place, *arguments])
 
     # ---- progress
 
@@ -185,7 +185,7 @@ class Changes:
     def _resend(self, query: Query) -> Change:
         group, ids, cause, key = query.required("group"), query.words("id"), query.text("cause"), query.text("key")
         letters = list(islice(self._letters(group, ids, cause, key), _LETTERS + 1))
-        chosen = letters[:_LETTERS]
+        to_send = letters[:_LETTERS]
         rows = [
             [
                 Cell(name_of(message), message_link(message)),
@@ -194,15 +194,15 @@ class Changes:
                 Cell(moment(letter.store_timestamp_ms)),
                 count(letter.reconsume_times),
             ]
-            for message, letter in chosen[:100]
+            for message, letter in to_send[:100]
         ]
         more = "" if len(letters) <= _LETTERS else f"The first {number(_LETTERS)}; ask again for the others."
         only = [["--id", message_id] for message_id in ids]
         if key and not ids:  # the command knows no part of a key
-            only = [["--id", message.message_id] for message, _ in chosen]
+            only = [["--id", message.message_id] for message, _ in to_send]
         only = only or [["--cause", cause] if cause else []]
         return Change(
-            f"Send {counted(len(chosen), 'dead letter')} to group {group} again",
+            f"Send {counted(len(to_send), 'dead letter')} to group {group} again",
             " && ".join(self._command("dead-letters", "--group", group, "--resend", *words) for words in only),
             [
                 Table(
@@ -212,8 +212,8 @@ class Changes:
                     more,
                 )
             ],
-            partial(self._send_letters, group, [message for message, _ in chosen]),
-            is_needed=bool(chosen),
+            partial(self._send_letters, group, [message for message, _ in to_send]),
+            is_needed=bool(to_send),
             back=link("letters", group=group, cause=cause, key=key),
         )
 

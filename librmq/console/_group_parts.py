@@ -136,9 +136,9 @@ class Members:
     @property
     def retries(self) -> int | None:
         """How often a message comes again before it is a dead letter: as the instances say, else as the group does."""
-        said = [state.max_reconsume_times for state in (self.states or {}).values() if state is not None]
+        limits = [state.max_reconsume_times for state in (self.states or {}).values() if state is not None]
         of_group = None if self.settings is None else self.settings.retry_max_times
-        return next((retries for retries in said if retries is not None), of_group)
+        return next((retries for retries in limits if retries is not None), of_group)
 
     @property
     def retries_note(self) -> str:
@@ -228,7 +228,7 @@ def _held(queue: HeldProgress) -> Cell:
     return Cell(short(queue.keys or queue.message_id or "", 40), link("message", id=queue.message_id or ""))
 
 
-def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) -> Table:
+def causes(dead_letter_causes: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) -> Table:
     """Return the causes of so many dead letters; ``is_noted`` if those that were sent again are known."""
     rows = [
         [
@@ -239,7 +239,7 @@ def causes(found: Sequence[DeadLetterCause], letters: int, *, is_noted: bool) ->
             Cell(moment(cause.last_timestamp_ms)),
             count(cause.most_times),
         ]
-        for cause in islice(found, _ROWS)
+        for cause in islice(dead_letter_causes, _ROWS)
     ]
     columns = ("cause", "topic", "letters", *(["sent again"] if is_noted else []), "last", "attempts")
     note = f"Of the newest {LETTERS} letters." if letters > LETTERS else ""

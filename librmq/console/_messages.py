@@ -155,10 +155,10 @@ def message_page(look: Look, query: Query) -> Page:
             else:
                 events = story(view, name or message.message_id)
     else:
-        found = place.acting().find_by_id(query.required("id"))
-        if found is None:
+        stored = place.acting().find_by_id(query.required("id"))
+        if stored is None:
             raise ConfigError(f"there is no message {name!r}")
-        message, note = found, NOT_IN_STORY
+        message, note = stored, NOT_IN_STORY
         events = story_by_requests(place.acting(), message)
     waits = Waits.of(message, levels)
     columns = ("time", "event", "topic", "queue / offset", "group", "note")
@@ -317,9 +317,9 @@ def letters_page(look: Look, query: Query) -> Page:
     with look.place.view(query.at_ms) as view:
         read = newest_letters(view, group, LETTERS)
         dead = count_dead_letters(view, group)
-    found = [(message, letter) for message, letter in read if letter.is_caused_by(cause) and has_key(message, key)]
+    letters = [(message, letter) for message, letter in read if letter.is_caused_by(cause) and has_key(message, key)]
     rows, every, is_noted = [], dead.every, dead.resent is not None
-    for message, letter in found:
+    for message, letter in letters:
         resent = [Cell("" if letter.resent_at_ms is None else moment(letter.resent_at_ms))] if is_noted else []
         rows.append(
             [
@@ -341,7 +341,7 @@ def letters_page(look: Look, query: Query) -> Page:
         else ""
     )
     note += "" if is_noted else "Brokers do not note which were sent again."
-    records = [letter._asdict() | record_of(message, bodies=look.bodies) for message, letter in found]
+    records = [letter._asdict() | record_of(message, bodies=look.bodies) for message, letter in letters]
     for record in () if is_noted else records:
         del record["resent_at_ms"]
     nothing = "No letter has this cause or key." if read else "None."
@@ -349,7 +349,7 @@ def letters_page(look: Look, query: Query) -> Page:
         f"Dead letters of {group}",
         tables=[Table("Dead letters", columns, rows, note, nothing, records=records)],
         template="letters.html.j2",
-        more={"group": group, "has_letters": bool(found), "query": {"cause": cause, "key": key}},
+        more={"group": group, "has_letters": bool(letters), "query": {"cause": cause, "key": key}},
     )
 
 
@@ -368,9 +368,9 @@ def waiting_page(look: Look, query: Query) -> Page:
             for pending, message in _waiting(view, query, kind)
             if topic in ("", pending.topic) and (not key or has_key(message, key))
         )
-        found = list(islice(waiting, _WAITING + 1))
-    is_cut, found = len(found) > _WAITING, found[:_WAITING]
-    counts = Counter(pending.kind for pending, _ in found)
+        first_waiting = list(islice(waiting, _WAITING + 1))
+    is_cut, first_waiting = len(first_waiting) > _WAITING, first_waiting[:_WAITING]
+    counts = Counter(pending.kind for pending, _ in first_waiting)
     may_change = look.allow_changes and query.at_ms is None and not place.unanswered
     rows = [
         [
@@ -382,7 +382,7 @@ def waiting_page(look: Look, query: Query) -> Page:
             Cell("" if message is None else preview(message) if look.bodies else size(message.size)),
             _change(pending, can_decide=place.can_own) if may_change else Cell(""),
         ]
-        for pending, message in found
+        for pending, message in first_waiting
     ]
     note, nothing = ("", "Nothing waits.") if has_log else (NOT_WAITING, "Nothing of what was asked for.")
     if is_cut:
@@ -391,7 +391,7 @@ def waiting_page(look: Look, query: Query) -> Page:
     columns = ("message", "due", "topic", "kind", "checks", "body" if look.bodies else "size", "")
     records = [
         pending._asdict() | ({} if message is None else {"stored": record_of(message, bodies=look.bodies)})
-        for pending, message in found
+        for pending, message in first_waiting
     ]
     return Page(
         "Waiting",
@@ -408,8 +408,8 @@ def waiting_page(look: Look, query: Query) -> Page:
 def _waiting(view: View[Any], query: Query, kind: str) -> Iterator[tuple[PendingMessage, StoredMessage | None]]:
     """Yield what waits, each with its record as far as there is one."""
     if not isinstance(view, StoreView):
-        asked = waiting_by_requests(view, query.clock.now_ms(), _WAITING + 1)
-        yield from ((pending, message) for pending, message in asked if kind in ("", pending.kind))
+        waiting = waiting_by_requests(view, query.clock.now_ms(), _WAITING + 1)
+        yield from ((pending, message) for pending, message in waiting if kind in ("", pending.kind))
         return
     for pending in pending_messages(view.store, view.tables, kind=kind or None):  # type: ignore[arg-type]
         has_record = pending.physical_offset >= 0

@@ -90,7 +90,7 @@ class Pages:
         self.place = place
         self.look = Look(place, bodies, allow_changes and place.route is not None)
         self._samples = Samples()
-        self._found: tuple[int, list[Finding]] | None = None
+        self._latest_findings: tuple[int, list[Finding]] | None = None
         """When the overview last looked for findings, and those."""
 
     @cached_property
@@ -106,13 +106,13 @@ class Pages:
         with self.place.view(query.at_ms) as view, self.place.beside(view, asks_owner=True) as beside:
             log = beside if isinstance(beside, StoreView) else None
             groups = [group for group in view.groups if not is_own_group(group)]
-            shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
-            progress = lag_of(view, group=shown, times=False)
+            visible = groups[:ROWS] if not isinstance(view, StoreView) else groups
+            progress = lag_of(view, group=visible, times=False)
             ranges = {topic: view.queues(topic).values() for topic in view.listed_topics}
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
-            samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
-            letters = {group: count_dead_letters(view, group) for group in shown}
+            samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in visible}))
+            letters = {group: count_dead_letters(view, group) for group in visible}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             disk = [] if is_past or log is None else self._disk(log)
             findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
@@ -125,14 +125,14 @@ class Pages:
             stored, since = samples.per_s(lambda look: look.ends), _BY_LOOKS
         consumed = samples.per_s(lambda look: look.positions)
         total, dead = sum(lags.values()), sum(of_group.unsent for of_group in letters.values())
-        known = [of_group.resent for of_group in letters.values() if of_group.resent is not None]
-        resent = sum(known) if len(known) == len(letters) else None
-        of = f"of {'' if len(shown) == len(groups) else f'the first {ROWS} of '}{counted(len(groups), 'group')}"
-        said, mood = self._said(findings, lags, dead, query)
-        worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
+        resent_counts = [of_group.resent for of_group in letters.values() if of_group.resent is not None]
+        resent = sum(resent_counts) if len(resent_counts) == len(letters) else None
+        scope = f"of {'' if len(visible) == len(groups) else f'the first {ROWS} of '}{counted(len(groups), 'group')}"
+        verdict, mood = self._verdict(findings, lags, dead, query)
+        worst = sorted(visible, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(stored or {}).get(topic, 0), -ends[topic], topic))
         notes = []
-        if len(shown) < len(groups):
+        if len(visible) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
         if len(progress.topics) > _PAIRS:
             notes.append(f"What groups consume is unknown: more than {number(_PAIRS)} groups and topics have progress.")
@@ -142,12 +142,12 @@ class Pages:
                 Fact("messages", number(messages), f"in {counted(len(ends), 'topic')}"),
                 Fact("stored", *self._rate(stored, query, since)),
                 Fact("consumed", *self._rate(consumed, query)),
-                Fact("wait for a group", number(total), of, "warn" if total else ""),
+                Fact("wait for a group", number(total), scope, "warn" if total else ""),
                 waiting,
                 Fact(
                     "dead letters",
                     number(dead),
-                    "; ".join(filter(None, (of, sent_again(resent)))),
+                    "; ".join(filter(None, (scope, sent_again(resent)))),
                     "bad" if dead else "",
                 ),
                 *disk,
@@ -158,11 +158,11 @@ class Pages:
             ],
             notes,
             findings,
-            said,
+            verdict,
             mood,
         )
 
-    def _said(self, findings: Findings, lags: Mapping[str, int], dead: int, query: Query) -> tuple[str, str]:
+    def _verdict(self, findings: Findings, lags: Mapping[str, int], dead: int, query: Query) -> tuple[str, str]:
         """Return in one sentence what is wrong, where and since when, and the mood of that."""
         counts = Counter[str]()
         for notice in findings.notices:
@@ -266,11 +266,11 @@ class Pages:
             return Findings([], nothing="The page Findings asks the brokers for them.")
         if _is_large(messages, queues):
             return Findings([], nothing="This store is large: the page Findings looks for them on request.")
-        found = None if is_past else self._found
-        if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
-            found = now_ms, self._diagnosed(log)
-            self._found = self._found if is_past else found
-        return self._shown(found[1], f"As of {moment(found[0])}." if found[0] < now_ms else "")
+        latest = None if is_past else self._latest_findings
+        if latest is None or not 0 <= now_ms - latest[0] < _FINDINGS_MS:
+            latest = now_ms, self._diagnosed(log)
+            self._latest_findings = self._latest_findings if is_past else latest
+        return self._shown(latest[1], f"As of {moment(latest[0])}." if latest[0] < now_ms else "")
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
         with self.place.live(at_ms, ROWS) if log is None else nullcontext(log) as view:
@@ -291,18 +291,18 @@ class Pages:
                         more={"messages": number(messages), "queues": number(queues)},
                     )
             note = _NOT_COMPARED
-        found = self._diagnosed(at_ms=query.at_ms)
-        amounts = Counter[str](finding.severity for finding in found)
+        findings = self._diagnosed(at_ms=query.at_ms)
+        amounts = Counter[str](finding.severity for finding in findings)
         return Page(
             "Findings",
             [Fact(f"{name}s", number(amounts[name])) for name in ("error", "warning")],
-            findings=self._shown(found, note),
+            findings=self._shown(findings, note),
             is_live=False,
         )
 
     def _shown(self, findings: Iterable[Finding], note: str) -> Findings:
         """Return findings with links; where a page or a button does what is next, that is said instead of a command."""
-        shown, steps = [], _PAGES | (_BUTTONS if self.look.allow_changes else {})
+        rows, steps = [], _PAGES | (_BUTTONS if self.look.allow_changes else {})
         for finding in findings:
             subject = _subject(finding.subject)
             if finding.kind == "dead-letters" and subject.link:
@@ -311,15 +311,15 @@ class Pages:
                 subject = subject._replace(link=address)
             step = steps.get(finding.kind, finding.next_step) if subject.link else finding.next_step
             note = f"{note} {_BY_COMMAND}".strip() if "librmq " in step and _BY_COMMAND not in note else note
-            shown.append((finding._replace(next_step=step), subject, finding.what))
-        return Findings(notices(shown, ROWS), note, _NOTHING)
+            rows.append((finding._replace(next_step=step), subject, finding.what))
+        return Findings(notices(rows, ROWS), note, _NOTHING)
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
         words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
         with self.place.view(query.at_ms) as view:
             names = [topic for topic in view.listed_topics if words in topic.lower()]
-            shown = names[begin : begin + ROWS]
+            page_topics = names[begin : begin + ROWS]
             rows = [
                 [
                     topic_link(summary.topic),
@@ -331,7 +331,7 @@ class Pages:
                         for time_ms in (summary.min_timestamp_ms, summary.max_timestamp_ms)
                     ),
                 ]
-                for summary in topic_summaries(view, shown)
+                for summary in topic_summaries(view, page_topics)
             ]
         columns = ("topic", "kind", "queues", "messages", "oldest", "newest")
         return _list_page("topic", columns, rows, len(names), begin, query.text("q"))
@@ -343,12 +343,12 @@ class Pages:
         words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
         with self.place.view(query.at_ms) as view:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
-            shown = names[begin : begin + ROWS]
-            progress = {row.group: row for row in lag_of(view, group=shown, includes_own=False).by_group()}
-            letters = {group: count_dead_letters(view, group) for group in shown}
+            page_groups = names[begin : begin + ROWS]
+            progress = {row.group: row for row in lag_of(view, group=page_groups, includes_own=False).by_group()}
+            letters = {group: count_dead_letters(view, group) for group in page_groups}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
-        for group in shown:
+        for group in page_groups:
             row = progress.get(group)
             oldest = None if row is None or now_ms is None else row.oldest_timestamp_ms
             waits_s = None if oldest is None or now_ms is None else max(now_ms - oldest, 0) / 1000
@@ -393,7 +393,7 @@ class Pages:
         rates = {group: consumed[group]} if group in consumed else None
         members = Members() if is_past else Members.of(self.place.route, live, group, row, is_at_rest=is_at_rest)
         lag = sum(row.lag for _, row in rows)
-        shown = [] if is_past else [members.table(rows), members.settings_table()]
+        member_tables = [] if is_past else [members.table(rows), members.settings_table()]
         return Page(
             group,
             [
@@ -406,7 +406,7 @@ class Pages:
                 *history,
                 queues_of_group(rows, held, members),
                 *([work] if work is not None and work.rows else []),
-                *shown,
+                *member_tables,
                 causes(sum_up_causes(letters), dead.every, is_noted=dead.resent is not None),
             ],
             template="group.html.j2",

@@ -141,13 +141,13 @@ class Place:
         if folder is None:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
-            version, kept = _state_of(os.path.join(folder, directory.CONFIG)), self._kept
+            version, cache = _state_of(os.path.join(folder, directory.CONFIG)), self._kept
             with ExitStack() as opened:
                 owner = self._answering(opened) if asks_owner else None
                 if owner is not None:
                     yield opened.enter_context(StoreView.open(folder, tables=owner.tables, route=owner))
                     return
-            tables = kept.tables if kept is not None and kept.version == version else None
+            tables = cache.tables if cache is not None and cache.version == version else None
             route = self.route if asks_owner and self.has_much_progress else None  # it is asked for all but that
             with StoreView.open(folder, tables=tables, route=route) as view:
                 self._note_extent(view)
@@ -225,11 +225,11 @@ class Place:
     @contextmanager
     def _keeping(self, view: StoreView, version: object) -> Iterator[None]:
         """Give a view the columns that an earlier one made of the same progress, or keep those that it makes."""
-        kept = self._kept
-        if kept is not None:
-            view.earlier_columns = kept.columns
-            if kept.version == version:
-                view.progress_columns = kept.columns
+        cache = self._kept
+        if cache is not None:
+            view.earlier_columns = cache.columns
+            if cache.version == version:
+                view.progress_columns = cache.columns
         yield
         columns = vars(view).get("progress_columns")
         if not view.is_live and view.tables.offsets.has_rows:
@@ -311,7 +311,7 @@ def backwards(view: View[Any], runs: Mapping[Any, range]) -> Iterator[tuple[Any,
             yield queue, message
 
     walks = (of_queue(queue, ids) for queue, ids in runs.items())
-    return heapq.merge(*walks, key=lambda found: -found[1].store_timestamp_ms)
+    return heapq.merge(*walks, key=lambda item: -item[1].store_timestamp_ms)
 
 
 def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
@@ -419,12 +419,12 @@ def _event(record: StoredMessage, kind: _Event, group: str, at_ms: int | None, n
     return StoryEvent(at_ms, kind, *place, group or None, note or "", record.unique_key)
 
 
-def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[PendingMessage, StoredMessage | None]]:
-    """Return what waits of so many of the newest messages of each delay level and of the timer, sorted by time."""
+def waiting_by_requests(view: View[Any], now_ms: int, limit: int) -> list[tuple[PendingMessage, StoredMessage | None]]:
+    """Return what waits of the ``limit`` newest messages of each delay level and of the timer, sorted by time."""
     waiting: list[tuple[PendingMessage, StoredMessage | None]] = []
     for queue, offsets in view.queues(SystemTopic.SCHEDULE).items():
         # The messages of a level become due in the order of its queue, so the last ones are those that wait.
-        for message in queue_backwards(view, queue, offsets, most):
+        for message in queue_backwards(view, queue, offsets, limit):
             level = java_int(message.properties.get(PropertyName.DELAY, "")) or queue.queue_id + 1
             due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
             if due_ms <= now_ms:
@@ -432,15 +432,15 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[tuple[P
             waiting.append((pending_of("delay", due_ms, message), message))
     for queue, offsets in view.queues(SystemTopic.TIMER).items():
         # Known are those that a later record has cancelled, or stored again for the next part of its time.
-        known = set[str | None]()
-        for message in queue_backwards(view, queue, offsets, most):
+        replaced_keys = set[str | None]()
+        for message in queue_backwards(view, queue, offsets, limit):
             cancelled = message.properties.get(PropertyName.TIMER_DELETE_KEY)
             key, target = message.unique_key, message.properties.get(PropertyName.REAL_TOPIC, "")
             due_ms = own_time_ms(message) or 0
-            is_last = key is None or known.isdisjoint((key, delete_key(target, key)))
+            is_last = key is None or replaced_keys.isdisjoint((key, delete_key(target, key)))
             if cancelled is None and is_last and due_ms > now_ms and not target.startswith(TopicPrefix.REVIVE):
                 waiting.append((pending_of("timer", due_ms, message), message))
-            known.add(cancelled or key)
+            replaced_keys.add(cancelled or key)
     if isinstance(view, ClusterView) and "schedule" not in kinds_not_asked(view):
         waiting += ((pending, None) for pending in scheduled(view.route.schedules()))
     return sorted(waiting, key=lambda waits: waits[0].due_ms or 0)

@@ -215,19 +215,19 @@ def _tables(report: Report, comparison: Comparison | None, lags: Lags) -> Iterat
 
 def _filled(
     report: Report, rows: Sequence[tuple[str, Row]], cells_of: Callable[[Row], Mapping[str, Cell]], table: Table,
-    most: int = MOST,
+    max_rows: int = MOST,
 ) -> Table:  # fmt: skip
     """Return a table of rows that are given with their stores; ``cells_of`` returns the cells of one by column.
 
     Empty columns are left out, and so is the store if there is only one.
     """
-    several, hidden = len(report.stores) > 1, len(rows) - most
-    shown = [
-        {**({"store": Cell(store, "", "store")} if several else {}), **cells_of(row)} for store, row in rows[:most]
+    several, hidden = len(report.stores) > 1, len(rows) - max_rows
+    cells = [
+        {**({"store": Cell(store, "", "store")} if several else {}), **cells_of(row)} for store, row in rows[:max_rows]
     ]
-    names = [name for name in (shown[0] if shown else ()) if any(row[name].text for row in shown)]
+    names = [name for name in (cells[0] if cells else ()) if any(row[name].text for row in cells)]
     note = f"{hidden:,} more {'rows are' if hidden > 1 else 'row is'} in the JSON beside this page." * (hidden > 0)
-    return table._replace(columns=names, rows=[[row[name] for name in names] for row in shown], note=note)
+    return table._replace(columns=names, rows=[[row[name] for name in names] for row in cells], note=note)
 
 
 def _rows(report: Report, name: str, order: Callable[[Any], Any] | None = None) -> list[tuple[str, Any]]:
@@ -326,9 +326,9 @@ def _lag_plot(queues: TopicProgress, row: TopicLag, scale: Scale) -> str:
 
 def _notes(item: _GroupLag) -> str:
     part, queues, row = item
-    parts, most = [], row.most_in_one_queue
-    if row.queues > 1 and most > row.lag / 2 and row.lag > 1:
-        parts.append(f"{percent(most / row.lag)} in queue {queues.queue_ids[queues.lags.index(most)]}")
+    parts, largest_lag = [], row.most_in_one_queue
+    if row.queues > 1 and largest_lag > row.lag / 2 and row.lag > 1:
+        parts.append(f"{percent(largest_lag / row.lag)} in queue {queues.queue_ids[queues.lags.index(largest_lag)]}")
     if row.without_progress:
         parts.append(f"{row.without_progress} of {row.queues} queues without progress")
     if row.expired:
@@ -613,7 +613,7 @@ def _retention(report: Report) -> Table:
         "of it some group has not consumed."
     )
     table = Table("Retention", nothing="The log is empty.", about=about, anchor="retention")
-    return _filled(report, rows, cells_of, table, most=60)
+    return _filled(report, rows, cells_of, table, max_rows=60)
 
 
 def _filters(report: Report) -> Table:

@@ -197,9 +197,9 @@ def topic_page(look: Look, query: Query) -> Page:
         queues = view.queues(topic)
         if not queues and topic not in view.listed_topics:
             raise ConfigError(f"there is no topic {topic!r}")
-        found = _found(place, view, topic, query)
+        results = _found(place, view, topic, query)
         with place.beside(view) as log:
-            kept, history = _kept(log), history_of(log, log.queues(topic), query.clock)
+            retained, history = _kept(log), history_of(log, log.queues(topic), query.clock)
         groups = _groups(place, view, topic, query)
         bounds = _queues_table(view, queues)
     total = sum(map(len, queues.values()))
@@ -209,11 +209,11 @@ def topic_page(look: Look, query: Query) -> Page:
         [
             Fact("messages", number(total), f"in {counted(len(queues), 'queue')}"),
             Fact("kind", kind_of_topic(topic)),
-            kept,
+            retained,
             *history.facts,
         ],
         [
-            messages_table(found.messages, found.note, bodies=look.bodies),
+            messages_table(results.messages, results.note, bodies=look.bodies),
             *history.tables,
             *groups,
             bounds,
@@ -222,7 +222,7 @@ def topic_page(look: Look, query: Query) -> Page:
         is_live=not query.text("behind"),
         more={
             "query": form,
-            "older": link("topic", name=topic, **form, behind=found.behind) if found.behind else "",
+            "older": link("topic", name=topic, **form, behind=results.behind) if results.behind else "",
             "newest": link("topic", name=topic, **form) if query.text("behind") else "",
         },
     )
@@ -252,11 +252,11 @@ def _groups(place: Place, view: View[Any], topic: str, query: Query) -> list[Tab
         names = {group for group in view.groups if not is_own_group(group)}
     else:
         return []
-    shown = sorted(names)[:_ROWS]
-    progress: Lag = lag_of(view, group=shown, topic=topic)
+    visible = sorted(names)[:_ROWS]
+    progress: Lag = lag_of(view, group=visible, topic=topic)
     by_group = {row.group: row for row in progress.by_group()}
     if place.route is None:
-        shown = [group for group in shown if group in by_group]
+        visible = [group for group in visible if group in by_group]
     lags = {group: row.lag for group, row in by_group.items()}
     rows = [
         [
@@ -264,7 +264,7 @@ def _groups(place: Place, view: View[Any], topic: str, query: Query) -> list[Tab
             count(lags.get(group), "warn"),
             Cell(moment(by_group[group].oldest_timestamp_ms) if lags.get(group) else ""),
         ]
-        for group in sorted(shown, key=lambda group: (-lags.get(group, 0), group))
+        for group in sorted(visible, key=lambda group: (-lags.get(group, 0), group))
     ]
     note = f"Of {number(len(names))} groups the first {_ROWS} were asked for." if len(names) > _ROWS else ""
     return [Table("Groups", ("group", "lag", "oldest waits since"), rows, note, "No group yet.")]
@@ -369,13 +369,13 @@ def find_page(look: Look, query: Query) -> Page:
     with place.log(query.at_ms, asks_owner=True) if place.has_log else place.view() as view:
         topics = [topic for topic in view.topics if words.lower() in topic.lower()]
         groups = [group for group in view.groups if words.lower() in group.lower()]
-        asked = [*view.topics] if isinstance(view, StoreView) else [*islice(view.topics, _ROWS)]
-        found = _with_id_or_key(place, view, words, asked)
+        searched = [*view.topics] if isinstance(view, StoreView) else [*islice(view.topics, _ROWS)]
+        matches = _with_id_or_key(place, view, words, searched)
         every = len(view.topics)
     exact = [group_link(group).link for group in groups if group == words]
     exact += [topic_link(topic).link for topic in topics if topic == words]
-    exact += [message_link(message) for message in found]
-    looked = f"Keys were looked for in the first {_ROWS} of {number(every)} topics." if len(asked) < every else ""
+    exact += [message_link(message) for message in matches]
+    looked = f"Keys were looked for in the first {_ROWS} of {number(every)} topics." if len(searched) < every else ""
     names = [
         Table(
             title,
@@ -387,7 +387,7 @@ def find_page(look: Look, query: Query) -> Page:
         for title, some, to in (("Groups", groups, group_link), ("Topics", topics, topic_link))
     ]
     nothing = f"No message has this id or key. {looked}".strip()
-    messages = messages_table(found, looked, bodies=look.bodies)._replace(nothing=nothing)
+    messages = messages_table(matches, looked, bodies=look.bodies)._replace(nothing=nothing)
     return Page(
         f"Found for {words}",
         tables=[messages, *names],
@@ -399,13 +399,13 @@ def find_page(look: Look, query: Query) -> Page:
 def _with_id_or_key(place: Place, view: View[Any], words: str, topics: Iterable[str]) -> list[StoredMessage]:
     """Return the newest messages with an id, or with a key in any of some topics."""
     if isinstance(view, StoreView):
-        found = view.store.find_by_id(words)
-        if not found:
-            found = [
+        matches = view.store.find_by_id(words)
+        if not matches:
+            matches = [
                 message for topic in topics for message in view.store.find_by_key(topic, words, max_messages=MESSAGES)
             ]
         sends = {
-            message_link(message): message for message in sorted(found, key=lambda record: -record.physical_offset)
+            message_link(message): message for message in sorted(matches, key=lambda record: -record.physical_offset)
         }
         return _newest_first(sends.values())  # of a message that came again, or waited, its first record
     message = place.acting().find_by_id(words)

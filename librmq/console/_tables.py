@@ -234,7 +234,7 @@ class Page:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     findings: Findings | None = None
-    said: str = ""
+    verdict: str = ""
     """The page in one sentence, at its top."""
     mood: str = "good"
     """Of that: ``good``, ``warn`` or ``bad``."""
@@ -275,34 +275,34 @@ def templates() -> dict[str, Template]:
 def _exact(text: object) -> Markup:
     """Return a value of a form, which a browser sends back as it is; `visible` would change invisible characters."""
     characters = str(escape(str(text)))
-    return Markup("".join(f"&#{ord(one)};" if category(one)[0] == "C" else one for one in characters))
+    return Markup("".join(f"&#{ord(char)};" if category(char)[0] == "C" else char for char in characters))
 
 
-def render(page: Page, **shown: object) -> str:
-    """Return a page as HTML; its template also gets what is ``shown``."""
-    text = templates()[page.template].render(page=page, **shown, **page.more)
+def render(page: Page, **variables: object) -> str:
+    """Return a page as HTML; its template also gets ``variables``."""
+    text = templates()[page.template].render(page=page, **variables, **page.more)
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
 # ---- findings
 
 
-def notices(findings: Sequence[tuple[Finding, Cell, str]], most: int) -> list[Notice]:
-    """Return findings by kind, at most so many of each, given with their subjects and what to say."""
+def notices(findings: Sequence[tuple[Finding, Cell, str]], max_rows: int) -> list[Notice]:
+    """Return findings by kind, at most ``max_rows`` of each, given with their subjects and what to say."""
     kinds: dict[tuple[str, str], list[tuple[Finding, Cell, str]]] = {}
     for row in findings:
         kinds.setdefault((row[0].severity, row[0].kind), []).append(row)
-    made = []
+    page_notices = []
     for (severity, kind), rows in kinds.items():
-        steps = {finding.next_step for finding, *_ in rows[:most]}
+        steps = {finding.next_step for finding, *_ in rows[:max_rows]}
         common = steps.pop() if len(steps) == 1 else ""
         listed = [
             (subject, what, _evidence(finding), "" if common else finding.next_step)
-            for finding, subject, what in islice(rows, most)
+            for finding, subject, what in islice(rows, max_rows)
         ]
         title = kind.replace("-", " ").capitalize()
-        made.append(Notice(severity, title, listed, common, len(rows) - len(listed)))
-    return made
+        page_notices.append(Notice(severity, title, listed, common, len(rows) - len(listed)))
+    return page_notices
 
 
 def _evidence(finding: Finding) -> list[tuple[str, str]]:
@@ -403,17 +403,17 @@ class Query:
         if text.isascii() and text.isdigit() and len(text) < 15:
             return int(text)
         try:
-            found = datetime.fromisoformat(text)
-            found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
-            return min(round(found.timestamp() * 1000), LAST_MS)
+            time = datetime.fromisoformat(text)
+            time = time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+            return min(round(time.timestamp() * 1000), LAST_MS)
         except (ValueError, OverflowError):
             raise ConfigError(f"{name}: expected a time such as 2026-11-20T08:00 (UTC), found {text!r:.80}") from None
 
 
 def link(page: str, **parameters: object) -> str:
     """Return the address of a page, relative to all others, so that no prefix or proxy matters."""
-    given = {name: str(value) for name, value in parameters.items() if value not in (None, "")}
-    return f"{page}?{urlencode(given, errors='surrogatepass')}" if given else page
+    query = {name: str(value) for name, value in parameters.items() if value not in (None, "")}
+    return f"{page}?{urlencode(query, errors='surrogatepass')}" if query else page
 
 
 def at_moment(address: str, at: str) -> str:

@@ -251,8 +251,8 @@ def missing_key_findings(view: StoreView) -> Iterator[Finding]:
     gap = missing_keys(store.index.files, store.log, store.levels) if store.queues.has_files else None
     folder = os.path.join(store.path, directory.INDEX)
     # The view of a closed store has completed the index in memory. A broker does not, as it starts.
-    made = [] if has_abort(store.files, store.path) else store.recovered
-    lacking = next((item for item in made if item.kind == "missing" and os.path.dirname(item.file) == folder), None)
+    repairs = [] if has_abort(store.files, store.path) else store.recovered
+    lacking = next((item for item in repairs if item.kind == "missing" and os.path.dirname(item.file) == folder), None)
     if gap is None and lacking is not None:
         yield Finding(
             "missing-keys", "warning", f"store {store.path}",
@@ -368,7 +368,7 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     topics = [topic for topic in view.topics if is_user_topic(topic)]
     looked_at, most_s = 0, 0.0
     hosts: Counter[str] = Counter()
-    late: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for topic in topics:
         for message in newest(view, topic, max(_FEWEST, limits.sampled // len(topics))):
             looked_at += 1
@@ -376,21 +376,21 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             if abs(seconds) > limits.clock_s and kind_of(message) == "plain":
                 most_s = max(most_s, seconds, key=abs)
                 hosts[message.born_host[0]] += 1
-                late[topic] += 1
-    if late:
-        severities = {limits._severity_of(topic) for topic in late}
-        named = [topic for topic, _ in late.most_common(_TOPICS_NAMED)]
-        more = f" and {len(late) - len(named)} more" * (len(late) > len(named))
+                counts[topic] += 1
+    if counts:
+        severities = {limits._severity_of(topic) for topic in counts}
+        named = [topic for topic, _ in counts.most_common(_TOPICS_NAMED)]
+        more = f" and {len(counts) - len(named)} more" * (len(counts) > len(named))
         # One for the store, because a wrong clock, or an import, concerns every topic that a producer sends to.
         yield Finding(
             "born-far-from-stored", "error" if "error" in severities else "warning",
-            f"topic{'s' * (len(late) > 1)} {', '.join(named)}{more}",
-            f"{counted(late.total(), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
+            f"topic{'s' * (len(counts) > 1)} {', '.join(named)}{more}",
+            f"{counted(counts.total(), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
             f"from birth to storing, up to {duration(abs(most_s))}{', born in the future' * (most_s < 0)}, most "
             f"often on host {hosts.most_common(1)[0][0]}.",
-            {"messages": late.total(), **sample_evidence(looked_at, sum(map(view.message_count, topics))),
-             "most_s": most_s, "topics": dict(late.most_common(NAMED)), "hosts": dict(hosts.most_common(NAMED)),
-             **cut_evidence(max(len(late), len(hosts)) > NAMED)},
+            {"messages": counts.total(), **sample_evidence(looked_at, sum(map(view.message_count, topics))),
+             "most_s": most_s, "topics": dict(counts.most_common(NAMED)), "hosts": dict(hosts.most_common(NAMED)),
+             **cut_evidence(max(len(counts), len(hosts)) > NAMED)},
             "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
             "their own.",
         )  # fmt: skip

@@ -242,10 +242,10 @@ def _overdue_levels(view: StoreView) -> Iterator[Finding]:
                 continue
             block = block[max(0, begin - first) :]
             due = block["tags_code"][(block["size"] != HOLE_SIZE) & (block["tags_code"] > 1 << 31)]
-            late = due[due < now_ms - _OVERDUE_S * 1000]
-            overdue += len(late)
-            if len(late):
-                first_ms = int(late.min()) if first_ms is None else min(first_ms, int(late.min()))
+            overdue_times = due[due < now_ms - _OVERDUE_S * 1000]
+            overdue += len(overdue_times)
+            if len(overdue_times):
+                first_ms = int(overdue_times.min()) if first_ms is None else min(first_ms, int(overdue_times.min()))
         if first_ms is not None:
             yield Finding(
                 "overdue", "warning", f"delay level {level}",

@@ -396,8 +396,8 @@ class _Rows(Sequence[TopicProgress]):
         by_pair = partial(self._combined, bounds=self.bounds)
         sums = [by_pair(sum, lags), by_pair(max, lags), by_pair(min, self._oldest_ms)]
         sums += [by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
-        total, most, oldest_ms, *others = map(_listed, sums)
-        columns = self._groups, self._topics, self._counts(), total, most, _times(oldest_ms), *others
+        total, largest, oldest_ms, *others = map(_listed, sums)
+        columns = self._groups, self._topics, self._counts(), total, largest, _times(oldest_ms), *others
         return [TopicLag(*row) for row in zip(*columns, strict=True)]
 
     def by_group(self) -> list[GroupLag]:

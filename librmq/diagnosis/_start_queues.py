@@ -107,12 +107,12 @@ class QueuesAtStart:
         with suppress(RmqError):
             store = self._open_store()
             states = store.queues.states()
-            whole = {name for name, state in states.items() if self._is_whole(name, state)}
-            others = sorted(store.queues.keys() - whole)
+            complete = {name for name, state in states.items() if self._is_whole(name, state)}
+            others = sorted(store.queues.keys() - complete)
             for name in others:
                 store.queues[name]  # a damaged queue is made again in memory when it is opened
             condition = store.condition
-            dispatched = self._dispatched(states, whole, others) if walk_start is None else walk_start
+            dispatched = self._dispatched(states, complete, others) if walk_start is None else walk_start
             dispatched = max(dispatched, store.log.begin)
             parts = [LostPart(damage.file, damage.what, is_lost=True) for damage in condition.lost]
             damaged: dict[QueueName, Damage] = {}
@@ -140,10 +140,10 @@ class QueuesAtStart:
         return length > 0 and physical_offset + length == state.max_physic_offset
 
     def _dispatched(
-        self, states: Mapping[QueueName, QueueState], whole: Collection[QueueName], others: Iterable[QueueName]
+        self, states: Mapping[QueueName, QueueState], complete: Collection[QueueName], others: Iterable[QueueName]
     ) -> int:
         """Return where the entries in the files of queues end in the log; -1 without any."""
-        ends = [states[name].max_physic_offset for name in whole]
+        ends = [states[name].max_physic_offset for name in complete]
         size = self._config.consumequeue_file_size
         ends += [self._end(directory.queue_folder(self._path, *name), size, ENTRY_SIZE) for name in others]
         return max(ends, default=-1)

@@ -266,7 +266,7 @@ def _instances(view: StoreView, groups: Iterable[str]) -> dict[str, int] | None:
     if route is None:
         return None
     connections = {group: route.connections(group) for group in sorted(groups)}
-    return {group: 0 if of is None else len(of.subscriptions_by_client) for group, of in connections.items()}
+    return {group: 0 if row is None else len(row.subscriptions_by_client) for group, row in connections.items()}
 
 
 def _causes(view: StoreView, scope: ReportScope) -> Iterator[DeadLetterCause]:
@@ -363,8 +363,8 @@ def report(
             if isinstance(view, CorruptionError):
                 return _broken_store(path, names[path], view)
             try:
-                wanted = is_verified(view, check, VERIFIED)
-                part = _without_messages(view, names[path], scope, topics[view.store.path], limits, check=wanted)
+                verifies = is_verified(view, check, VERIFIED)
+                part = _without_messages(view, names[path], scope, topics[view.store.path], limits, check=verifies)
                 return _with_messages(part, view, scope, axis or TimeAxis(0, 1000, 1), window_s)
             except CorruptionError as error:
                 return _broken_store(path, names[path], error)

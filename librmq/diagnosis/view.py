@@ -159,8 +159,8 @@ def topic_summaries(
             kind_of_topic(topic),
             len(queues),
             sum(map(len, queues.values())),
-            min((least for least, _ in times if least is not None), default=None),
-            max((greatest for _, greatest in times if greatest is not None), default=None),
+            min((oldest_ms for oldest_ms, _ in times if oldest_ms is not None), default=None),
+            max((newest_ms for _, newest_ms in times if newest_ms is not None), default=None),
         )
 
 
@@ -257,9 +257,9 @@ class _LiveView:
                 if state is not None:
                     held = sum(queue.waiting + queue.running for queue in state.queues)
                     numbers = state.running, state.threads, len(state.queues), held
-                said = "does not answer" if state is None else "paused" if state.is_paused else "runs"
+                status = "does not answer" if state is None else "paused" if state.is_paused else "runs"
                 named = dict(zip(("busy", "threads", "queues", "held"), numbers, strict=True))
-                yield {"type": "instance", "instance": client_id, "group": group, **named, "state": said}
+                yield {"type": "instance", "instance": client_id, "group": group, **named, "state": status}
 
     def listener_rows(self, groups: Iterable[str]) -> list[dict[str, Any]]:
         """Return the rows of `librmq top` for the listeners that work, the one that has worked longest first."""

@@ -73,11 +73,11 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _check_options(arguments: argparse.Namespace, taken: Mapping[str, tuple[str, ...]]) -> None:
+def _check_options(arguments: argparse.Namespace, options_by_action: Mapping[str, tuple[str, ...]]) -> None:
     """Refuse an option that only another action of the command takes."""
-    for name in chain.from_iterable(taken.values()):
-        if name not in taken[arguments.action] and getattr(arguments, name) is not None:
-            actions = ", ".join(action for action, names in taken.items() if name in names)
+    for name in chain.from_iterable(options_by_action.values()):
+        if name not in options_by_action[arguments.action] and getattr(arguments, name) is not None:
+            actions = ", ".join(action for action, names in options_by_action.items() if name in names)
             raise InputError(f"--{name.replace('_', '-')}: it belongs to {actions}, not to {arguments.action}")
 
 

@@ -290,8 +290,8 @@ def doctor(arguments: argparse.Namespace, output: Output) -> int:
     ]
     for extra, (brings, *packages) in _EXTRAS.items():
         versions = {package: _version(package) for package in packages}
-        there = ", ".join(f"{package} {version or 'is not installed'}" for package, version in versions.items())
-        what = there if all(versions.values()) else f"{there}: pip install 'librmq[{extra}]' brings {brings}"
+        installed = ", ".join(f"{package} {version or 'is not installed'}" for package, version in versions.items())
+        what = installed if all(versions.values()) else f"{installed}: pip install 'librmq[{extra}]' brings {brings}"
         rows.append((extra, all(versions.values()), what))
     problem = ""
     if arguments.start or _version("pyspark") is not None:

@@ -191,10 +191,10 @@ def top(arguments: argparse.Namespace, output: Output) -> int:
                 ("instance", [*view.instance_rows(running)]),
                 ("listener", view.listener_rows(running)),
             ):
-                shown = rows[:_ON_SCREEN] if is_screen else rows
-                output.rows_of(shown)
-                if len(shown) < len(rows):
-                    left_out.append(counted(len(rows) - len(shown), f"more {kind}"))
+                visible_rows = rows[:_ON_SCREEN] if is_screen else rows
+                output.rows_of(visible_rows)
+                if len(visible_rows) < len(rows):
+                    left_out.append(counted(len(rows) - len(visible_rows), f"more {kind}"))
             output.writer.close()  # all of it, with the headings
             if left_out:
                 complain(f"note: without {', '.join(left_out)}")
@@ -505,11 +505,11 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                 complain(
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
-        chosen = [row for row in selected if unsent is None or LetterIdentity.of(row[1]) in unsent][: arguments.limit]
-        messages = [message for _, message, _ in chosen]
+        to_send = [row for row in selected if unsent is None or LetterIdentity.of(row[1]) in unsent][: arguments.limit]
+        messages = [message for _, message, _ in to_send]
         done, refused = resend_letters(broker, group, broker.messages, messages, only_unsent=only_unsent)
         resent, at_ms = frozenset(done), broker.runner.now_ms()
-        if not chosen:
+        if not to_send:
             why = f"no such dead letter of group {group!r}"
             if selected:
                 why = (
@@ -517,7 +517,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                     "with --id to send it once more"
                 )
             complain(f"note: {why}: nothing is sent")
-        for queue, message, letter in chosen:
+        for queue, message, letter in to_send:
             if LetterIdentity.of(message) in resent:
                 resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
                 row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}

@@ -269,37 +269,37 @@ def _to_jepsen(history: HistoryEvents) -> tuple[list[str], int, int]:
     keys: dict[Queue, int] = {}
     values: dict[tuple[Queue, int], int] = {}
     first = [row for row in sorted(history.deliveries) if row.attempt == 0 and row.queue[0] == row.topic]
-    known = {(send.queue, send.queue_offset) for send in history.sends if send.queue}
-    found: dict[MessageId, list[tuple[Queue, int]]] = {}
+    sent_places = {(send.queue, send.queue_offset) for send in history.sends if send.queue}
+    received_places: dict[MessageId, list[tuple[Queue, int]]] = {}
     for row in first:
-        places = found.setdefault(row.id, [])
-        if (place := (row.queue, row.queue_offset)) not in known and place not in places:
+        places = received_places.setdefault(row.id, [])
+        if (place := (row.queue, row.queue_offset)) not in sent_places and place not in places:
             places.append(place)
     steps: list[_Step] = []
 
     def add(
-        process: str, function: str, times_ms: tuple[int, int], asked: str, kind: str, answered: str, more: str = ""
+        process: str, function: str, times_ms: tuple[int, int], invoked: str, kind: str, answered: str, more: str = ""
     ) -> None:
         begin_ms, end_ms = times_ms
         number = len(steps)
-        steps.append(_Step(begin_ms, True, number, process, ":invoke", function, asked, more))
+        steps.append(_Step(begin_ms, True, number, process, ":invoke", function, invoked, more))
         steps.append(_Step(end_ms, False, number, process, kind, function, answered))
 
     placeless = 0
     for send in sorted(history.sends):
         if send.queue:
             queue, offset = send.queue, send.queue_offset
-        elif send.outcome != "failed" and found.get(send.id):
-            queue, offset = found[send.id].pop(0)
+        elif send.outcome != "failed" and received_places.get(send.id):
+            queue, offset = received_places[send.id].pop(0)
         else:
             placeless += 1
             continue
         key, value = keys.setdefault(queue, len(keys)), values.setdefault((queue, offset), len(values))
-        asked = f"[[:send {key} {value}]]"
-        answered = f"[[:send {key} [{offset} {value}]]]" if send.outcome == "ok" else asked
+        invocation = f"[[:send {key} {value}]]"
+        answered = f"[[:send {key} [{offset} {value}]]]" if send.outcome == "ok" else invocation
         named = f", :queue {json.dumps('/'.join(map(str, queue)))}, :id {json.dumps(str(send.id))}"
         times_ms = send.begin_ms, send.end_ms
-        add(send.process, ":send", times_ms, asked, _TYPES[send.outcome], answered, named)
+        add(send.process, ":send", times_ms, invocation, _TYPES[send.outcome], answered, named)
     for row in first:
         key = keys.setdefault(row.queue, len(keys))
         value = values.setdefault((row.queue, row.queue_offset), len(values))

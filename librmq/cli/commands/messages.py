@@ -293,12 +293,12 @@ class _NamedOffsets:
                 continue
             queue = store.queues[name]
             firsts = [offset_at_place(queue, begin) for begin in begins]
-            for found in map(queue.first_message, {*firsts, *self.gaps.get(name, ()), run.stop}):
-                if found is not None and self._begin <= found[1] < self._end and not self.log.is_missing(found[1]):
-                    raw = self.log.read(found[1])
-                    if raw is None or found[0] not in claims(raw, name):
-                        what = f"queue offset {found[0]} of {name[0]}/{name[1]} leads there, and it names another"
-                        report_record(arguments, found[1], what)
+            for first in map(queue.first_message, {*firsts, *self.gaps.get(name, ()), run.stop}):
+                if first is not None and self._begin <= first[1] < self._end and not self.log.is_missing(first[1]):
+                    raw = self.log.read(first[1])
+                    if raw is None or first[0] not in claims(raw, name):
+                        what = f"queue offset {first[0]} of {name[0]}/{name[1]} leads there, and it names another"
+                        report_record(arguments, first[1], what)
 
 
 # ---- the last messages

@@ -148,9 +148,9 @@ def _allow_files() -> None:
         import resource
 
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _MOST_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _MOST_FILES)
-        if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
+        limit = _MOST_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _MOST_FILES)
+        if soft_limit != resource.RLIM_INFINITY and soft_limit < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
 def _await_input(ended: EndSignals) -> None:

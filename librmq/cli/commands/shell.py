@@ -76,9 +76,9 @@ def send(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _bodies(arguments: argparse.Namespace) -> Iterator[bytes]:
-    given = arguments.body
+    argument = arguments.body
     if arguments.lines:
-        if given not in (None, "-"):
+        if argument not in (None, "-"):
             raise InputError("--lines: expected no BODY with it, because it sends the lines of standard input")
         for number, line in enumerate(binary_input(), 1):
             body = line.rstrip(b"\r\n")
@@ -86,7 +86,7 @@ def _bodies(arguments: argparse.Namespace) -> Iterator[bytes]:
                 raise InputError(f"line {number} of standard input is empty: a message has at least one byte")
             yield body
     else:
-        yield binary_input().read() if given in (None, "-") else os.fsencode(given)
+        yield binary_input().read() if argument in (None, "-") else os.fsencode(argument)
 
 
 # ---- consume
@@ -154,8 +154,8 @@ class _Worker:
             return False
         group = self._arguments.group
         for queue, end in list(self._ends.items()):
-            asked = QueryOffset(group, queue.topic, queue.queue_id)
-            if self._passed.get(queue, 0) >= end or (self.route.endpoint(queue.broker_name).call(asked) or 0) >= end:
+            request = QueryOffset(group, queue.topic, queue.queue_id)
+            if self._passed.get(queue, 0) >= end or (self.route.endpoint(queue.broker_name).call(request) or 0) >= end:
                 del self._ends[queue]
         return not self._ends
 
@@ -197,8 +197,8 @@ class _Worker:
         sys.stderr.buffer.write(ran.stderr)
         sys.stderr.flush()
         if ran.returncode:
-            said = ran.stderr.decode(errors="replace").split("\n")
-            last = next((line for line in reversed(said) if line.strip()), "")
+            error_lines = ran.stderr.decode(errors="replace").split("\n")
+            last = next((line for line in reversed(error_lines) if line.strip()), "")
             raise ReconsumeLater(last[:_MOST_CAUSE] or f"{self._arguments.program[0]} ended with {ran.returncode}")
 
 
