@@ -163,10 +163,10 @@ class Allowance:
         self._saved: float | None = None
         self._at_ms = now_ms
 
-    def take(self, wanted: int, rate: float, burst: int, now_ms: int) -> tuple[int, int]:
-        """Take up to ``wanted`` units; return their number, and when there is one again (ms)."""
+    def take(self, max_units: int, rate: float, burst: int, now_ms: int) -> tuple[int, int]:
+        """Take up to ``max_units`` units; return their number, and when there is one again (ms)."""
         passed_ms, self._at_ms = max(0, now_ms - self._at_ms), now_ms
         saved = burst if self._saved is None else min(burst, self._saved + passed_ms * rate / 1000)
-        taken = min(wanted, int(saved + 1e-9))
-        self._saved = saved - taken
-        return taken, now_ms + max(1, math.ceil((1 - self._saved) * 1000 / rate - 1e-6))
+        units = min(max_units, int(saved + 1e-9))
+        self._saved = saved - units
+        return units, now_ms + max(1, math.ceil((1 - self._saved) * 1000 / rate - 1e-6))

@@ -319,12 +319,12 @@ class AdministeredRoute(Route, Closing):
         silent = [client_id for client_id, state in states.items() if state is None]
         if silent and limit_s:
             pool = ThreadPoolExecutor(_ASKED_AT_ONCE, "librmq-instances")
-            asked = {
+            clients = {
                 pool.submit(_state, brokers[client_id], group, client_id, limit_s): client_id for client_id in silent
             }
-            answered = wait(asked, limit_s).done
+            answered = wait(clients, limit_s).done
             pool.shutdown(wait=False, cancel_futures=True)
-            states.update((asked[future], future.result()) for future in answered)
+            states.update((clients[future], future.result()) for future in answered)
         return states
 
     def groups_of(self, topic: str) -> tuple[str, ...]:
@@ -638,8 +638,8 @@ class AdministeredRoute(Route, Closing):
         broker = self._scheduler()
         if message_type is not None:
             old = broker.call(DescribeTopics()).get(topic)
-            kept = old or CreateTopic(topic)
-            request = CreateTopic(topic, kept.read_queues, kept.write_queues, kept.permission, _of_type(message_type))
+            row = old or CreateTopic(topic)
+            request = CreateTopic(topic, row.read_queues, row.write_queues, row.permission, _of_type(message_type))
             check_topic_settings(request)
             if old is None or old.message_type != message_type:
                 broker.call(request)

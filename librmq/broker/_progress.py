@@ -353,8 +353,8 @@ class StoreReaders(BrokerPart):
         progress: dict[str, Mapping[int, int]] = {}
         if topic.startswith(TopicPrefix.RETRY):
             # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.
-            known = {*self._clients.consumers, *self._offsets.groups(topic)}
-            progress[group_of_retries(topic, known, self._topics.by_name)] = {}
+            groups = {*self._clients.consumers, *self._offsets.groups(topic)}
+            progress[group_of_retries(topic, groups, self._topics.by_name)] = {}
         for group in list(self._clients.consumers.values()):
             is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
             if is_counted and topic in group.subscriptions:

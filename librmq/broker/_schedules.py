@@ -72,10 +72,10 @@ class Schedules:
                 )
             self._table.set(name, rule.new_row(now_ms, row))
         elif row is None:
-            known = ", ".join(sorted(self._table.rows)) or "none"
+            names = ", ".join(sorted(self._table.rows)) or "none"
             raise BrokerError(
                 ResponseCode.QUERY_NOT_FOUND,
-                f"schedule {name!r:.80}: there is none of this name; known are {known:.400}",
+                f"schedule {name!r:.80}: there is none of this name; known are {names:.400}",
             )
         elif request.change == "delete":
             self._table.remove(name)

@@ -200,24 +200,24 @@ class Topics:
                 return group_of_retries(name, groups, self.by_name) in groups
             return name.startswith(TopicPrefix.DEAD_LETTER) and name.removeprefix(TopicPrefix.DEAD_LETTER) in groups
 
-        made = {name: count for name, count in unlisted.items() if self._table.is_new or is_of_group(name)}
-        if lacking := unlisted.keys() - made.keys():
+        added_topics = {name: count for name, count in unlisted.items() if self._table.is_new or is_of_group(name)}
+        if lacking := unlisted.keys() - added_topics.keys():
             _log.warning(
                 "topics.json lacks topics that have messages, so no group gets these (%(topics)d): %(names)s; "
                 "create_topic makes a topic with its old messages",
                 topics=len(lacking),
                 names=_some(sorted(lacking)),
             )
-        if not made:
+        if not added_topics:
             return
-        for name, queues in made.items():
+        for name, queues in added_topics.items():
             self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
             self.by_name[name] = self._topic(name)
         if self._table.is_new:
             _log.info(
                 "the store has no topics.json, so its topics are those of its messages (%(topics)d): %(names)s",
-                topics=len(made),
-                names=_some(list(made)),
+                topics=len(added_topics),
+                names=_some(list(added_topics)),
             )
         self._save(self._table, self._now_ms())
 
@@ -312,8 +312,8 @@ class Topics:
         name = request.topic
         counts = request.read_queues, request.write_queues
         before = self._table.rows.get(name)
-        kept = {name: value for name, value in request.attributes.items() if name != _QUEUE_TYPE}
-        row = topic_row(name, *counts, request.permission, before=before, attributes=kept)
+        attributes = {name: value for name, value in request.attributes.items() if name != _QUEUE_TYPE}
+        row = topic_row(name, *counts, request.permission, before=before, attributes=attributes)
         with self._lock:
             self._table.set(name, row)
             self.version = next(_versions)

@@ -480,8 +480,8 @@ def resend_letters(
     requests = {LetterIdentity.of(letter): (request, letter) for request, letter in checked}
     if letters is None or only_unsent:
         unsent = unsent_letters(route, group, messages)
-        wanted = unsent if letters is None else [letter for letter in unsent if letter in requests]
-        return _send_letters(route, group, wanted, only_unsent=True)
+        selected = unsent if letters is None else [letter for letter in unsent if letter in requests]
+        return _send_letters(route, group, selected, only_unsent=True)
     answer = _send_letters(route, group, requests, only_unsent=False)
     sent, refused = list(answer.sent), list(answer.refused)
     names, done = route.broker_names(), {*sent, *(letter for letter, _ in refused)}

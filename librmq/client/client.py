@@ -384,8 +384,8 @@ class Client:
     def _route_changed(self) -> None:
         names = set(self.route.broker_names())
         self._registered &= names
-        for gone in self.refusals.keys() - names:
-            del self.refusals[gone]
+        for name in self.refusals.keys() - names:
+            del self.refusals[name]
         if names - self._registered:
             now = self.runner.now_ms()
             self.runner.wake(self._beat, self._next_beat(now))

@@ -250,8 +250,8 @@ class Producer(Member):
                 self._start_or_refuse()
             choose = partial(self._routes.selected, prepared, selector, arg, "another")
             return self.sender.send(prepared, timeout_ms, choose=choose, watchers=self.watchers.get("try", ()))
-        chosen = self._chosen_queue(prepared, queue, selector, arg)
-        return self.sender.send(prepared, timeout_ms, queue=chosen, watchers=self.watchers.get("try", ()))
+        chosen_queue = self._chosen_queue(prepared, queue, selector, arg)
+        return self.sender.send(prepared, timeout_ms, queue=chosen_queue, watchers=self.watchers.get("try", ()))
 
     def _chosen_queue(
         self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object

@@ -156,7 +156,7 @@ class Rests(Generic[T]):
     @property
     def _next_ms(self) -> int:
         ends = [end for _, end in self.times.values()]
-        return min([*ends, *(kept[0] for kept in self._kept[:1])], default=NEVER)
+        return min([*ends, *(item[0] for item in self._kept[:1])], default=NEVER)
 
     def _end_rests(self, now_ms: int) -> int | None:
         # A time that has not come ends too if it is before the start: the clock was set back.

@@ -250,9 +250,9 @@ class OrderlyDelivery:
             self._commit_messages(assigned, "success")
             return None
         attempt = messages[0].reconsume_times + 1
-        sent, kept = self._retries().send_exhausted(assigned, messages, error)
+        sent, blocked = self._retries().send_exhausted(assigned, messages, error)
         result_of_sent = "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
-        if not kept:
+        if not blocked:
             self._commit_messages(assigned, result_of_sent)
             return None
         assigned.end(messages)
@@ -261,14 +261,14 @@ class OrderlyDelivery:
             progress = assigned.messages.remove(sent)
             if progress is not None and (assigned.progress is None or progress > assigned.progress):
                 self._instance._progressed(assigned, progress)
-        self._instance._note("outcome", assigned.queue.topic, "suspend", len(kept))
-        assigned.messages.put_back(kept)
+        self._instance._note("outcome", assigned.queue.topic, "suspend", len(blocked))
+        assigned.messages.put_back(blocked)
         rest_ms = self._suspension_ms(error)
         if attempt == 1:
             self._retries().log_retry(
-                assigned, kept, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
+                assigned, blocked, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
             )
-        self._log_blocked(assigned, kept[0])
+        self._log_blocked(assigned, blocked[0])
         return rest_ms
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:

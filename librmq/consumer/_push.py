@@ -148,10 +148,10 @@ class Fetcher:
                     return None
                 progress = self._progress_to_store(assigned)
                 endpoint = assigned.endpoint = consumer.client.route.endpoint(queue.broker_name)
-                most = self._config.pull_batch_size
+                max_messages = self._config.pull_batch_size
                 if self._config.rate is not None:
-                    most, again_ms = self._permitted(endpoint, self._config.rate, now_ms)
-                    if not most:
+                    max_messages, again_ms = self._permitted(endpoint, self._config.rate, now_ms)
+                    if not max_messages:
                         return again_ms
                 stays = not self._interval_ms
                 hands_over = self._config.rate is None and stays and self._begins_at_once and endpoint.hands_over
@@ -162,7 +162,7 @@ class Fetcher:
                         topic=queue.topic,
                         queue_id=queue.queue_id,
                         queue_offset=assigned.next_offset,
-                        max_messages=most,
+                        max_messages=max_messages,
                         subscription=None,
                         commit_offset=progress,
                         notify=assigned.notify,
@@ -191,20 +191,20 @@ class Fetcher:
 
     def _permitted(self, endpoint: Endpoint, rate: float, now_ms: int) -> tuple[int, int]:
         """Return how many messages the next pull may hand out, and if none, when to ask again."""
-        again_ms, most = now_ms, self._config.pull_batch_size
+        again_ms, max_messages = now_ms, self._config.pull_batch_size
         if not self._permits:
             burst = self._config.burst or max(1, round(rate / 10))
-            wanted, name = min(most, burst), (self._consumer.group, self._consumer.client.client_id)
+            permits, name = min(max_messages, burst), (self._consumer.group, self._consumer.client.client_id)
             if not self._is_remote or endpoint.has_page:
-                self._permits, again_ms = endpoint.call(TakeHandOuts(*name, wanted, round(1000 * rate), burst))
-                return min(most, self._permits), again_ms
+                self._permits, again_ms = endpoint.call(TakeHandOuts(*name, permits, round(1000 * rate), burst))
+                return min(max_messages, self._permits), again_ms
             if self._own_rate is None:
                 self._own_rate = Allowance(now_ms)
                 self._consumer._log.info(
                     "%(consumer)s: rate counts for this instance alone, because a remote broker has none for the group"
                 )
-            self._permits, again_ms = self._own_rate.take(wanted, rate, burst, now_ms)
-        return min(most, self._permits), again_ms
+            self._permits, again_ms = self._own_rate.take(permits, rate, burst, now_ms)
+        return min(max_messages, self._permits), again_ms
 
     def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
         """Return the progress that a pull stores; `save` stores what was chosen, even if the broker's is later."""

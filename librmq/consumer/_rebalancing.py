@@ -59,9 +59,9 @@ def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue
     ]
 
 
-def _share_out(client_id: str, asked: _Asked, strategy: AllocationStrategy) -> _Shares:
+def _share_out(client_id: str, queues_by_topic: _Asked, strategy: AllocationStrategy) -> _Shares:
     shares: dict[str, list[MessageQueue] | Exception] = {}
-    for topic, (queues, clients) in asked.items():
+    for topic, (queues, clients) in queues_by_topic.items():
         try:
             shares[topic] = own_share(client_id, queues, clients, strategy)
         except Exception as error:  # A user's strategy can fail.
@@ -130,15 +130,15 @@ class Rebalancing:
             self._is_due_again = True
             return None
         self._is_incomplete = False
-        asked, shares = self._ask(), dict[str, list[MessageQueue] | Exception]()
+        queues_by_topic, shares = self._ask(), dict[str, list[MessageQueue] | Exception]()
         strategy = member.config.strategy
         if member.config.model is not MessageModel.CLUSTERING:
-            shares.update((topic, queues) for topic, (queues, _) in asked.items())
-        elif strategy in _OWN_STRATEGIES or not asked:
-            shares.update(_share_out(member.client.client_id, asked, strategy))
+            shares.update((topic, queues) for topic, (queues, _) in queues_by_topic.items())
+        elif strategy in _OWN_STRATEGIES or not queues_by_topic:
+            shares.update(_share_out(member.client.client_id, queues_by_topic, strategy))
         else:
             self._is_sharing_out = True
-            call = partial(_share_out, member.client.client_id, asked, strategy)
+            call = partial(_share_out, member.client.client_id, queues_by_topic, strategy)
             member.runner.submit(Work(f"{self.step.label} strategy", call, self._shared_out, member.client))
             return None
         return self._apply(shares, now_ms)
@@ -201,7 +201,7 @@ class Rebalancing:
 
     def _ask(self) -> _Asked:
         """Return what is shared out; the assigned queues of a topic that is left out stay, as in 4.9."""
-        asked: dict[str, tuple[list[MessageQueue], tuple[str, ...]]] = {}
+        queues_by_topic: dict[str, tuple[list[MessageQueue], tuple[str, ...]]] = {}
         for topic in self._member.subscriptions:
             queues, clients = self._queues(topic), None
             if not queues:
@@ -214,8 +214,8 @@ class Rebalancing:
                     self._is_incomplete = True
                     continue
                 self._has_others = len(clients) > 1
-            asked[topic] = queues, clients or ()
-        return asked
+            queues_by_topic[topic] = queues, clients or ()
+        return queues_by_topic
 
     def _rebalance_topic(self, topic: str, share: list[MessageQueue] | Exception | None, now_ms: int) -> bool:
         key, what = ("share", topic), f"sharing out the queues of {topic}"

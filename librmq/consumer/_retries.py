@@ -99,15 +99,15 @@ class Retries:
         """Send back each message at the maximum, count a failure of the others; return those sent back, and others."""
         max_times = self._consumer.max_reconsume_times
         at_once = isinstance(error, ReconsumeLater) and error.delay_level < 0
-        sent, kept = list[DeliveredMessage](), list[DeliveredMessage]()
+        sent, remaining = list[DeliveredMessage](), list[DeliveredMessage]()
         for message in messages:
             is_exhausted = at_once or (max_times is not None and message.reconsume_times >= max_times)
             if is_exhausted and self._send_dead_letter(assigned, message, error, at_once):
                 sent.append(message)
             else:
                 message._count_failure()
-                kept.append(message)
-        return sent, kept
+                remaining.append(message)
+        return sent, remaining
 
     def _send_dead_letter(
         self, assigned: AssignedQueue, message: DeliveredMessage, error: Exception | None, at_once: bool

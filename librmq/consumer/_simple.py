@@ -540,10 +540,10 @@ class SimpleConsumer(Member):
         if self._kept:
             with self.runner.lock:
                 now_ms, topics = self.runner.now_ms(), self.subscriptions
-                kept = [item for item in self._kept if item.visible_timestamp_ms > now_ms and item.topic in topics]
-                kept, self._kept = kept[:max_messages], kept[max_messages:]
-            if kept:
-                return kept
+                messages = [item for item in self._kept if item.visible_timestamp_ms > now_ms and item.topic in topics]
+                messages, self._kept = messages[:max_messages], messages[max_messages:]
+            if messages:
+                return messages
         sources = [
             source for subscription in list(self.subscriptions.values()) for source in self._sources(subscription)
         ]

@@ -99,7 +99,7 @@ class ConsumerConfig(Config):
         if "concurrency" in settings:
             if "threads" in settings:
                 raise ConfigError("concurrency: expected it without threads, which is the same")
-            settings = {"threads" if name == "concurrency" else name: given for name, given in settings.items()}
+            settings = {"threads" if name == "concurrency" else name: value for name, value in settings.items()}
         return Config.with_settings(self, settings)
 
     @override

@@ -140,10 +140,10 @@ def _sqlite_cursor(connection: Any) -> Any:
 
 def _psycopg_cursor(connection: Any) -> Any:
     # It is kept with its connection: the first statement of a cursor costs half as much again as a later one.
-    kept = vars(connection)
-    cursor = kept.get(_KEPT_CURSOR)
+    attributes = vars(connection)
+    cursor = attributes.get(_KEPT_CURSOR)
     if cursor is None:
-        cursor = kept[_KEPT_CURSOR] = connection.cursor(row_factory=sys.modules["psycopg"].rows.tuple_row)
+        cursor = attributes[_KEPT_CURSOR] = connection.cursor(row_factory=sys.modules["psycopg"].rows.tuple_row)
     return cursor
 
 

@@ -142,11 +142,11 @@ _Steps = Mapping[str, Sequence[str]]
 
 
 def _indexed(columns: str, charset: str, indexes: Mapping[str, str], options: str = "") -> _Steps:
-    within = "".join(f", INDEX {{plain}}_{name} ({of})" for name, of in indexes.items())
+    within = "".join(f", INDEX {{plain}}_{name} ({fields})" for name, fields in indexes.items())
     return {
         "": (
             f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){options}",
-            *(f"CREATE INDEX IF NOT EXISTS {{index}}_{name} ON {{on}} ({of})" for name, of in indexes.items()),
+            *(f"CREATE INDEX IF NOT EXISTS {{index}}_{name} ON {{on}} ({fields})" for name, fields in indexes.items()),
         ),
         # Keys differ by case and by each byte; the usual collations ignore that.
         "mysql": (
@@ -232,9 +232,9 @@ def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:
     rows = link.execute(
         f"SELECT table_name, version FROM {versions} WHERE table_name IN (:a, :b)", a=name, b=name + _COLUMNS
     )
-    found = {row[0]: int(row[1]) for row in rows.rows}
-    oldest = found.get(name, 0)
-    version = found.get(name + _COLUMNS, 0)
+    recorded_versions = {row[0]: int(row[1]) for row in rows.rows}
+    oldest = recorded_versions.get(name, 0)
+    version = recorded_versions.get(name + _COLUMNS, 0)
     if oldest > len(steps):
         raise ConfigError(
             f"table {name}: only a librmq that knows its version {oldest} may use it, this one knows {len(steps)}: "
@@ -245,7 +245,7 @@ def _upgrade_table(link: Link, name: str, kind: str, versions: str) -> int:
     if version < len(steps):
         for row, number in ((name, max(oldest, OLDEST[kind])), (name + _COLUMNS, len(steps))):
             statement = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
-            if row not in found:
+            if row not in recorded_versions:
                 statement = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
             link.execute(statement, name=row, version=number)
     return max(version, len(steps))

@@ -267,9 +267,9 @@ class Transactional:
             elif dialect in ("sqlite", "postgresql"):
                 number = 0 if link.change(statements.insert, parameters) == 1 else self._read(link)
             else:
-                found: list[int | None] = [0]
-                link.insert_first(statements.insert, parameters, lambda: self._finds(link, found))
-                number = found[-1]
+                numbers: list[int | None] = [0]
+                link.insert_first(statements.insert, parameters, lambda: self._finds(link, numbers))
+                number = numbers[-1]
         if number is None:
             raise DedupStoreBusyError(f"{self._table}: the record {key!r} was deleted at this moment")
         if number >= _BEGUN:
@@ -292,9 +292,9 @@ class Transactional:
         rows = link.execute(self._statements.read, key=self._key).rows
         return int(rows[0][0]) if rows else None
 
-    def _finds(self, link: Link, found: list[int | None]) -> bool:
-        found.append(self._read(link))
-        return found[-1] is not None
+    def _finds(self, link: Link, numbers: list[int | None]) -> bool:
+        numbers.append(self._read(link))
+        return numbers[-1] is not None
 
     def _is_kept(self, link: Link) -> bool:
         """Return whether the record commits with the transaction, or was committed by the block; finish it.
@@ -463,14 +463,14 @@ class LocalTransactions:
                 "state too: let the error propagate, or run a statement that may fail in a savepoint"
             )
         if self._read(link, transaction_id) != _COMMITTED:
-            kept = (
+            hint = (
                 ". What followed is kept, because the driver commits each statement since"
                 if link.commits_each()
                 else ""
             )
             raise ConfigError(
                 f"transaction {transaction_id}: a rollback in the block, or a deadlock after which it went on, has "
-                f"undone its state too: use a savepoint, or open another session{kept}"
+                f"undone its state too: use a savepoint, or open another session{hint}"
             )
 
     def check(self, message: CheckedMessage) -> TransactionState:

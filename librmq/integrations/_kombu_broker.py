@@ -181,8 +181,8 @@ class KombuBroker:
             else:
                 self.declare(queue, arguments)
         properties, now_ms = message["properties"], _clock.now_ms()
-        own = {QUEUE: topic_of(queue)} if TOPIC in arguments else {}
-        fields: dict[str, Any] = {"properties": own}
+        message_properties = {QUEUE: topic_of(queue)} if TOPIC in arguments else {}
+        fields: dict[str, Any] = {"properties": message_properties}
         eta = _eta(message) if self.takes_delays else None
         if "x-max-priority" in arguments:
             fields["priority"] = max(0, min(int(properties.get("priority") or 0), arguments["x-max-priority"]))
@@ -193,7 +193,7 @@ class KombuBroker:
                 now_ms = round(fields["deliver_at"].timestamp() * 1000)
         limits = [int(limit) for limit in (properties.get("expiration"), arguments.get("x-message-ttl")) if limit]
         if limits:
-            own[EXPIRES] = str(now_ms + min(limits))
+            message_properties[EXPIRES] = str(now_ms + min(limits))
         body = to_json(message).encode()
         if len(body) > self.producer.config.max_message_size:
             raise librmq.MessageIllegalError(

@@ -88,7 +88,7 @@ class ShareReceiver:
         self._closed = Event()
         self._keeping: threading.Thread | None = None
 
-    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+    def receive(self, topics: Sequence[str], limit: int) -> list[Delivery]:
         """Return messages of one of the topics; without any, call ``wake`` once there may be some.
 
         Raises:
@@ -97,11 +97,11 @@ class ShareReceiver:
         self._turn += 1  # so that a busy queue keeps no other waiting
         for number in range(len(topics)):
             topic = topics[(self._turn + number) % len(topics)]
-            if topic not in self._waiting and (messages := self._receive_from(topic, min(most, AT_ONCE))):
+            if topic not in self._waiting and (messages := self._receive_from(topic, min(limit, AT_ONCE))):
                 return [Delivery(message, message.attempt) for message in messages]
         return []
 
-    def _receive_from(self, topic: str, most: int) -> list[librmq.ReceivedMessage]:
+    def _receive_from(self, topic: str, limit: int) -> list[librmq.ReceivedMessage]:
         def notify() -> None:
             self._waiting.discard(topic)
             self._wake()
@@ -114,7 +114,7 @@ class ShareReceiver:
                 self._consumer.subscribe(topic)
             messages = self._with_done(
                 lambda done: self._consumer.receive_or_notify(
-                    topic, most, notify, invisible=self._claim_s, acknowledge=done
+                    topic, limit, notify, invisible=self._claim_s, acknowledge=done
                 )
             )
             is_held = not messages
@@ -282,13 +282,13 @@ class ClusterReceiver:
         self._closed = Event()
         self._pulling: threading.Thread | None = None
 
-    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+    def receive(self, topics: Sequence[str], limit: int) -> list[Delivery]:
         error, self._error = self._error, None
         if error is not None:
             raise error
         ready = [self._ready[topic] for topic in topics if self._ready[topic]]
         if ready:
-            return [row.popleft() for row in ready for _ in range(min(len(row), max(1, most // len(ready))))][:most]
+            return [row.popleft() for row in ready for _ in range(min(len(row), max(1, limit // len(ready))))][:limit]
         with self._lock:
             self._left.difference_update(topics)
             self._wanted.update(topics)
@@ -303,11 +303,11 @@ class ClusterReceiver:
         while not self._closed.is_set():
             _clock.wait(self._changed, None)
             self._changed.clear()
-            while not self._closed.is_set() and (wanted := set(self._wanted)):
+            while not self._closed.is_set() and (topics := set(self._wanted)):
                 try:
-                    has_more = [topic for topic in wanted if self._poll(topic)]
+                    has_more = [topic for topic in topics if self._poll(topic)]
                 except Exception as error:  # the next receive raises it
-                    self._error, has_more = error, list(wanted)
+                    self._error, has_more = error, list(topics)
                 if has_more:
                     with self._lock:
                         self._wanted.clear()

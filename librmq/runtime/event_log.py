@@ -88,9 +88,9 @@ class EventLog:
             parts: dict[str, object] = {"topic": topic, "broker": broker, "queue_id": queue_id}
             fields = parts | fields | {"queue": f"{topic}/{broker}/{queue_id}"}
         # What the text shows can come from a message, so that it could end the line or command a terminal.
-        shown = {name: _plain(value) for name, value in fields.items()}
-        extra = {_PREFIX + name: value for name, value in shown.items() if not name.startswith("_")}
-        arguments = (shown,) if shown else ()
+        values = {name: _plain(value) for name, value in fields.items()}
+        extra = {_PREFIX + name: value for name, value in values.items() if not name.startswith("_")}
+        arguments = (values,) if values else ()
         error = sys.exc_info()[1] if exc_info is True else exc_info
         described = (type(error), error, error.__traceback__) if isinstance(error, BaseException) else None
         file, line, function, _ = self._logger.findCaller(stacklevel=_DEEP)

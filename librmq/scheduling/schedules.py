@@ -209,8 +209,8 @@ class ScheduleRule:
 
     def new_row(self, now_ms: int, before: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the row of a schedule that is set now; intervals count from the first time, and a pause stays."""
-        kept = {"set_ms": now_ms, "last_ms": None, "paused": False, **(before or {})}
-        return {**{name: kept[name] for name in ("set_ms", "last_ms", "paused")}, **self.row(), "reached_ms": now_ms}
+        state = {"set_ms": now_ms, "last_ms": None, "paused": False, **(before or {})}
+        return {**{name: state[name] for name in ("set_ms", "last_ms", "paused")}, **self.row(), "reached_ms": now_ms}
 
     def message(self, name: str, due_ms: int) -> Message:
         """Return the message of a due time."""

@@ -95,9 +95,9 @@ class Positions:
             return self
         fingerprints: dict[Key, Fingerprint] = {}
         for key, offset in offsets.items():
-            store, known = stores.get(key[0]), self.fingerprints.get(key)
-            if known is not None and (offset == self.offsets[key] or store is None):
-                fingerprints[key] = known
+            store, fingerprint = stores.get(key[0]), self.fingerprints.get(key)
+            if fingerprint is not None and (offset == self.offsets[key] or store is None):
+                fingerprints[key] = fingerprint
             elif store is not None and key[1:] in store.queues:
                 place = store.queues[key[1:]].place_of(offset - 1)
                 digest = store.fingerprint_at(place) if place >= 0 else None
@@ -129,14 +129,14 @@ class Positions:
                 raise DataLossError(self._loss_of(path, stores, present.values(), unless))
             if path not in stores:  # it may come back
                 present[path] = path
-        found = Positions(
+        positions = Positions(
             {(present[key[0]], *key[1:]): offset for key, offset in self.offsets.items() if key[0] in present},
             {(present[key[0]], *key[1:]): mark for key, mark in self.fingerprints.items() if key[0] in present},
         )
-        others = {key for key in found.offsets if found._is_other(key, stores, unless, warned)}
+        others = {key for key in positions.offsets if positions._is_other(key, stores, unless, warned)}
         return Positions(
-            {key: offset for key, offset in found.offsets.items() if key not in others},
-            {key: mark for key, mark in found.fingerprints.items() if key not in others},
+            {key: offset for key, offset in positions.offsets.items() if key not in others},
+            {key: mark for key, mark in positions.fingerprints.items() if key not in others},
         )
 
     def _is_other(self, key: Key, stores: Stores, unless: str | None, warned: set[str]) -> bool:
@@ -201,7 +201,7 @@ class Positions:
         def can_be(path: str, now: str) -> bool:
             """Return whether it has an earlier one, or no longer the place of the last one."""
             digests = ((stores[now].fingerprint_at(mark.physical_offset), mark.digest) for mark in marks[path])
-            return not marks[path] or any(found in (None, digest) for found, digest in digests)
+            return not marks[path] or any(current in (None, digest) for current, digest in digests)
 
         rounds: tuple[Callable[[str, str], bool], ...] = (
             # The surest first, so that of a store and its copy each keeps its offsets.
@@ -219,7 +219,7 @@ class Positions:
                     present[path] = matching[0]
         return present
 
-    def _loss_of(self, path: str, stores: Stores, known: Iterable[str], unless: str) -> str:
+    def _loss_of(self, path: str, stores: Stores, known_paths: Iterable[str], unless: str) -> str:
         """Return what is wrong with a store that no path leads to."""
         marks = self._marks_of(path)
         if path in stores and marks:
@@ -229,14 +229,14 @@ class Positions:
                 f"{path}: {what}, the last that was read: the folder holds another store, a replica that was behind, "
                 f"or a log that lost its end ({unless} reads from its beginning)"
             )
-        gone = f"{path}: this store was read, and none of the named folders holds it now"
-        for now in sorted(stores.keys() - set(known)) if marks else ():
+        text = f"{path}: this store was read, and none of the named folders holds it now"
+        for now in sorted(stores.keys() - set(known_paths)) if marks else ():
             if stores[now].fingerprint_at(marks[0].physical_offset) is None:
-                gone += (
+                text += (
                     f"; {now} can be this store, but retention has deleted the messages by which it was known: if "
                     f"it is, name it by a link at {path}"
                 )
-        return f"{gone} (add its folder, or {unless} goes on without it)"
+        return f"{text} (add its folder, or {unless} goes on without it)"
 
     def _marks_of(self, path: str) -> list[Fingerprint]:
         """Return the fingerprints of a store, the last record's first."""

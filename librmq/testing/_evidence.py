@@ -202,10 +202,10 @@ class Evidence:
         for number, event in enumerate(call.events):
             retry = f", retry {event['attempt']}" if event["attempt"] else ""
             try:
-                shown = show(call.messages[number] if call.messages else self._network.message_at(*call.about[number]))
+                text = show(call.messages[number] if call.messages else self._network.message_at(*call.about[number]))
             except LookupError:  # retention has deleted it since
-                shown = f"{event['id']}, deleted since"
-            descriptions.append(f"{shown}{retry}")
+                text = f"{event['id']}, deleted since"
+            descriptions.append(f"{text}{retry}")
         return f"{call.where} {', '.join(descriptions)}"
 
     def undelivered(self) -> list[str]:
@@ -547,8 +547,8 @@ def check_kinds(kinds: Collection[str]) -> None:
 
 def history_problem(events: Sequence[Event], expected: Collection[str], begin_ms: int, fixture: str) -> str:
     """Return what is wrong with a history, with the events that show it; empty if all is as expected."""
-    found = check_history(events)
-    missing = sorted(set(expected) - {anomaly.anomaly for anomaly in found})
+    anomalies = check_history(events)
+    missing = sorted(set(expected) - {anomaly.anomaly for anomaly in anomalies})
     if missing:
         return (
             f"the test expects the anomaly {missing[0]!r}, and its history has none: remove it from {fixture}.expect, "
@@ -556,7 +556,7 @@ def history_problem(events: Sequence[Event], expected: Collection[str], begin_ms
         )
     surprises = [
         anomaly
-        for anomaly in found
+        for anomaly in anomalies
         if anomaly.anomaly not in expected
         and not _is_of_a_moment(anomaly, events)
         and not (anomaly.anomaly == "repeat" and _has_rested(anomaly, events))

@@ -406,16 +406,16 @@ def shrink(start: StoreStart, fails: Callable[[StoreStart], bool], most_tries: i
     return None if fewest is None else Shrunk(start.part(fewest), tries, is_cut=tries == most_tries)
 
 
-def moved_label(whole: StoreStart, part: StoreStart) -> Callable[[str], str]:
+def moved_label(full: StoreStart, part: StoreStart) -> Callable[[str], str]:
     """Return a function of a label of a schedule that changes its queue offsets to those with a part of the messages.
 
     The first messages of each queue are those of the store; what the test sends comes behind them.
     """
-    kept = {message.physical_offset for message in part.messages}
+    kept_places = {message.physical_offset for message in part.messages}
     ranks: dict[tuple[str, str], list[int]] = {}  # each queue offset's rank among the kept messages
-    for message in whole.messages:
+    for message in full.messages:
         queue = ranks.setdefault((message.topic, str(message.queue_id)), [0])
-        queue.append(queue[-1] + (message.physical_offset in kept))
+        queue.append(queue[-1] + (message.physical_offset in kept_places))
 
     def moved(match: re.Match[str]) -> str:
         queue, offset = ranks.get((match["topic"], match["queue"])), int(match["offset"])

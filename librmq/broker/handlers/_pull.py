@@ -107,17 +107,17 @@ class PullHandler(BrokerPart):
 
     def take_hand_outs(self, request: TakeHandOuts) -> tuple[int, int]:
         now_ms, group = self._runner.now_ms(), request.group
-        allowance, asked = self._allowances.setdefault(group, (Allowance(now_ms), {}))
-        before, members = len(set(asked.values())), self._clients.consumers.get(group)
-        asked[request.client_id] = request.rate_by_1000, request.burst
-        for client_id in [name for name in asked if members is None or name not in members.clients]:
-            del asked[client_id]
-        rate, burst = min(asked.values(), default=(request.rate_by_1000, request.burst))
-        if len(set(asked.values())) > max(1, before):
+        allowance, limits = self._allowances.setdefault(group, (Allowance(now_ms), {}))
+        before, members = len(set(limits.values())), self._clients.consumers.get(group)
+        limits[request.client_id] = request.rate_by_1000, request.burst
+        for client_id in [name for name in limits if members is None or name not in members.clients]:
+            del limits[client_id]
+        rate, burst = min(limits.values(), default=(request.rate_by_1000, request.burst))
+        if len(set(limits.values())) > max(1, before):
             _log.warning(
                 "group %(group)s: its members say different rates, %(_rates)s messages a second: the lowest counts",
                 group=group,
-                _rates=", ".join(f"{number / 1000:g}" for number, _ in sorted(set(asked.values()))),
+                _rates=", ".join(f"{number / 1000:g}" for number, _ in sorted(set(limits.values()))),
             )
         return allowance.take(request.wanted, rate / 1000, burst, now_ms)
 
@@ -125,9 +125,9 @@ class PullHandler(BrokerPart):
         """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held = self._store, self._held
-        place, most, matching = (topic, queue_id, queue_offset), request.max_messages, selection.matching
+        place, max_messages, matching = (topic, queue_id, queue_offset), request.max_messages, selection.matching
         try:
-            result = store.read(*place, most, matching, joined=request.joined, checked=True)
+            result = store.read(*place, max_messages, matching, joined=request.joined, checked=True)
         except CorruptionError as error:
             if self._is_replica or not self._sending.failed().passes_damaged(
                 (request.group, topic, queue_id), queue_offset, error, self._wait_for_repair(request)
@@ -145,7 +145,7 @@ class PullHandler(BrokerPart):
         # Hold first, then read again, for a message that was stored between the two looks.
         name, holder = (topic, queue_id), (request.client_id, request.group)
         response = self._wait_for_entry(request, selection, result)
-        result = store.read(*place, most, matching, joined=request.joined, checked=True)
+        result = store.read(*place, max_messages, matching, joined=request.joined, checked=True)
         if not result.messages:
             if request.notify is not None:
                 held.answer_by_sweep(name, holder)

@@ -116,7 +116,7 @@ def _estimate(
 ) -> dict[str, Any]:
     lags = [queue["lag"] for queue in queue_lags]
     try:
-        found = estimate(
+        estimated = estimate(
             Consumption(
                 lags=lags,
                 queues=[MessageQueue(queue["topic"], queue["brokerName"], queue["queueId"]) for queue in queue_lags],
@@ -131,13 +131,13 @@ def _estimate(
     except AllocationError:  # a missing room
         return dict.fromkeys(_ARROW_ESTIMATE.names, 0) | {"unowned": len(lags), "drainSeconds": None, "boundBy": None}
     return {
-        "idleClients": found.idle_clients,
-        "mostQueues": found.most_queues,
-        "fewestQueues": found.fewest_queues,
-        "unowned": found.unowned_queues,
-        "mostLag": found.most_lag,
-        "drainSeconds": found.drain_s,
-        "boundBy": None if found.drain_s is None else found.bound_by,
+        "idleClients": estimated.idle_clients,
+        "mostQueues": estimated.most_queues,
+        "fewestQueues": estimated.fewest_queues,
+        "unowned": estimated.unowned_queues,
+        "mostLag": estimated.most_lag,
+        "drainSeconds": estimated.drain_s,
+        "boundBy": None if estimated.drain_s is None else estimated.bound_by,
     }
 
 

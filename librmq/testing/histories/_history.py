@@ -476,12 +476,12 @@ class Marks:
             and not self._is_read_by_two(row)
         )
 
-    def undo(self, kept: Delivery, row: Delivery) -> bool:
+    def undo(self, earlier: Delivery, row: Delivery) -> bool:
         """Return whether a reset, or a loss of power, explains that ``row`` begins after an end that was kept."""
-        resets = (self._resets.get((row.group, topic), ()) for topic in {row.topic, row.queue[0], kept.queue[0]})
-        return any(_has_one(times, kept.kept_ms, row.begin_ms) for times in resets) or any(
-            kept.kept_ms <= at_ms <= row.begin_ms and not self._has_passed(kept, since_ms)
-            for at_ms, since_ms in self._losses.get(kept.queue[1], ())
+        resets = (self._resets.get((row.group, topic), ()) for topic in {row.topic, row.queue[0], earlier.queue[0]})
+        return any(_has_one(times, earlier.kept_ms, row.begin_ms) for times in resets) or any(
+            earlier.kept_ms <= at_ms <= row.begin_ms and not self._has_passed(earlier, since_ms)
+            for at_ms, since_ms in self._losses.get(earlier.queue[1], ())
         )
 
     def _has_passed(self, row: Delivery, at_ms: int) -> bool:

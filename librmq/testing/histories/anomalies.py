@@ -406,15 +406,15 @@ class _Check:
             times, place = retries[row.attempt], (row.queue, row.queue_offset)
             # A retry or a further send is another place, with an end of its own.
             former = [places[place]] if place in places else places.values()
-            kept = [before for before in former if marks.is_kept(before, row.begin_ms)]
-            if place in places and kept:
-                if not marks.undo(kept[0], row):
+            kept_rows = [before for before in former if marks.is_kept(before, row.begin_ms)]
+            if place in places and kept_rows:
+                if not marks.undo(kept_rows[0], row):
                     repeats.append(row)
             elif number and times and times[0] <= row.begin_ms:
                 times.pop(0)
             elif number and (
-                not any(marks.undo(before, row) for before in kept)
-                if kept
+                not any(marks.undo(before, row) for before in kept_rows)
+                if kept_rows
                 else not marks.lies_between(row, queues, first_ms)
             ):
                 if sum(sent_ms <= row.begin_ms for sent_ms in sends_ms) > resends + 1:

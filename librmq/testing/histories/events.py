@@ -345,19 +345,19 @@ def _parse_lines(
 ) -> tuple[list[object], list[int], bool]:
     """Return the values of the lines that are not empty, their numbers, and whether the last line is incomplete."""
     events: list[object] = []
-    kept: list[int] = []
+    line_numbers: list[int] = []
     for number, line in zip(numbers, lines, strict=True):
         if not line.strip():
             continue
         try:
             events.append(_parse(line))
-            kept.append(number)
+            line_numbers.append(number)
         except (ValueError, RecursionError) as error:
             if number == numbers[-1] and not line.endswith(b"\n"):
-                return events, kept, True
+                return events, line_numbers, True
             reason = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deep"}.get(type(error), str(error))
             raise InputError(f"{place(number)}: not JSON: {reason}") from None
-    return events, kept, False
+    return events, line_numbers, False
 
 
 def span_of(event: Mapping[str, Any]) -> tuple[int, int | None]:

@@ -356,11 +356,11 @@ class GrpcServer(Closing):
 
 def _most_connections(calls: int) -> int:
     """Return how many connections a server holds: half of the process's descriptors are left for the store's files."""
-    most = max(_CONNECTIONS, 2 * calls)
+    connections = max(_CONNECTIONS, 2 * calls)
     if resource is None:
-        return most
+        return connections
     soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most if soft_limit == resource.RLIM_INFINITY else min(most, max(soft_limit // 2, 1))
+    return connections if soft_limit == resource.RLIM_INFINITY else min(connections, max(soft_limit // 2, 1))
 
 
 def _check_port(host: str, port: int) -> None:

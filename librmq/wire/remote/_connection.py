@@ -22,13 +22,13 @@ from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 T = TypeVar("T")
 
 
-def as_caller(callers: set[int], call: Callable[..., T], *given: object) -> T:
+def as_caller(callers: set[int], call: Callable[..., T], *arguments: object) -> T:
     """Call a function while ``callers`` has this thread, so that a signal handler sees what it has interrupted."""
     thread = threading.get_ident()
     is_first = thread not in callers
     try:
         callers.add(thread)
-        return call(*given)
+        return call(*arguments)
     finally:
         if is_first:
             callers.discard(thread)

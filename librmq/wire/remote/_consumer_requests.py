@@ -288,18 +288,18 @@ def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_o
         )
     if request.topic.startswith(_SHARED_PREFIX):
         return
-    least = request.queue_offset
+    min_offset = request.queue_offset
     for message in messages:
         if message.topic != request.topic or message.queue_id != request.queue_id:
             raise MalformedError(
                 f"expected messages of queue {request.queue_id}, found one of {message.topic!r:.80}, "
                 f"queue {message.queue_id}"
             )
-        if not least <= message.queue_offset < next_offset:
+        if not min_offset <= message.queue_offset < next_offset:
             raise MalformedError(
-                f"expected a message of offsets {least} to {next_offset - 1}, found one of {message.queue_offset}"
+                f"expected a message of offsets {min_offset} to {next_offset - 1}, found one of {message.queue_offset}"
             )
-        least = message.queue_offset + 1
+        min_offset = message.queue_offset + 1
 
 
 def _asked(request: PullMessage) -> tuple[object, ...]:

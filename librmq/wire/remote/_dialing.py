@@ -44,8 +44,8 @@ class AccessKeys:
         named: dict[str, object] = {"access_key": access_key, "secret_key": secret_key}
         for name, value in (named | {"security_token": security_token or "none"}).items():
             if not isinstance(value, str) or not value:
-                found = type(value).__name__ if value else "none"  # a secret stays out of errors
-                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found {found}")
+                type_name = type(value).__name__ if value else "none"  # a secret stays out of errors
+                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found {type_name}")
         self.access_key = access_key
         self._secret = secret_key.encode()
         self._token = security_token

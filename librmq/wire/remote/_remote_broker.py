@@ -464,7 +464,7 @@ class RemoteBroker(Endpoint):
     def beat(self) -> bool:
         """Repeat all heartbeats; return whether all arrived. Waits: never under the runner's lock."""
         with self._lock:
-            beats, known = self._beats.copy(), set(self._knows)
+            beats, registered = self._beats.copy(), set(self._knows)
             self._knows.clear()
         all_arrived = True
         for client_id, beat in beats.items():
@@ -474,7 +474,7 @@ class RemoteBroker(Endpoint):
                 self._of_client(client_id)
             except ClientError as error:
                 all_arrived = False
-                if isinstance(error, BrokerError) and client_id in known:  # it has lost its rights: it will say so
+                if isinstance(error, BrokerError) and client_id in registered:  # it has lost its rights: it will say so
                     self.later(partial(beat.client.call, ClientRemoved(self.name)))
                 _log.debug(
                     "%(client)s: no heartbeat reaches %(broker)s: %(error)s",
@@ -545,7 +545,7 @@ class RemoteBroker(Endpoint):
             self._receives.cancel(request)
             return None
         if (by_pop := _BY_POP.get(type(request))) is not None:
-            return self._read_result(lambda asked, _: by_pop(self._pops, asked), request, _NO_FRAME)
+            return self._read_result(lambda pop, _: by_pop(self._pops, pop), request, _NO_FRAME)
         if isinstance(request, GroupSubscriptions):
             return self._subscriptions(request)
         if isinstance(request, ResendLetters):
@@ -580,8 +580,8 @@ class RemoteBroker(Endpoint):
         topics = self.read(
             frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", partial(table_in, name="topicConfigTable")
         )
-        asked = frame_of(RequestCode.GET_ALL_DELAY_OFFSET)
-        delays = self.read(asked, "the progress of delay levels", partial(numbers_in, name="offsetTable"))
+        request = frame_of(RequestCode.GET_ALL_DELAY_OFFSET)
+        delays = self.read(request, "the progress of delay levels", partial(numbers_in, name="offsetTable"))
         tables = BrokerTables.open(folder)
         tables.take(topics, self.group_rows(), self.all_offsets(), delays)
         return tables

@@ -367,13 +367,13 @@ class PopRequests:
 
 def _order_counts(parts: Iterable[Received], receipts: Iterable[Receipt]) -> str:
     """Return how often messages of a group in order were received before, and the least such count of each queue."""
-    counts, least = list[str](), dict[tuple[str, int], int]()
+    counts, min_counts = list[str](), dict[tuple[str, int], int]()
     for part, receipt in zip(parts, receipts, strict=True):
         before, queue = part.attempt - 1, (receipt.retry, receipt.queue_id)
-        least[queue] = min(before, least.get(queue, before))
+        min_counts[queue] = min(before, min_counts.get(queue, before))
         if before:
             counts.append(f"{receipt.retry} {_message_mark(receipt.queue_id, receipt.queue_offset)} {before}")
-    return ";".join([*counts, *(f"{retry} {queue_id} {count}" for (retry, queue_id), count in least.items())])
+    return ";".join([*counts, *(f"{retry} {queue_id} {count}" for (retry, queue_id), count in min_counts.items())])
 
 
 def _with_receipt(message: StoredMessage, topic: str, receipt: Receipt) -> StoredMessage:

@@ -189,9 +189,9 @@ def name_of_error(error: RmqError, *, in_share: bool) -> str:
 
     ``in_share`` says that they share the store. Elsewhere the fields of an answer are those of a broker.
     """
-    known = (*_ERRORS, *(_OTHER_ERRORS if in_share else ()))  # a class before its bases
+    error_types = (*_ERRORS, *(_OTHER_ERRORS if in_share else ()))  # a class before its bases
     names = [kind.__name__ for kind in type(error).__mro__]
-    return next((name for name in known if name in names), "")
+    return next((name for name in error_types if name in names), "")
 
 
 def code_of_error(error: RmqError) -> int:
@@ -587,7 +587,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _in_body(
             "schedules",
             "schedules",
-            lambda schedules: [one._replace(next=_written(one.next), last=_written(one.last)) for one in schedules],
+            lambda schedules: [row._replace(next=_written(row.next), last=_written(row.last)) for row in schedules],
             lambda rows: tuple(map(_schedule_in, rows)),
         ),
     ),

@@ -349,10 +349,10 @@ def _checked(values: Any, kinds: Sequence[tuple[type, ...]]) -> list[Any]:  # no
     return list(values)
 
 
-def _held_queue(queue: MessageQueue, row: Any, own: Mapping[MessageQueue, Sequence[Any]]) -> HeldQueue:  # noqa: ANN401 (as it came)
-    if queue in own:
+def _held_queue(queue: MessageQueue, row: Any, states: Mapping[MessageQueue, Sequence[Any]]) -> HeldQueue:  # noqa: ANN401 (as it came)
+    if queue in states:
         last = number_in(row, "cachedMsgMaxOffset") if number_in(row, "cachedMsgCount") else None
-        return replace(HeldQueue(queue, *own[queue]), last=last, is_locked=row.get("locked") is True)
+        return replace(HeldQueue(queue, *states[queue]), last=last, is_locked=row.get("locked") is True)
     progress, held = number_in(row, "commitOffset"), number_in(row, "cachedMsgCount")
     return HeldQueue(
         queue=queue,
