@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from librmq import (
 from librmq.testing import check_history
 from librmq.wire.remoting import RemotingServer
 from tests.programs import POSIX
+from tests.wrapped_route import WrappedBrokers
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -73,6 +74,28 @@ def test_an_application_records_with_one_line(tmp_path: Path) -> None:
     assert {event["event"] for event in events} >= {"send", "assign", "revoke", "commit", "group"}
     assert {event["process"] for event in events if "process" in event} == {"shop"}
     assert check_history(events) == []
+
+
+def test_a_send_takes_the_way_that_it_takes_without_a_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that shares a store appends by itself, and asks its owner for nothing."""
+    asked: list[type] = []
+    answer = Broker.call
+
+    def call(broker: Broker, request: protocol.Request[Any]) -> Any:
+        asked.append(type(request))
+        return answer(broker, request)
+
+    monkeypatch.setattr(Broker, "call", call)
+    with (
+        Broker.temporary() as broker,
+        record_history(broker, tmp_path / "history.jsonl") as route,
+        Producer(route, "shop") as producer,
+    ):
+        sent = producer.send("orders", b"paid")
+        producer.send_oneway(Message("orders", b"shipped"))
+    events = [event for event in lines(tmp_path / "history.jsonl") if event["event"] == "send"]
+    assert [(event["id"] == sent.message_id, event["outcome"]) for event in events] == [(True, "ok"), (False, "ok")]
+    assert protocol.SendMessage not in asked
 
 
 def test_what_was_polled_and_never_committed_is_written_to_its_end(tmp_path: Path) -> None:
@@ -169,24 +192,16 @@ def test_over_tcp_the_same_is_recorded(tmp_path: Path) -> None:
     assert check_history([*events, {"event": "drained", "group": "billing", "at_ms": 1 << 50}]) == []
 
 
-@dataclass(frozen=True)
-class KillingRoute:
-    """A route on which this process is killed, after the broker has done the first request of a type."""
+def killing_route(broker: Broker, request_type: type) -> WrappedBrokers:
+    """Return a route on which this process is killed, after the broker has done the first request of a type."""
 
-    route: Broker
-    request_type: type
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.route, name)
-
-    def endpoint(self, broker_name: str) -> Any:
-        return self
-
-    def call(self, request: Any) -> Any:
-        answer = self.route.call(request)
-        if isinstance(request, self.request_type):
+    def pass_on(request: Any, call: Callable[[Any], Any]) -> Any:
+        answer = call(request)
+        if isinstance(request, request_type):
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
+
+    return WrappedBrokers(broker, pass_on)
 
 
 @POSIX
@@ -218,7 +233,7 @@ def test_a_killed_process_leaves_what_it_had_begun(tmp_path: Path, killed_at: ty
 
     def first() -> None:
         with Broker.open(tmp_path / "store", runner=ManualRunner(ManualClock(1_000_000))) as broker:
-            run("first", KillingRoute(broker, killed_at), broker, sends=True)
+            run("first", killing_route(broker, killed_at), broker, sends=True)
 
     child = os.fork()
     if not child:
