@@ -266,6 +266,20 @@ def test_transaction_is_committed_or_rolled_back(stub: Stub, broker: Broker) -> 
     assert stub.call("EndTransaction", topic=resource("t")).status.code == 40008
 
 
+def test_a_transaction_with_an_unknown_outcome_can_be_ended_later(stub: Stub, broker: Broker) -> None:
+    """A check that comes before the producer has decided takes nothing away from its own commit."""
+    (entry,) = stub.send(message("t", message_type=4)).entries
+    codes = [
+        stub.call(
+            "EndTransaction", topic=resource("t"), message_id="id", transaction_id=entry.transaction_id,
+            resolution=resolution, source=source,
+        ).status.code
+        for resolution, source in ((0, 2), (1, 1), (1, 1))
+    ]  # fmt: skip
+    assert codes == [OK, OK, 50001]
+    assert [one.body for one in broker.messages("t")] == [b"x"]
+
+
 def test_timed_message_can_be_recalled(stub: Stub, broker: Broker) -> None:
     due_ms = broker.runner.now_ms() + 3_600_000
     (entry,) = stub.send(message("t", deliver_ms=due_ms, message_type=3)).entries

@@ -225,8 +225,9 @@ class SendCalls:
     def end_transaction(self, request: Any, context: Context, response: Any) -> None:
         """Commit or roll back a transaction."""
         endpoint = self._endpoints(client_id_of(context))
-        place = group, queue_offset, physical_offset = self._sessions.half(request.transaction_id)
         state = _STATES.get(request.resolution, TransactionState.UNKNOWN)
+        place = self._sessions.half(request.transaction_id, ends=state is not TransactionState.UNKNOWN)
+        group, queue_offset, physical_offset = place
         from_check = request.source == _FROM_CHECK
         ended = EndTransaction(group, state, queue_offset, physical_offset, request.message_id, from_check)
         try:

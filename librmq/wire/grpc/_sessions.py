@@ -373,12 +373,15 @@ class Sessions:
             session.half_topics.add(topic)
             self._report_client(session.client_id)
 
-    def half(self, transaction_id: str) -> tuple[str, int, int]:
-        """Return the producer group, queue offset and physical offset of a transaction's half message, once."""
+    def half(self, transaction_id: str, *, ends: bool) -> tuple[str, int, int]:
+        """Return the producer group, queue offset and physical offset of a half message; once if its transaction ends.
+
+        An answer that its outcome is unknown yet ends nothing: the producer commits or rolls back later.
+        """
         if not transaction_id:
             raise Refusal(Code.INVALID_TRANSACTION_ID, "transaction_id is empty")
         with self._lock:
-            half = self._halves.pop(transaction_id, None)
+            half = self._halves.pop(transaction_id, None) if ends else self._halves.get(transaction_id)
             self._asked.pop(transaction_id, None)
         if half is None:
             raise Refusal(
