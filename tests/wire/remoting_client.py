@@ -117,11 +117,19 @@ class RawClient:
         beat["producerDataSet"] = [{"groupName": group} for group in producers]
         assert self.call(RequestCode.HEART_BEAT, beat).code == 0
 
-    def pull(self, group: str, topic: str, offset: int = 0, wait_ms: int = 0, **fields: Any) -> int:
+    def pull(
+        self,
+        group: str,
+        topic: str,
+        offset: int = 0,
+        wait_ms: int = 0,
+        code: RequestCode = RequestCode.PULL_MESSAGE,
+        **fields: Any,
+    ) -> int:
         """Send a pull, and return its number."""
         known: dict[str, Any] = {"queue_id": 0, "max_msg_nums": 32, "sys_flag": 2, "commit_offset": 0, "sub_version": 1}
         known |= {"consumer_group": group, "topic": topic, "queue_offset": offset, "suspend_timeout_millis": wait_ms}
-        return self.send(RequestCode.PULL_MESSAGE, **(known | fields))
+        return self.send(code, **(known | fields))
 
     def close(self) -> None:
         with suppress(OSError):

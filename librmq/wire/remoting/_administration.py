@@ -113,6 +113,7 @@ class AdminRequests:
             **served(self._change_table, CreateTopic, DeleteTopic, DeleteGroup),
             RequestCode.GET_ALL_TOPIC_CONFIG: self._configs,
             RequestCode.GET_TOPIC_CONFIG: self._topic_config,
+            RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG: self._group_config,
             RequestCode.GET_TOPIC_STATS_INFO: self._topic_stats,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: lambda call: call.answer(),  # retention does it
@@ -199,6 +200,14 @@ class AdminRequests:
             if row is None:
                 raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {header.topic}")
             return call.answer(body=write_body({"attributes": {}, **row}))
+
+    def _group_config(self, call: RemotingCall) -> bytes:
+        header: NameHeader = call.header
+        with self._broker.runner.lock:
+            row = self._broker.tables.groups.rows.get(header.name)
+            if row is None:
+                raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, "No group in this broker")
+            return call.answer(body=write_body(row))
 
     def _topic_stats(self, call: RemotingCall) -> bytes:
         request: DescribeQueues = call.header

@@ -392,7 +392,7 @@ class ConsumerRequests:
         self._sessions = sessions
         self._pulls = pulls
         self.handlers: Handlers = {
-            RequestCode.PULL_MESSAGE: pulls.pull,
+            **dict.fromkeys((RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE), pulls.pull),
             RequestCode.HEART_BEAT: self._heartbeat,
             RequestCode.UNREGISTER_CLIENT: self._unregister,
             RequestCode.CONSUMER_SEND_MSG_BACK: self._send_back,

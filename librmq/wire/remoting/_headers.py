@@ -156,6 +156,8 @@ class RequestCode(enum.IntEnum):
     DELETE_EXPIRED_COMMITLOG = 329
     RECALL_MESSAGE = 370  # of 5.x, like POP
     GET_TOPIC_CONFIG = 351  # of 5.x, whose tools ask for it before a topic's statistics
+    GET_SUBSCRIPTIONGROUP_CONFIG = 352  # of 5.x, whose tools and dashboard ask for it
+    LITE_PULL_MESSAGE = 361  # of 5.x, whose clients pull by it for a `DefaultLitePullConsumer`
     POP_MESSAGE = 200_050
     NOTIFICATION = 200_054
     ACK_MESSAGE = 200_051
@@ -549,7 +551,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.SEND_MESSAGE: RequestForm(SendHeader),
     RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, _LETTERS),
     RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, _LETTERS),
-    RequestCode.PULL_MESSAGE: RequestForm(PullHeader),
+    **dict.fromkeys((RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE), RequestForm(PullHeader)),
     RequestCode.QUERY_MESSAGE: RequestForm(QueryMessages, _BY_KEY),
     RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(QueryOffset, _OF_GROUP),
     RequestCode.HOLD_PLACE: RequestForm(HoldPlace, _OF_GROUP),
@@ -573,6 +575,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(TopicHeader, "-cluster_name"),
     RequestCode.GET_TOPIC_STATS_INFO: RequestForm(DescribeQueues),
     RequestCode.GET_TOPIC_CONFIG: RequestForm(DescribeQueues),
+    RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG: RequestForm(NameHeader, "group=name"),
     RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(DescribeConnections, _OF_GROUP),
     RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(NameHeader, "producerGroup=name"),
     RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(NameHeader, "brokerName=name"),

@@ -129,6 +129,14 @@ def test_a_pull_returns_the_records_of_the_log(client: RawClient, broker: Broker
     }  # fmt: skip
 
 
+def test_a_lite_pull_of_5x_is_a_pull(client: RawClient) -> None:
+    """Its ``DefaultLitePullConsumer`` has a code of its own for it, and would never get a message."""
+    client.put("t", b"one")
+    client.beat("c1", "g", topics=("t",))
+    client.pull("g", "t", sys_flag=2 | 4 | 16, subscription="*", expression_type="TAG", code=Code.LITE_PULL_MESSAGE)
+    assert bodies(client.answer().body) == [b"one"]
+
+
 @pytest.mark.parametrize(
     ("offset", "code", "remark"), [(1, 19, "OFFSET_OVERFLOW_ONE"), (9, 21, "OFFSET_OVERFLOW_BADLY")]
 )
@@ -411,6 +419,13 @@ def test_tools_of_5x_get_the_row_of_a_topic(client: RawClient) -> None:
     client.write(encode(Frame(Code.GET_TOPIC_CONFIG, fields | {"topic": "missing"}, b"", 902, language="JAVA")))
     answer = client.answer()
     assert (answer.code, answer.remark) == (17, "No topic in this broker. topic: missing")
+
+
+def test_tools_of_5x_get_the_row_of_a_group(client: RawClient, broker: Broker) -> None:
+    broker.set_group("g", retry_max_times=3)
+    row = client.ask(Code.GET_SUBSCRIPTIONGROUP_CONFIG, group="g")
+    assert (row["groupName"], row["retryMaxTimes"], row["consumeEnable"]) == ("g", 3, True)
+    assert client.call(Code.GET_SUBSCRIPTIONGROUP_CONFIG, group="missing").code == 26
 
 
 def test_statistics_tell_begin_end_and_progress(client: RawClient) -> None:
