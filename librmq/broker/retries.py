@@ -60,6 +60,8 @@ _WAIT: Final = PropertyName.WAIT
 _DELAY: Final = PropertyName.DELAY
 _RETRY_TOPIC: Final = PropertyName.RETRY_TOPIC
 _RESENT_LETTER: Final = PropertyName.RESENT_LETTER
+_MOST_TIMES: Final = (1 << 31) - 1
+"""What a record holds of the times that a message was consumed."""
 _SENT_TOGETHER: Final = 64
 """Dead letters that are in memory at once while they are sent again."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
@@ -217,7 +219,7 @@ class FailedMessages(BrokerPart):
             message.born_timestamp_ms,
             self._store_host if of_receive else message.born_host,
             message.sys_flag,
-            message.reconsume_times + 1,
+            min(message.reconsume_times + 1, _MOST_TIMES),
             store_host=None if of_receive else message.store_host,
             is_copy=True,
         )

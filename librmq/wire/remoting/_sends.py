@@ -19,6 +19,7 @@ from librmq.message.batch import decode_batch
 from librmq.message.ids import RecallHandle
 from librmq.message.message import check_batch_size
 from librmq.message.properties import PropertyName, decode_properties, encode_properties
+from librmq.message.record import INNER_BATCH, NEED_UNWRAP
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
@@ -55,6 +56,8 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
 
 
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
+_OF_BROKERS: Final = INNER_BATCH | NEED_UNWRAP
+"""Bits that a broker of 5.x sets for a batch that it keeps as one record; 4.9 knows none of them."""
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
 """The codes of requests that `Sends.send_all` answers."""
 _NONE: Final = (0, 0, 0)
@@ -159,7 +162,7 @@ class Sends:
                 queue_id=header.queue_id,
                 born_timestamp_ms=born_ms,
                 born_host=peer,
-                sys_flag=header.sys_flag,
+                sys_flag=header.sys_flag & ~_OF_BROKERS,
                 default_queues=header.default_topic_queue_nums,
                 reconsume_times=header.reconsume_times,
                 max_reconsume_times=header.max_reconsume_times,

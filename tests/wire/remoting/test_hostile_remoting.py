@@ -18,6 +18,7 @@ import pytest
 from librmq import Broker, ManualRunner, TransactionState
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.protocol import Takes
+from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting import _consumer_requests as consuming_module
@@ -330,6 +331,16 @@ def test_no_name_of_a_request_spoils_a_table(
 
 
 @many
+def test_no_field_of_a_send_spoils_the_store_or_a_group(client: RawClient, broker: Broker) -> None:
+    """Neither a claim to be a batch of 5.x nor the largest number of attempts, which can't grow by one."""
+    client.put("t", b"x", "INNER_NUM\x01nonsense", sys_flag=64 | 128, reconsume_times=(1 << 31) - 1)
+    assert verify(broker.store.path).sound
+    client.beat("c1", "g", topics=("t",))
+    back: dict[str, Any] = {"offset": 0, "group": "g", "delay_level": 0, "max_reconsume_times": 16}
+    assert client.call(Code.CONSUMER_SEND_MSG_BACK, **back, origin_msg_id="", origin_topic="t").code == 0
+    assert [letter.body for letter in broker.dead_letters("g")] == [b"x"]
+
+
 @pytest.mark.parametrize("name", ["consumeType", "messageModel", "consumeFromWhere"])
 @pytest.mark.parametrize("odd", [None, [], {}, 7, "X"])
 def test_odd_kinds_in_a_heartbeat_mean_the_default(client: RawClient, broker: Broker, name: str, odd: object) -> None:
