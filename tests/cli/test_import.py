@@ -93,10 +93,18 @@ def test_messages_for_a_store_in_use_are_stored_now(shell: Shell) -> None:
 
 
 def test_a_broker_knows_the_imported_topics(shell: Shell) -> None:
-    shell("import", "new", "-", given='{"topic":"T","queueId":5,"body":"x"}')
+    """It also keeps those of a store that no broker has used, and what a topic has beside its queues."""
+    with MessageStore.open("new", clock=ManualClock(1_700_000_000_000)) as store:
+        store.append(Message("Old", b"before"), 1)
+    shell("import", "new", "-", given='{"topic":"T","body":"x"}')
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        assert broker.topics()["Old"].read_queues == 2
+        broker.create_topic("T", 2, message_type="FIFO")
+    shell("import", "new", "-", given='{"topic":"T","queueId":5,"body":"y"}')
     with Broker.open("new", runner=ManualRunner()) as broker:
         assert broker.topics()["T"].read_queues == 6
-        assert [message.body for message in broker.messages("T")] == [b"x"]
+        assert broker.topics()["T"].message_type == "FIFO"
+        assert [message.body for message in broker.messages("T")] == [b"x", b"y"]
 
 
 def test_a_dry_run_counts_and_writes_nothing(shell: Shell) -> None:

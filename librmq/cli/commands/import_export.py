@@ -34,12 +34,11 @@ from librmq.message.topics import is_system_topic, validate_topic
 from librmq.runtime import critical
 from librmq.runtime.event_log import watched
 from librmq.store import AppendFields, BrokerTables, MessageStore
-from librmq.store.format.broker_tables import MOST_QUEUES
+from librmq.store.format.broker_tables import MOST_QUEUES, unlisted_topics
 from librmq.store.format.directory import CONFIG, check_kind
 
 _OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700
 _FLUSH_BYTES: Final = 64 << 20
-_READ_PERMISSION: Final = 6
 _COLUMNS: Final = frozenset((
     "topic", "queueId", "body", "body_b64", "properties", "propertiesString", "tags", "keys", "uniqueKey",
     "bornTimestamp", "storeTimestamp", "reconsumeTimes", "sysFlag", "flag", "bornHost", "storeHost",
@@ -154,10 +153,10 @@ class _Writer:
 
     def __exit__(self, *_: object) -> None:
         try:
+            if self._tables.topics.is_new:  # in a table that others began, topics of older messages count as deleted
+                self._queues = unlisted_topics(self._store.queues, self._store.queue_range, ())
             for topic, queues in self._queues.items():
-                present = self._tables.topics.rows.get(topic, {}).get("readQueueNums", 0)
-                if queues > present:
-                    self._tables.set_topic(topic, read_queues=queues, write_queues=queues, permission=_READ_PERMISSION)
+                self._tables.add_queues(topic, queues)
             self._tables.persist(SystemClock().now_ms())
         finally:
             self._store.close()

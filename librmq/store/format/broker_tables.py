@@ -339,6 +339,16 @@ class BrokerTables:
         """Make or change a topic; ``permission`` has the bits 4 read, 2 write, 1 inherited."""
         self.topics.set(topic, topic_row(topic, read_queues, write_queues, permission))
 
+    def add_queues(self, topic: str, queues: int) -> None:
+        """Make a topic, or let groups read more queues of it, so that they get the messages in ``queues`` queues.
+
+        Clients still write to as many as before, so keys stay in their queues.
+        """
+        before, queues = self.topics.rows.get(topic, {}), min(queues, MOST_QUEUES)
+        if queues > before.get("readQueueNums", 0) and not has_no_row(topic):
+            row = topic_row(topic, queues, before.get("writeQueueNums", queues), before.get("perm", 6), before=before)
+            self.topics.set(topic, row)
+
     def make_topic(self, topic: str) -> None:
         """Make a topic of one queue, readable and writable, unless it exists."""
         if topic not in self.topics.rows:
