@@ -10,8 +10,8 @@ Columns are checked as a whole; a row that looks wrong is made a `Message`, whos
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ from librmq.message.ids import encode_host, parse_host
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, split_keys
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.store_parts import QueueName
+from librmq.store.format.broker_tables import MOST_QUEUES
 
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "topic": ("string",),
@@ -76,9 +77,11 @@ class Encoder:
     topic: str | None
     queue_id: int | None
     queues: int
+    """Number of queues for rows without a queue, unless ``queues_of`` has that of the topic."""
     host: str
     max_body: int
     max_record: int
+    queues_of: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, batch: pa.RecordBatch, first_row: int, now_ms: int) -> Encoded:
         """Return the records of ``batch``, whose first row is number ``first_row`` of its task.
@@ -88,7 +91,8 @@ class Encoder:
         """
         rows = batch.num_rows
         bodies = _bodies(batch, first_row)
-        topics, queue_ids = self._topics(batch), self._queue_ids(batch, first_row)
+        topics = self._topics(batch)
+        queue_ids = self._queue_ids(batch, topics, first_row)
         lanes, lane = _lanes(topics, queue_ids)
         reserved = {name: _texts(batch, column) for column, name in _OWN}
         properties = _column(batch, "properties")
@@ -143,8 +147,11 @@ class Encoder:
             return pa.repeat(pa.scalar(self.topic, pa.string()), batch.num_rows)
         return column if self.topic is None else column.fill_null(self.topic)
 
-    def _queue_ids(self, batch: pa.RecordBatch, first_row: int) -> Ints:
-        queue_ids = (first_row + np.arange(batch.num_rows)) % self.queues
+    def _queue_ids(self, batch: pa.RecordBatch, topics: pa.Array, first_row: int) -> Ints:
+        names = topics.dictionary_encode()
+        counts = [self.queues_of.get(name, self.queues) for name in names.dictionary.to_pylist()]
+        counts_of_rows = np.array([*counts, 1], np.int64)[names.indices.fill_null(-1).to_numpy()]
+        queue_ids: Ints = (first_row + np.arange(batch.num_rows)) % counts_of_rows
         if self.queue_id is not None:
             queue_ids[:] = self.queue_id
         column = _column(batch, "queueId")
@@ -335,8 +342,8 @@ def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDAr
             raise MessageIllegalError(f"topic {topic!r} is the broker's own: write to a user topic")
     for queue_id in (int(queue_ids.min()), int(queue_ids.max())) if len(queue_ids) else ():
         validate_queue("t", queue_id)
-        if queue_id >= 1 << 31:
-            raise MessageIllegalError(f"queue id: expected a number of 31 bits, found {queue_id}")
+        if queue_id >= MOST_QUEUES:
+            raise MessageIllegalError(f"queue id: expected at most {MOST_QUEUES - 1}, found {queue_id}")
     pairs = encoded.indices.to_numpy().astype(np.int64) << 32 | queue_ids
     unique, which = np.unique(pairs, return_inverse=True)
     lanes = [(names[pair >> 32], pair & 0xFFFFFFFF) for pair in unique.tolist()]

@@ -260,8 +260,8 @@ class WriteOptions:
     topic: str | None = None
     """Values for rows without a column of that name."""
     queue_id: int | None = None
-    queues: int = 4
-    """Number of queues for rows without a queue."""
+    queues: int | None = None
+    """Number of queues for rows without a queue; None for those of their topic."""
     order_by: str | None = None
     job_id: str | None = None
     staging: str | None = None
@@ -287,7 +287,7 @@ class WriteOptions:
             path=local_path(values["path"]),
             topic=values.get("topic"),
             queue_id=_queue_id(values["queue"]) if "queue" in values else None,
-            queues=_whole_number("queues", values.get("queues", "4"), 1),
+            queues=_whole_number("queues", values["queues"], 1) if "queues" in values else None,
             order_by=values.get("orderBy"),
             job_id=_job_id(values.get("jobId")),
             staging=local_path(values["staging"]) if "staging" in values else None,

@@ -40,7 +40,7 @@ from librmq.spark._kafka import written_batch, written_name, written_schema
 from librmq.spark._options import WriteOptions, local_path, shows_conditions
 from librmq.spark._source import freeze_modules
 from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, discard_old, missing, run_folder
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
@@ -88,6 +88,7 @@ def commit(
             return 0
         with closing(StagedRecords(folder, sorted(staged, key=lambda file: file.task), ordered)) as records:
             if len(records):
+                _add_queues(store, records.lanes)
                 _bring_in(store, job, records, folder)
                 if keep_note:
                     _mark_done(store, job)
@@ -169,6 +170,18 @@ def _extent(records: StagedRecords, end: int, file_size: int) -> tuple[int, int,
         begin = int(places[0]) if begin < 0 else begin
         last, end = int(places[-1]), int(places[-1] + block.sizes[-1])
     return begin, last, end
+
+
+def _add_queues(store: MessageStore, lanes: Sequence[QueueName]) -> None:
+    """Let the broker's table of topics have these queues: a group gets no message of another one.
+
+    The broker makes the table of a store without one, from the queues that it finds.
+    """
+    tables = BrokerTables.open(os.path.join(store.path, directory.CONFIG), files=store.files)
+    if not tables.topics.is_new:
+        for topic, queue_id in lanes:
+            tables.add_queues(topic, queue_id + 1)
+        tables.topics.persist(store.clock.now_ms())
 
 
 def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str) -> None:
@@ -314,6 +327,17 @@ def _fill_in(data: bytearray, places: Ints, queue_offsets: Ints, now_ms: int) ->
     window[at + record.STORE_TIMESTAMP_AT + record.HOST_V6_EXTRA * wide] = now_ms
 
 
+_QUEUES: Final = 4
+"""Number of queues of a topic that the store does not know, for rows without a queue."""
+
+
+def _queues_of_topics(path: str) -> dict[str, int]:
+    """Return the number of queues of each topic that clients write to and read."""
+    rows = BrokerTables.open(os.path.join(path, directory.CONFIG)).topics.rows
+    counts = {name: min(row.get("writeQueueNums", 0), row.get("readQueueNums", 0)) for name, row in rows.items()}
+    return {name: count for name, count in counts.items() if count > 0}
+
+
 BATCH_ROWS: Final = 8192
 BATCH_BYTES: Final = 64 << 20
 
@@ -352,10 +376,11 @@ class StagingWriter:
         self._encoder = Encoder(
             topic=options.topic,
             queue_id=options.queue_id,
-            queues=options.queues,
+            queues=options.queues or _QUEUES,
             host=config.store_host,
             max_body=config.max_message_size,
             max_record=config.commitlog_file_size - 8,
+            queues_of=_queues_of_topics(options.path) if options.queues is None else {},
         )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq import Broker, ManualClock, Message, MessageStore, StoreConfig
 from librmq.store.recovery._verify import verify
 from tests.programs import run_program
 
@@ -582,6 +582,28 @@ def test_rows_without_a_queue_go_to_the_option() -> None:
     batch = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "queueId": pa.array([2, None], pa.int32())})
     assert encoder.encode(batch, 0, START_MS).lanes == [("T", 2), ("T", 5)]
     assert encoder.encode(batch.select(["body"]), 0, START_MS).lanes == [("T", 5)]
+
+
+def test_a_group_gets_each_row_of_a_job(tmp_path: Path) -> None:
+    """Rows without a queue go to those that their topic has; a table of topics gets the queues of other rows."""
+    path = tmp_path / "store"
+    with Broker.open(path) as broker:
+        broker.create_topic("T", 2)
+    columns = pa.schema({"topic": pa.string(), "body": pa.binary(), "queueId": pa.int32()})
+    rows = [("T", b"a", None), ("T", b"b", None), ("T", b"c", None), ("New", b"d", None), ("U", b"e", 6)]
+    for queue_id, wanted in ((None, {("T", 0), ("T", 1), ("New", 3), ("U", 6)}), (2, {("T", 2)})):
+        those = rows if queue_id is None else [("T", b"f", queue_id)]
+        writer = Writer(WriteOptions(str(path)), from_arrow_schema(columns))
+        batch = pa.RecordBatch.from_pylist([dict(zip(columns.names, row, strict=True)) for row in those], columns)
+        ready = writer.write(iter([batch]))
+        assert isinstance(ready, write.Ready)
+        assert set(ready.staged.lanes) == wanted
+        writer.commit([ready])
+    with Broker.open(path) as broker:
+        queues = {name: row.brokers[0] for name, row in broker.topics().items() if name in ("T", "New", "U")}
+    assert {name: (row.read_queues, row.write_queues) for name, row in queues.items()} == {
+        "T": (3, 2), "New": (4, 4), "U": (7, 7),
+    }  # fmt: skip
 
 
 def test_records_are_sorted_over_tasks_and_queues(tmp_path: Path) -> None:
