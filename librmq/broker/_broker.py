@@ -34,6 +34,7 @@ from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import BrokerError, ClientStateError, ConfigError, NoRouteError, StoreError, StoreLockedError
 from librmq.files import DiskFiles, Files
+from librmq.files.interface import fixed_path
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import SystemTopic
@@ -146,7 +147,8 @@ class Broker(StoreRoute, Endpoint):
             raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")
         if runner is not None and clock is not None:
             raise ConfigError("Broker.open: expected runner= or clock=, found both: a runner has its own clock")
-        folder, config, files = os.fspath(path), config or BrokerConfig.defaults(), files or DiskFiles()
+        config, files = config or BrokerConfig.defaults(), files or DiskFiles()
+        folder = fixed_path(path, files)
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
         with ExitStack() as undo:

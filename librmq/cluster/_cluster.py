@@ -24,6 +24,7 @@ from librmq.broker import AdministeredRoute, Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files import DiskFiles, Files
+from librmq.files.interface import fixed_path
 from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.override import override
@@ -362,9 +363,9 @@ class Cluster(RouteTable):
                 own_runner = runner = ThreadRunner()
                 undo.callback(own_runner.shutdown)
             cluster = object.__new__(cls)
-            cluster.name, cluster._path, cluster._own_runner = name, os.fspath(path), own_runner
             cluster._broker_config, cluster._store_config = config, store_config or StoreConfig()
             cluster._files, cluster._metrics = files or DiskFiles(), metrics
+            cluster.name, cluster._path, cluster._own_runner = name, fixed_path(path, cluster._files), own_runner
             opened = []
             for broker_name in names:
                 opened.append(cluster._open_broker(broker_name, runner))

@@ -38,7 +38,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.files import DiskFiles, Files
-from librmq.files.interface import confine
+from librmq.files.interface import confine, fixed_path
 from librmq.metrics import Metrics
 from librmq.override import override
 from librmq.protocol import (
@@ -82,8 +82,8 @@ class StoredMaster(Endpoint):
             NotAStoreError: The folder has no store.
             CorruptionError: The store is damaged.
         """
-        self.path: str = os.fspath(path)
         self._files = files or DiskFiles()
+        self.path: str = fixed_path(path, self._files)
         self._last_tables: tuple[bytes, CopiedTables] | None = None  # tables with the digest of their files
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
         if not self._store.queues.has_files:
@@ -259,7 +259,7 @@ class Replica(Closing):
             own_runner = runner = ThreadRunner()
         files = files or DiskFiles()
         replica = object.__new__(cls)
-        replica.path, replica.runner, replica._own_runner = os.fspath(path), runner, own_runner
+        replica.path, replica.runner, replica._own_runner = fixed_path(path, files), runner, own_runner
         replica._files, replica._config, replica._metrics = files, config or ReplicaConfig(), metrics
         try:
             master = _endpoint(of, files, runner)

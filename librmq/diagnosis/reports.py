@@ -365,7 +365,8 @@ def report(
             try:
                 verifies = is_verified(view, check, VERIFIED)
                 part = _without_messages(view, names[path], scope, topics[view.store.path], limits, check=verifies)
-                return _with_messages(part, view, scope, axis or TimeAxis(0, 1000, 1), window_s)
+                part = _with_messages(part, view, scope, axis or TimeAxis(0, 1000, 1), window_s)
+                return replace(part, path=path)  # as it was named, where the view has its whole path
             except CorruptionError as error:
                 return _broken_store(path, names[path], error)
 

@@ -336,6 +336,13 @@ def read_sole_file(files: Files, folder: str, size: int, limit: int) -> tuple[st
     return None
 
 
+def fixed_path(path: str | os.PathLike[str], files: Files) -> str:
+    """Return a path that leads to the same place of a disk after the process has changed its working directory."""
+    text = os.fspath(path)
+    with SystemCall("find the working directory of", text):
+        return os.path.abspath(text) if files.is_shared else text
+
+
 def identity_of(files: Files, path: str) -> str | None:
     """Return a text that neither a copy of a folder has, nor the folder itself after a restart of the machine.
 

@@ -21,6 +21,7 @@ from librmq.config import StoreConfig, check_kind, check_now, check_path, to_sec
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, ReplicaError
 from librmq.files import Damage, DiskFiles, Files
+from librmq.files.interface import fixed_path
 from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.override import override
 from librmq.runtime import critical
@@ -189,8 +190,8 @@ class MessageStore(Closing):
         """
         wait_s = _check_arguments(path, config, files, clock, filters, wait, at, read_only=read_only)
         store = object.__new__(cls)
-        store.path, store.read_only, store.filters = os.fspath(path), read_only, filters
         store.files, store.clock = files or DiskFiles(), clock or SystemClock()
+        store.path, store.read_only, store.filters = fixed_path(path, store.files), read_only, filters
         bitmap_of = None if filters is None else filters.bitmap
         if read_only:
             return store._open_view(config, bitmap_of, replica_of, at)

@@ -447,5 +447,6 @@ def test_lag_without_the_brokers_tables_names_the_missing_file(shell: Shell) -> 
     answer = shell("lag", "store")
     assert (answer.status, answer.out) == (0, "")
     assert answer.said.startswith(
-        "note: the progress of groups is unknown: store/config/consumerOffset.json is missing or empty: copy it"
+        f"note: the progress of groups is unknown: {shell.folder}/store/config/consumerOffset.json is missing or "
+        "empty: copy it"
     )

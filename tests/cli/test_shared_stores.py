@@ -261,7 +261,7 @@ def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -
     with owner_of("live") as owner:
         assert owner is not None
         assert "store" not in vars(owner)  # is opened once, by the command
-        assert owner.store.path == "live"
+        assert owner.store.path == os.path.abspath("live")
     (row,) = shell("lag", "live", "--by", "topic").rows
     assert (row["group"], row["lag"]) == ("billing", 2)
     assert [row["group"] for row in shell("groups", "live").rows] == ["billing"]

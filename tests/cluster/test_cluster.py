@@ -297,3 +297,23 @@ def test_threads_and_a_disk(tmp_path: Path) -> None:
         assert [one.name for one in cluster.brokers()] == ["a", "b", "c"]
         assert "a, b, c" in repr(cluster)
     assert all(one.dead for one in cluster.brokers())
+
+
+@pytest.mark.parametrize("place", ["broker", "cluster"])
+def test_a_relative_path_means_the_same_folder_in_another_working_directory(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    runner = ManualRunner()
+    opened = Broker.open("b", runner=runner) if place == "broker" else Cluster.open("c", ["b"], runner=runner)
+    with opened, Producer(opened, "shop") as producer:
+        monkeypatch.chdir(elsewhere)
+        producer.send("orders", b"o-1")
+        runner.advance(60_000)
+        if isinstance(opened, Cluster):
+            opened.crash("b")
+            opened.reopen("b")
+            producer.send("orders", b"o-2")
+    assert list(elsewhere.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -248,3 +249,24 @@ def test_a_call_during_a_recovery_waits(name: str) -> None:
         assert len(list(store.messages("T"))) == before + 1
         assert store.flush() == store.log.end
         assert store.verify().sound
+
+
+def test_a_relative_path_means_the_same_folder_in_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon changes to ``/``, a test to another folder: new files of the log, queues and index stay in the store."""
+    bodies = [Random(number).randbytes(1_000) for number in range(100)]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with MessageStore.open("store", StoreConfig.tiny(), background=False) as store:
+        store.append(Message("orders", bodies[0]))
+        with MessageStore.open("store", read_only=True) as reader:
+            monkeypatch.chdir(elsewhere)
+            for body in bodies[1:]:
+                store.append(Message("orders", body))
+            assert [message.body for message in reader] == bodies
+    assert len(list((tmp_path / "store" / "commitlog").iterdir())) > 1
+    assert list(elsewhere.iterdir()) == []
+    with MessageStore.open(tmp_path / "store") as store:
+        assert [message.body for message in store] == bodies
