@@ -66,13 +66,12 @@ class Between:
         return f" of at least {self.minimum}" if self.maximum == math.inf else f" from {self.minimum} to {self.maximum}"
 
 
+@dataclass(frozen=True, slots=True)
 class Seconds(Between):
     """Limits of a duration in seconds, by default 0 to a year."""
 
-    __slots__ = ()
-
-    def __init__(self, minimum: float = 0, maximum: float = _YEAR_S) -> None:
-        super().__init__(minimum, maximum)
+    minimum: float = 0
+    maximum: float = _YEAR_S
 
 
 _Check = Callable[[object], bool]
@@ -123,7 +122,7 @@ class Config:
     @classmethod
     def defaults(cls) -> Self:
         """Return the default settings, always the same object."""
-        return cast("Self", _defaults(cast("Hashable", cls)))
+        return cast("Self", _defaults.get(cls) or _defaults.setdefault(cls, cls()))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return a copy with some settings replaced; a `timedelta` counts in seconds.
@@ -226,11 +225,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-@lru_cache(maxsize=64)
-def _defaults(kind: Any) -> object:  # noqa: ANN401 a class, which is hashable
-    return kind()
-
-
+_defaults: Final[dict[type[Config], Config]] = {}
 _fields = lru_cache(maxsize=64)(dataclasses.fields)
 
 
@@ -280,15 +275,11 @@ def _one_of(options: list[Any], limits: Between | None) -> tuple[str, _Check]:
         return "text", lambda value: isinstance(value, str)
     if origin in (Callable, types.FunctionType):
         return "a function", callable
-    return _class_check(origin)
-
-
-def _class_check(kind: object) -> tuple[str, _Check]:
-    if getattr(kind, "_is_protocol", False) or not isinstance(kind, type):  # only a type checker can check these
-        return f"{kind}", lambda value: value is not None
-    article = "an" if kind.__name__[0] in "AEIO" else "a"
-    members = f" ({', '.join(kind.__members__)})" if issubclass(kind, enum.Enum) else ""
-    return f"{article} {kind.__name__}{members}", lambda value: isinstance(value, kind)
+    if getattr(origin, "_is_protocol", False) or not isinstance(origin, type):  # only a type checker can check these
+        return f"{origin}", lambda value: value is not None
+    article = "an" if origin.__name__[0] in "AEIO" else "a"
+    members = f" ({', '.join(origin.__members__)})" if issubclass(origin, enum.Enum) else ""
+    return f"{article} {origin.__name__}{members}", lambda value: isinstance(value, origin)
 
 
 def to_seconds(name: str, value: float | timedelta, minimum: float = 0, maximum: float = math.inf) -> float:
@@ -377,11 +368,10 @@ class NamedConfig(Config):
 
     def __new__(cls, **settings: Any) -> Self:  # noqa: ANN401 checked by the class
         """Note the names. ``dataclasses.replace`` gives all settings; of those, others than a preset's count."""
-        named = set(settings)
-        fields = _fields(cast("Hashable", cls))
-        if len(settings) == len(fields):
-            named = {field.name for field in fields if settings[field.name] != _default_of(field)}
-            named -= cls._unnamed(settings)
+        named, names = set(settings), cls.names()
+        if len(settings) == len(names):
+            defaults = cls.defaults()
+            named = {name for name in names if settings[name] != getattr(defaults, name)} - cls._unnamed(settings)
         return _name(super().__new__(cls), named)
 
     @classmethod
@@ -398,10 +388,6 @@ class NamedConfig(Config):
         if not settings:
             return self
         return _name(super().with_settings(settings), self.named | settings.keys())
-
-
-def _default_of(field: dataclasses.Field[Any]) -> object:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 _N = TypeVar("_N", bound=NamedConfig)
