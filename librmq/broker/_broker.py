@@ -180,7 +180,7 @@ class Broker(StoreRoute, Endpoint):
         is_copy = named.broker.replica_of is not None  # a copy records no promises: its master keeps them
         recorded = Promises() if is_copy else Promises.read(path, files)
         if not changes:
-            recorded.check_alone(path, named)
+            recorded.check(path, named.bound(), "open it with change_settings=True")
         opened = named.over(recorded).over(named, opens=True)
         store_config = opened.store if opened.store.named else None
         if not named.store.named and store_config is not None:
@@ -266,7 +266,6 @@ class Broker(StoreRoute, Endpoint):
                     if (SystemTopic.HALF, 0) in store.queues:
                         transactions().prepared()
             context.show_gauges(lambda: 0 if replication.made is None else replication.made.replica_count)
-            life.mark_open()
         except BaseException:
             with runner.lock:  # the caller's runner goes on, and has steps of this broker by now
                 life.mark_ended(was_killed=True)

@@ -120,14 +120,15 @@ class Clients:
         now = self.runner.now_ms()
         for data in request.consumers:
             for subscription in data.subscriptions.values():
-                self.registrations.register(
-                    subscription.topic,
-                    data.group,
-                    subscription.expression,
-                    subscription.expression_type,
-                    subscription.version,
-                    now,
-                )
+                if not subscription.is_by_tags:
+                    self.registrations.register(
+                        subscription.topic,
+                        data.group,
+                        subscription.expression,
+                        subscription.expression_type,
+                        subscription.version,
+                        now,
+                    )
             self.registrations.keep_topics(data.group, set(data.subscriptions), now)
             self._warn_of_differences(data.group, request.client_id)
         self.filters_changed()

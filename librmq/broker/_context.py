@@ -173,7 +173,7 @@ class BrokerContext:
         """Make the topics that have messages and were lost, or for which messages wait; or warn of them."""
         store, listed = self.store, self.topics.by_name
         unlisted = unlisted_topics(store.queues, store.queue_range, listed)
-        if self.topics.is_new:  # otherwise a deleted topic would come back
+        if self.tables.topics.is_new:  # otherwise a deleted topic would come back
             try:
                 for topic, queue_id in self._awaited_queues():
                     if topic not in listed and not has_no_row(topic):
@@ -214,7 +214,8 @@ class BrokerContext:
 
     def save_all(self) -> None:
         self.offsets.adopt()
-        self._save_filters()
+        if self.tables.filters or self._filters_saving.has_changed:
+            self._save_filters()
         self.writing.end_writing(self.life.why_dead)
         self.store.flush()
         self.tables.persist(self.runner.now_ms())
@@ -314,8 +315,6 @@ class BrokerLife:
         self._why = "was closed"
         self.watchers: Watchers = Watchers()
         """Notified when topics or queues have changed, and at the end."""
-
-    def mark_open(self) -> None:
         _open.add(self)
 
     def mark_ended(self, *, was_killed: bool) -> None:

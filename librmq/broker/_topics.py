@@ -165,17 +165,13 @@ class Topics:
         ]
         for name, count, permission in defaults:
             table.rows.setdefault(name, topic_row(name, count, count, permission))
-        self.by_name: dict[str, Topic] = {name: self._topic(name) for name in table.rows}
+        self.by_name: dict[str, Topic] = {name: Topic(name, row) for name, row in table.rows.items()}
         """By name."""
         self.version = next(_versions)
         """Version of the topics, which a new or changed topic increases before its next message."""
         self._lock = Lock()  # guards the table, because a replica copies topics without the runner's lock
         self._is_changed = False
         self._missing = set[str]()  # topics of which `warn_of_missing` has warned
-
-    @property
-    def is_new(self) -> bool:
-        return self._table.is_new
 
     def warn_of_missing(self, name: str) -> None:
         """Log once that a message was delivered into a topic that the table lacks."""
@@ -211,8 +207,9 @@ class Topics:
         if not added_topics:
             return
         for name, queues in added_topics.items():
-            self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
-            self.by_name[name] = self._topic(name)
+            row = topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE)
+            self._table.set(name, row)
+            self.by_name[name] = Topic(name, row)
         if self._table.is_new:
             _log.info(
                 "the store has no topics.json, so its topics are those of its messages (%(topics)d): %(names)s",
@@ -228,7 +225,7 @@ class Topics:
         """
         with self._lock:
             if self._table.replace(rows):
-                self.by_name.update({name: self._topic(name) for name in rows})
+                self.by_name.update({name: Topic(name, row) for name, row in rows.items()})
                 for name in self.by_name.keys() - rows.keys():
                     del self.by_name[name]
                 self.version, self._is_changed = next(_versions), True
@@ -239,9 +236,6 @@ class Topics:
         if self._is_changed:
             self._is_changed = False
             self._changed()
-
-    def _topic(self, name: str) -> Topic:
-        return Topic(name, self._table.rows[name])
 
     def find(self, name: str) -> Topic | None:
         """Return a topic, or that of the timer, which RocketMQ 5 lists and the table of 4.9 lacks; None without one."""
@@ -260,9 +254,8 @@ class Topics:
         """Return the topic of a send, made on demand like the default topic, with at most ``default_queues`` queues."""
         if name in NOT_FOR_SENDING:
             raise reserved_topic(name)
-        return self.by_name.get(name) or self._create(name, default_queues, default_topic)
-
-    def _create(self, name: str, default_queues: int, default_topic: str) -> Topic:
+        if (topic := self.by_name.get(name)) is not None:
+            return topic
         validate_client_topic(name)
         default = self.by_name.get(default_topic)
         is_allowed = self._config.auto_create_topic or default_topic != SystemTopic.AUTO_CREATE
@@ -318,7 +311,7 @@ class Topics:
             self._table.set(name, row)
             self.version = next(_versions)
             self._save(self._table, self._now_ms())
-            topic = self.by_name[name] = self._topic(name)
+            topic = self.by_name[name] = Topic(name, row)
         self._changed()
         return topic
 

@@ -175,8 +175,8 @@ class Promises:
             {name: getattr(self.broker, name) for name in _OF_BROKER if name in self.broker.named},
         )
 
-    def differences(self, other: Promises, *, present: Promises | None = None) -> list[str]:
-        """Return what ``other`` names otherwise, one text for each setting.
+    def check(self, path: str, other: Promises, change: str, *, present: Promises | None = None) -> None:
+        """Refuse what ``other`` names otherwise, with how to ``change`` it.
 
         What no process has named has its value in ``present``; without one it has none.
         """
@@ -186,7 +186,11 @@ class Promises:
             for name, value in theirs.items():
                 if (name in names or present is not None) and value != getattr(mine, name):
                     lines.append(f"{name} is {getattr(mine, name)!r:.200}, and this process names {value!r:.200}")
-        return lines
+        if lines:
+            raise ConfigError(
+                f"{path}: the store has other settings: {'; '.join(lines)}. Leave them out to take those of the "
+                f"store; to change them, {change}"
+            )
 
     def is_replaced_by(self, recorded: Promises) -> bool:
         """Return whether another process has recorded other settings since; values of retention the opening records."""
@@ -198,7 +202,7 @@ class Promises:
 
     def check_shared(self, path: str, other: Promises) -> None:
         """Refuse what a process that becomes the owner of a shared store names otherwise."""
-        self._refuse(path, self.differences(other), "share it with change_settings=True, while no process does")
+        self.check(path, other, "share it with change_settings=True, while no process does")
 
     def check_peer(self, path: str, other: Promises, files: Files, owner: int) -> None:
         """Refuse what a peer names otherwise than the process ``owner`` has it; record what it names besides."""
@@ -210,19 +214,8 @@ class Promises:
         change = f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
         with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
             recorded = Promises.read(path, files)
-            self._refuse(path, recorded.differences(other, present=recorded.over(present)), change)
+            recorded.check(path, other, change, present=recorded.over(present))
             recorded._write_over(path, files, other)
-
-    def check_alone(self, path: str, other: Promises) -> None:
-        """Refuse what `Broker.open` names otherwise, of what binds messages that the store has accepted."""
-        self._refuse(path, self.differences(other.bound()), "open it with change_settings=True")
-
-    def _refuse(self, path: str, lines: list[str], change: str) -> None:
-        if lines:
-            raise ConfigError(
-                f"{path}: the store has other settings: {'; '.join(lines)}. Leave them out to take those of the "
-                f"store; to change them, {change}"
-            )
 
     def bound(self, recorded: Promises | None = None) -> Promises:
         """Return what of these settings binds messages that a store has accepted, so that `Broker.open` records it.

@@ -133,19 +133,16 @@ class Groups:
         self._now_ms = now_ms
         for name in _BROKERS_OWN:
             table.rows.setdefault(name, group_row(name))
-        self.by_name: dict[str, GroupSettings] = {name: self._group(name) for name in table.rows}
+        self.by_name: dict[str, GroupSettings] = {name: settings_in(name, row) for name, row in table.rows.items()}
         """By name."""
 
     def copy_rows(self, rows: Mapping[str, Any]) -> None:
         """Replace all groups by a master's."""
         if self._table.replace(rows):
-            self.by_name.update({name: self._group(name) for name in rows})
+            self.by_name.update({name: settings_in(name, row) for name, row in rows.items()})
             for name in self.by_name.keys() - rows.keys():
                 del self.by_name[name]
             self._save(self._table, self._now_ms())
-
-    def _group(self, name: str) -> GroupSettings:
-        return settings_in(name, self._table.rows[name])
 
     def get_or_create(self, name: str) -> GroupSettings:
         """Return the group, made on demand; `BrokerError` if that is switched off."""
@@ -185,9 +182,10 @@ class Groups:
             named = {key.removeprefix("+"): value for key, value in attributes.items()}
             changes[_ATTRIBUTES] = {**(former if isinstance(former, Mapping) else {}), **named}
         new = {**(self._table.rows.get(like) or group_row(name)), "groupName": name}
-        self._table.set(name, {**(self._table.rows.get(name) or new), **changes})
+        row = {**(self._table.rows.get(name) or new), **changes}
+        self._table.set(name, row)
         self._save(self._table, self._now_ms())
-        group = self.by_name[name] = self._group(name)
+        group = self.by_name[name] = settings_in(name, row)
         return group
 
     def delete(self, name: str) -> None:

@@ -303,18 +303,15 @@ class Registrations:
 
     def keep_topics(self, group: str, topics: set[str], now_ms: int) -> None:
         """Keep the filters on ``topics``, which the group's clients name; the group's others are dead now."""
-        self._mark_dead(group, now_ms, lambda registration: registration.topic not in topics)
+        with self._lock:
+            for registration in self.of_group(group):
+                if registration.topic not in topics and not registration.dead:
+                    dead_ms = max(now_ms, registration.born_timestamp_ms)
+                    self._set_registration(replace(registration, dead_timestamp_ms=dead_ms))
 
     def unregister(self, group: str, now_ms: int) -> None:
         """Release a group's subscription after its last client has left."""
-        self._mark_dead(group, now_ms, lambda registration: True)
-
-    def _mark_dead(self, group: str, now_ms: int, selected: Callable[[Registration], bool]) -> None:
-        with self._lock:
-            for registration in self.of_group(group):
-                if selected(registration) and not registration.dead:
-                    dead_ms = max(now_ms, registration.born_timestamp_ms)
-                    self._set_registration(replace(registration, dead_timestamp_ms=dead_ms))
+        self.keep_topics(group, set(), now_ms)
 
     def clean(self, now_ms: int, after_ms: int = CLEANED_AFTER_MS) -> None:
         """Remove registrations that have been dead for ``after_ms``."""
