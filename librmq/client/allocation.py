@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from hashlib import md5
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from librmq.client.queue_selectors import LARGEST_RING, text_hash
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import utf16_order
 from librmq.message import MessageQueue
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
 """``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""
+
+LARGEST_RING: Final = 1 << 20
+"""The most nodes of a ring of hashes."""
 
 
 # --------------------------------------------------------------------------------------------------------- strategies
@@ -207,6 +210,11 @@ def hash_ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
     places = sorted(nodes)
     owners = [numbers[nodes[place]] for place in places]
     return _Ring(np.array(places, np.uint32), np.array([*owners, owners[0]], np.intp), numbers)
+
+
+def text_hash(text: str) -> int:
+    """Return the place of a text on a ring: the first 32 bits of its MD5, as ``ConsistentHashRouter`` computes it."""
+    return int.from_bytes(md5(text.encode("utf-8", "replace"), usedforsecurity=False).digest()[:4], "big")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -12,14 +12,14 @@ import enum
 import functools
 import itertools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from random import Random
-from typing import Final, NamedTuple, Self, TypeVar, cast
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 from librmq.client.operations import Watched
-from librmq.client.queue_selectors import QueueSelector, RoundRobin
 from librmq.config import check_kind
 from librmq.errors import (
+    AllocationError,
     BrokerBusyError,
     BrokerError,
     ClientError,
@@ -118,16 +118,6 @@ class LifeCycle:
             raise ClientStateError(f"{self.what} is {self.state.value}: {call} needs a running one: {advice}")
 
 
-def _check_route(route: object, user: str) -> None:
-    """Refuse a ``route`` that is not one, such as a path, for a ``user`` such as ``Producer``."""
-    if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
-        advice = ""
-        if isinstance(route, str | os.PathLike):
-            place = os.fspath(route)
-            advice = f": open a folder with Broker.open({place!r}), reach a name server with librmq.connect({place!r})"
-        raise TypeError(f"{user}: expected a route, such as a Broker or a RouteTable, found {route!r:.80}{advice}")
-
-
 def client_of(route: Route, user: str, client: Client | None, instance_name: str | None) -> Client:
     """Return the identity of a new producer or consumer, whose class is ``user``: the given one, or a new one.
 
@@ -135,7 +125,12 @@ def client_of(route: Route, user: str, client: Client | None, instance_name: str
         ConfigError: Both ``client`` and ``instance_name`` are given, or the client is of another route.
         TypeError: ``route`` is not a `Route`, or ``client`` is not a `Client`.
     """
-    _check_route(route, user)
+    if not all(hasattr(route, name) for name in ("endpoint", "topic_route", "runner")):
+        advice, given = "", cast("object", route)
+        if isinstance(given, str | os.PathLike):
+            place = os.fspath(given)
+            advice = f": open a folder with Broker.open({place!r}), reach a name server with librmq.connect({place!r})"
+        raise TypeError(f"{user}: expected a route, such as a Broker or a RouteTable, found {route!r:.80}{advice}")
     check_kind("client", client, Client)
     if client is None:
         return Client(route, instance_name=instance_name)
@@ -228,11 +223,12 @@ class Client:
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
         self.client_id: str = f"{host[0]}@{name}" if self.site is None else f"{self.site}-{host[0]}@{name}"
         # The ids of a test are the same in each run; all others are random.
+        address = encode_host((host[0], 0))[:-4]
         if identity is None:
-            self.unique_ids: UniqueIds = UniqueIds(self.runner.now_ms, _address(host[0]))
+            self.unique_ids: UniqueIds = UniqueIds(self.runner.now_ms, address)
         else:
             maker = string_hash(f"{host[0]}@{maker_name}")
-            self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=0, process=1)
+            self.unique_ids = UniqueIds(self.runner.now_ms, address, maker, first=0, process=1)
         self.random: Random | None = Random() if identity is None else None
         """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""
         self._producers: dict[str, Member] = {}
@@ -304,7 +300,17 @@ class Client:
                 producer_group=None if is_consumer else member.group,
                 consumer_group=member.group if is_consumer else None,
             )
-            self._send_to_all(request)
+            for name in self.route.broker_names():
+                try:
+                    self.route.endpoint(name).call(request)
+                except ClientError as error:
+                    _log.warning(
+                        "%(client)s: %(broker)s refused %(request)s: %(error)s",
+                        client=self.client_id,
+                        broker=name,
+                        request=type(request).__name__,
+                        error=error,
+                    )
             if not self._consumers and not self._producers and self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
@@ -329,19 +335,6 @@ class Client:
         if self._joined_ms <= now_ms < first_ms:
             return first_ms
         return next_on_grid(now_ms, first_ms, HEARTBEAT_MS)
-
-    def _send_to_all(self, request: Request[None]) -> None:
-        for name in self.route.broker_names():
-            try:
-                self.route.endpoint(name).call(request)
-            except ClientError as error:
-                _log.warning(
-                    "%(client)s: %(broker)s refused %(request)s: %(error)s",
-                    client=self.client_id,
-                    broker=name,
-                    request=type(request).__name__,
-                    error=error,
-                )
 
     def call(self, request: Request[R], /) -> R:
         """Pass a broker's request to the producer or consumer of its group."""
@@ -393,10 +386,6 @@ class Client:
             member.answer(ConsumersChanged(group))
 
 
-def _address(ip: str) -> bytes:
-    return encode_host((ip, 0))[:-4]
-
-
 # ---- one client for each process
 
 
@@ -433,6 +422,29 @@ class ProcessClients:
                 other_route=route,
             )
         return client
+
+
+QueueSelector: TypeAlias = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
+"""``selector(queues, message, key)`` returns one of the queues, as those of `librmq.client.queue_selectors` do."""
+
+
+class RoundRobin:
+    """One queue after the other, from number ``begin`` on. Thread-safe."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self.numbers: itertools.count[int] = itertools.count(begin)
+        """The turns to come; counting is one step for the interpreter, so threads may share it."""
+
+    def next_queue(self, queues: Sequence[MessageQueue], tried: Sequence[str] = ()) -> MessageQueue:
+        """Return the next queue, if possible not of the broker ``tried`` last; `AllocationError` without queues."""
+        if not queues:
+            raise AllocationError("there are no queues to choose from")
+        if tried:
+            for _ in queues:
+                queue = queues[next(self.numbers) % len(queues)]
+                if queue.broker_name != tried[-1]:
+                    return queue
+        return queues[next(self.numbers) % len(queues)]
 
 
 class TopicQueues(NamedTuple):

@@ -12,9 +12,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from librmq.client.client import Client, LifeCycle, Member, PublishRoutes, client_of
+from librmq.client.client import Client, LifeCycle, Member, PublishRoutes, QueueSelector, client_of
 from librmq.client.operations import Watcher
-from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendResult
 from librmq.config import to_seconds
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, MessageIllegalError, SendTimeoutError

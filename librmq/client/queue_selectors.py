@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import md5
-from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from librmq.client.allocation import LARGEST_RING, text_hash
+from librmq.client.client import QueueSelector, RoundRobin
 from librmq.client.operations import Ended, Operation
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import number_hash, string_hash
@@ -23,8 +23,6 @@ from librmq.runtime.locks import Lock
 
 if TYPE_CHECKING:
     from random import Random
-
-QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]
 
 _AVOIDANCE: Final = (
     (15_000, 600_000),
@@ -38,9 +36,6 @@ _AVOIDANCE: Final = (
 """``(latency, away)`` in ms: how long to avoid a broker after a send with that latency; slowest first."""
 
 _FAILED_LATENCY_MS: Final = 30_000
-
-LARGEST_RING: Final = 1 << 20
-"""The most nodes of a ring of hashes."""
 
 
 def key_hash(key: object) -> int:
@@ -123,11 +118,6 @@ def _queue_ring(queues: tuple[MessageQueue, ...], virtual_nodes: int) -> tuple[l
     return places, [nodes[place] for place in places]
 
 
-def text_hash(text: str) -> int:
-    """Return the place of a text on a ring: the first 32 bits of its MD5, as ``ConsistentHashRouter`` computes it."""
-    return int.from_bytes(md5(text.encode("utf-8", "replace"), usedforsecurity=False).digest()[:4], "big")
-
-
 def select_at_random(random: Random) -> QueueSelector:
     """Return a selector that draws from ``random``."""
 
@@ -149,29 +139,6 @@ def select_by_room(
         return then([queue for queue in queues if queue_room(queue) in room_names] or queues, message, key)
 
     return select
-
-
-class RoundRobin:
-    """One queue after the other, from number ``begin`` on. Thread-safe."""
-
-    def __init__(self, begin: int = 0) -> None:
-        self.numbers: count[int] = count(begin)
-        """The turns to come; counting is one step for the interpreter, so threads may share it."""
-
-    def turn(self) -> int:
-        """Return the next number."""
-        return next(self.numbers)
-
-    def next_queue(self, queues: Sequence[MessageQueue], tried: Sequence[str] = ()) -> MessageQueue:
-        """Return the next queue, if possible not of the broker ``tried`` last; `AllocationError` without queues."""
-        if not queues:
-            raise AllocationError("there are no queues to choose from")
-        if tried:
-            for _ in queues:
-                queue = queues[self.turn() % len(queues)]
-                if queue.broker_name != tried[-1]:
-                    return queue
-        return queues[next(self.numbers) % len(queues)]
 
 
 @dataclass(slots=True)
@@ -224,7 +191,7 @@ class BrokerLatencies:
         """
         if not queues:
             raise AllocationError("there are no queues to choose from")
-        begin = turns.turn()
+        begin = next(turns.numbers)
         for at in range(begin, begin + len(queues)):
             queue = queues[at % len(queues)]
             if self.is_available(queue.broker_name):
@@ -232,7 +199,7 @@ class BrokerLatencies:
         best = self._fallback_broker()
         of_best = [queue for queue in queues if queue.broker_name == best]
         if of_best:
-            return of_best[turns.turn() % len(of_best)]
+            return of_best[next(turns.numbers) % len(of_best)]
         with self._lock:
             self._brokers.pop(best, None)
         return turns.next_queue(queues)
@@ -243,4 +210,4 @@ class BrokerLatencies:
         with self._lock:
             brokers = list(self._brokers.items())
         brokers.sort(key=lambda item: (now_ms < item[1].away_until_ms, item[1].latency_ms, item[1].away_until_ms))
-        return brokers[self._turns.turn() % max(1, len(brokers) // 2)][0]
+        return brokers[next(self._turns.numbers) % max(1, len(brokers) // 2)][0]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypedDi
 
 from librmq.client.client import LifeCycle, PublishRoutes, State, TopicQueues
 from librmq.client.operations import Operation, Watcher, begin, end
-from librmq.client.queue_selectors import BrokerLatencies
 from librmq.config import Between, Config, Seconds
 from librmq.errors import (
     BrokerBusyError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from librmq.client._loop_sends import LoopSends
+    from librmq.client.queue_selectors import BrokerLatencies
 
 
 @cache
@@ -218,6 +218,8 @@ class Sender:
         if not config.avoid_slow_brokers:
             self.latencies = None
         elif self.latencies is None:
+            from librmq.client.queue_selectors import BrokerLatencies  # few producers avoid brokers
+
             self.latencies = BrokerLatencies(self._now_ms)
 
     def queues(self, topic: str) -> TopicQueues:

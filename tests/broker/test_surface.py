@@ -17,9 +17,9 @@ import pytest
 import librmq
 from librmq.broker import Broker, BrokerConfig, QueueLocks
 from librmq.client import TransactionProducer
-from librmq.client.client import Client
+from librmq.client.client import Client, QueueSelector
 from librmq.client.producer import Producer
-from librmq.client.queue_selectors import QueueSelector, select_by_consistent_hash, select_by_hash
+from librmq.client.queue_selectors import select_by_consistent_hash, select_by_hash
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer

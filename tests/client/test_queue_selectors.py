@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from librmq.client.client import QueueSelector, RoundRobin
 from librmq.client.queue_selectors import (
     BrokerLatencies,
-    QueueSelector,
-    RoundRobin,
     key_hash,
     select_at_random,
     select_by_consistent_hash,
