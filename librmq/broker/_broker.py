@@ -640,8 +640,8 @@ class Broker(StoreRoute, Endpoint):
                 if (transactions := self._transactions.made) is not None:
                     saves.callback(transactions.save)
                 self._deliveries.save()
-        if not is_replica:
-            self._deliveries.write_passed()
+        if not is_replica:  # after all progress was saved
+            self._context.cancellations.write_passed(self.store.log.begin, self.runner.now_ms())
 
     def _end_writes(self) -> None:
         self._context.writing.end_writing(self._life.why_dead)

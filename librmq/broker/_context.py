@@ -124,7 +124,7 @@ class BrokerContext:
                     key=repr(unnamed[0])[:80],
                 )
             self.offsets.clamp(cache(lambda topic, queue_id: store.queue_range(topic, queue_id)[1]))
-            if config.replica_of is None:
+            if config.replica_of is None and store.queues:  # a new store has no messages
                 self._add_unlisted_topics()
         self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
         self.clients = Clients(

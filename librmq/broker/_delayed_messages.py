@@ -266,10 +266,6 @@ class Deliveries(BrokerPart):
                 self._notify_watchers()
         return result
 
-    def write_passed(self) -> None:
-        """Write which cancelled messages have passed, after all progress was saved."""
-        self._cancellations.write_passed(self._store.log.begin, self._runner.now_ms())
-
     def _cancel(self, request: CancelMessage) -> CancelResult:
         records = self._records_of(request.message_id, request.topic)
         waiting = [message for message in records if self._is_waiting(message, records)]

@@ -323,7 +323,8 @@ class TableWriter:
         if after_flush:
             self._after_flush.add(table)
         if self._waits:
-            self._flush_before(table)
+            if table in self._after_flush:
+                self._flush()
             table.persist(now_ms)
         else:
             self._latest[table] = table.snapshot(now_ms)
@@ -353,14 +354,11 @@ class TableWriter:
             self._check_not_ended()
             while pending := self._pending():
                 table, data = pending[0]
-                self._flush_before(table)
+                if table in self._after_flush:
+                    self._flush()
                 table.write(data)
                 self._written[table] = data
                 self._check_not_ended()
-
-    def _flush_before(self, table: ConfigTable) -> None:
-        if table in self._after_flush:
-            self._flush()
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]

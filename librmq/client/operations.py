@@ -195,7 +195,7 @@ class Watched:
         hooks = tuple(hooks)
         for hook in hooks:
             check_arguments("hooks: the function", hook, "an Operation")
-        watchers = *own, *({kind: hook} for hook in hooks), _counting(metrics)
+        watchers = *own, *({kind: hook} for hook in hooks), None if metrics is None else _counting(metrics)
         with _lock:
             self._own_watchers += tuple(filter(None, watchers))
             _all_watched.add(self)
@@ -317,10 +317,8 @@ def _reference(target: object) -> weakref.ref[object] | None:
     raise ConfigError(f"expected a producer, a consumer, a Client, a route or None, found {target!r:.80}")
 
 
-def _counting(metrics: Metrics | None) -> Watchers | None:
+def _counting(metrics: Metrics) -> Watchers:
     """Return watchers that count what clients do."""
-    if metrics is None:
-        return None
     from librmq.metrics import METRICS, Metrics, outside  # most clients have none
 
     check_kind("metrics", metrics, Metrics)

@@ -254,21 +254,16 @@ class Turns:
             turns = runner.shared[cls] = Turns(runner)
         return turns
 
-    @property
-    def is_held(self) -> bool:
-        """Whether a turn waits or runs alone, so that nothing else begins."""
-        return self._present is not None
-
     def join(self, member: Member) -> None:
         self.members.append(member)
-        if self.is_held:
+        if self._present is not None:
             member.hold_back()
 
     def leave(self, member: Member) -> None:
         """Remove a consumer; its turns are passed over by ``begin``."""
         with suppress(ValueError):
             self.members.remove(member)
-        if self.is_held:
+        if self._present is not None:
             self.look()
 
     def ask(self, turn: Turn) -> None:

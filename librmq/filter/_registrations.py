@@ -218,7 +218,8 @@ class Registrations:
             ConfigError: One is malformed.
         """
         registrations = cls(_bloom_of(rows) if bloom is None else bloom)
-        registrations.load({"filterDataByTopic": rows}, now_ms)
+        if rows:
+            registrations.load({"filterDataByTopic": rows}, now_ms)
         return registrations
 
     def __iter__(self) -> Iterator[Registration]:

@@ -236,7 +236,8 @@ def _float_weights(length: int) -> npt.NDArray[np.float64]:
     return _weights(length).astype(np.float64)
 
 
-def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def hash_map_order(names: tuple[str, ...]) -> tuple[int, ...]:
     """Return the order of ``names`` in a ``HashMap`` filled with them, as indices into ``names``.
 
     The map starts with 16 buckets. It doubles when it holds more than three quarters of their number, and, below 64
@@ -249,11 +250,6 @@ def hash_map_order(names: Sequence[str]) -> tuple[int, ...]:
     Raises:
         MessageIllegalError: A name occurs twice.
     """
-    return _hash_map_order(tuple(names))
-
-
-@lru_cache(maxsize=256)
-def _hash_map_order(names: tuple[str, ...]) -> tuple[int, ...]:
     if len(set(names)) != len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise MessageIllegalError(f"property {twice!r} occurs twice")

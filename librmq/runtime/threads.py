@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
@@ -34,11 +35,6 @@ _SWIFT_S: Final = 0.001
 _FEW: Final = 50
 _WATCH_S: Final = 0.005
 """They count as slow when fewer than `_FEW` begin in this time, the interpreter's switch interval."""
-
-
-@lru_cache(maxsize=1024)
-def _listener_name(group: str, number: int) -> str:
-    return f"ConsumeMessageThread_{group}_{number}"
 
 
 class ThreadRunner(Runner):
@@ -342,10 +338,8 @@ class ThreadRunner(Runner):
                 work = self._next_work(turn)
 
     def _claim_name(self, number: int, group: str) -> str:
-        names, listener_number = self._listener_names, 1
-        while names.setdefault(name := _listener_name(group, listener_number), number) != number:
-            listener_number += 1
-        return name
+        names = (f"ConsumeMessageThread_{group}_{listener_number}" for listener_number in itertools.count(1))
+        return next(name for name in names if self._listener_names.setdefault(name, number) == number)
 
     def _next_work(self, turn: Lock) -> Work | None:
         """Take due steps, and return ready work or wait for some; None at the end."""

@@ -483,7 +483,7 @@ class _Properties:
         if not names:
             return pa.repeat(pa.scalar("", pa.string()), len(rows))
         parts: list[Any] = []
-        for number, at in enumerate(hash_map_order(names)):
+        for number, at in enumerate(hash_map_order(tuple(names))):
             separator = "\2" if number else ""
             parts += [pa.scalar(f"{separator}{names[at]}\1"), columns[at]]
         return pc.binary_join_element_wise(*parts, "")

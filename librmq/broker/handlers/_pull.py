@@ -64,7 +64,7 @@ class PullHandler(BrokerPart):
         topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
         store, held, notify = self._store, self._held, request.notify
         name, holder = (topic, queue_id), (request.client_id, request.group)
-        is_held = False
+        is_held, hand_over = False, None if request.take is None else partial(self._hand_over, request, request.take)
         with self._runner.lock:
             selection = self._check_pull(request)
             if request.commit_offset is not None and not self._is_replica:
@@ -72,12 +72,12 @@ class PullHandler(BrokerPart):
             if notify is not None:
                 arrived = held.end_hold(name, holder, selection)
                 if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
-                    response = self._answer_from_log(request, arrived, selection, notify)
+                    response = self._answer_from_log(request, arrived, selection, notify, hand_over)
                     if response is not None:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
+                    held.hold_pull(name, holder, selection, notify, hand_over)
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
@@ -89,7 +89,7 @@ class PullHandler(BrokerPart):
             status = _status(result, queue_offset)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
+                held.hold_pull(name, holder, selection, notify, hand_over)
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
                     held.remove_pull(name, holder)
@@ -170,7 +170,12 @@ class PullHandler(BrokerPart):
         return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
 
     def _answer_from_log(
-        self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
+        self,
+        request: PullMessage,
+        arrived: AppendResult,
+        selection: Selection,
+        notify: Callable[[], None],
+        hand_over: HandOver | None,
     ) -> PullResponse | None:
         """Return the message that ended a hold from the log, before its entry is written, and hold the pull again.
 
@@ -182,16 +187,13 @@ class PullHandler(BrokerPart):
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
+        self._held.hold_pull(name, holder, selection, notify, hand_over)
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
             self._held.remove_pull(name, holder)
             return None
         self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
-
-    def _hand_over_of(self, request: PullMessage) -> HandOver | None:
-        return None if request.take is None else partial(self._hand_over, request, request.take)
 
     def _hand_over(
         self,

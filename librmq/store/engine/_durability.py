@@ -53,7 +53,9 @@ def flush_all(queues: set[ConsumeQueue], flush_disks: Callable[..., bool] = lamb
     commit of the file system; it returns False if it can't. Flushed ones are removed from ``queues``. The error of the
     first failure is raised.
     """
-    new = [queue for queue in queues if queue.ext is None and files_of(queue).has_new_names]
+    new = list[ConsumeQueue]()
+    if len(queues) >= MANY_FILES:
+        new = [queue for queue in queues if queue.ext is None and files_of(queue).has_new_names]
     if len(new) >= MANY_FILES:
         # Taken before the flush, so that the marks of later changes stay.
         marks = [(files_of(queue), files_of(queue).take_marks()) for queue in new]

@@ -31,7 +31,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain
 from sys import intern
 from types import MappingProxyType
@@ -629,7 +629,7 @@ class ConfigTable:
     def _as_written(self, key: object, row: object) -> java_json.Written:
         cached = self._written.get(key)
         if cached is None or cached[0] is not row:
-            cached = self._written[key] = row, _written(row)
+            cached = self._written[key] = row, java_json.written(row, 2)
         return cached[1]
 
     def write(self, data: bytes) -> None:
@@ -777,19 +777,6 @@ def _is_writable(rows: Rows) -> bool:
     except (MalformedError, UnicodeEncodeError, RecursionError):
         return False
     return True
-
-
-def _written(row: object) -> java_json.Written:
-    """Return a row in the file's form; many rows of all brokers are equal."""
-    if isinstance(row, dict):
-        with suppress(TypeError):  # a value in it has no hash
-            return _row_written(tuple(row.items()), tuple(map(type, row.values())))
-    return java_json.written(row, 2)
-
-
-@lru_cache(maxsize=256)
-def _row_written(items: tuple[tuple[Any, Any], ...], types: tuple[type, ...]) -> java_json.Written:
-    return java_json.written(dict(items), 2)  # compare types too, because 1 and True are equal
 
 
 def _object(value: object, what: str) -> dict[Any, Any]:

@@ -27,7 +27,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from functools import lru_cache
 from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
@@ -356,12 +355,7 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
 
 def queue_folder(path: str, topic: str, queue_id: int, *, ext: bool = False) -> str:
     """Return the folder of a queue's files, or with ``ext`` of its extension units."""
-    return f"{_queues_folder(path, ext)}{os.sep}{topic}{os.sep}{queue_id}"
-
-
-@lru_cache(maxsize=8)  # a store can have many thousands of queues
-def _queues_folder(path: str, ext: bool) -> str:
-    return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE)
+    return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, topic, str(queue_id))
 
 
 def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str, int]]:

@@ -254,7 +254,7 @@ class RecordedRetention(NamedTuple):
         Raises:
             CorruptionError: The file is damaged.
         """
-        recorded = KeptSettings.read(path, files).retention
+        recorded = _recorded_retention(path, files)
         return cls({}, []) if recorded.is_foreign else recorded
 
     @classmethod

@@ -584,11 +584,6 @@ class GroupPage:
         return page
 
     @property
-    def has_flights(self) -> bool:
-        """Whether there is more to save than the positions, which the tables have."""
-        return self._flight_cells > len(self._free)
-
-    @property
     def has_left(self) -> bool:
         """Whether messages behind a position are finished or suspects, which the tables do not say."""
         opened = [place.number for _, place in self.named() if place.window is not None]
@@ -601,7 +596,9 @@ class GroupPage:
                 yield PlaceName(*names, queue_id), place
 
     def copied(self) -> bytes:
-        """Return a copy, for `save`."""
+        """Return a copy, for `save`; b"" if there is only what the tables have, the positions."""
+        if self._flight_cells == len(self._free):
+            return b""
         size = self._used * _CELL * 8
         return b"".join(file.buffer[:] for file in self._segments)[:size]
 
@@ -1041,7 +1038,7 @@ class KeptPage:
     def copy(self, content: bytes) -> None:
         """Copy the page, to be saved with the content of the table, which is written later."""
         if self._page is not None:
-            self._copies.append((content, self._adopted, self._page.copied() if self._page.has_flights else b""))
+            self._copies.append((content, self._adopted, self._page.copied()))
             self._adopted = {}
 
     def begin_write(self, content: bytes) -> None:
