@@ -49,14 +49,14 @@ def names_in_code() -> dict[Place, str]:
 
 
 def _names_in(path: Path) -> Iterator[tuple[Place, str]]:
-    scope, depth = path.stem, 0
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    scope, depth, text = path.stem, 0, path.read_text("utf-8")
+    for number, line in enumerate(text.splitlines() if "Lock()" in text else (), 1):
         begin = len(line) - len(line.lstrip())
         if line.strip() and begin < depth:
             scope, depth = path.stem, 0
         if line.startswith("class "):
             scope, depth = re.findall(r"\w+", line)[1], 4
-        if not _MADE.search(line):
+        if "Lock()" not in line or not _MADE.search(line):
             continue
         statement = ast.parse(line.strip()).body[0]
         assert isinstance(statement, ast.Assign | ast.AnnAssign), f"{path}:{number}: expected a lock in an assignment"

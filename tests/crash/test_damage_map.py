@@ -15,7 +15,7 @@ from librmq.consumequeue_entries import ENTRY
 from librmq.message.record import BODY_AT, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
 from librmq.store.format.timerfiles import TimerLog, unit_dtype
-from tests.budget import many, step
+from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.crash.damage_map import Damage, Look, draw, look, places, silent, store
 from tests.stores import Contents
@@ -59,7 +59,7 @@ def check(closed: bool, damage: Damage, folder: Path) -> None:
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
 def test_damage_is_not_passed_in_silence(closed: bool, tmp_path: Path) -> None:
-    for seed in range(0, 50, step()):
+    for seed in range(examples(24)):  # the rounds below draw others
         check(closed, drawn(closed, seed), tmp_path)
 
 

@@ -45,6 +45,7 @@ from librmq.message.topics import has_no_row
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry, is_indexed
 from librmq.store.recovery._verify import UNKNOWABLE, verify
+from tests.budget import some
 from tests.store.test_core import WITH_AND_WITHOUT, without_core
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, in_memory, opened
 
@@ -257,10 +258,12 @@ def test_recoveries_are_as_written(name: str, code: str, monkeypatch: pytest.Mon
         without_core(monkeypatch)
     path, cases, now = FOLDER / f"{name}.txt", Cases(), []
     text = path.read_text("utf-8")
-    for block in text.strip("\n").split("\n\n"):
+    blocks = text.strip("\n").split("\n\n")
+    tried = some([block for block in blocks if block.startswith("case")])
+    for block in blocks:
         command, *lines = block.partition("\n----\n")[0].split("\n")
-        if command.startswith("# "):
-            now.append("\n".join([command, *lines]))
+        if not command.startswith("store") and block not in tried:  # or the quick check leaves it out
+            now.append(block)
             continue
         kind, *words = command.split()
         follows = cases.store(words, lines) if kind == "store" else cases.case(lines)
