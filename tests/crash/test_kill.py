@@ -29,7 +29,6 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine import saved_state
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.recovery._verify import verify
-from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork
 
@@ -252,12 +251,10 @@ def check(path: Path, acknowledged: list[Acknowledged], *, thorough: bool = Fals
     assert verdict.sound, verdict.damage
 
 
-@many
-@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
-def test_acknowledged_messages_survive_a_kill(tmp_path: Path, mode: str) -> None:
+def test_acknowledged_messages_survive_a_kill(tmp_path: Path) -> None:
     acknowledged: list[Acknowledged] = []
     for life, messages in enumerate((60, 400)):
-        acknowledged += live(tmp_path / "store", mode, life, messages)
+        acknowledged += live(tmp_path / "store", MODES[0], life, messages)
         check(tmp_path / "store", acknowledged)
 
 

@@ -80,13 +80,6 @@ def check_master(seed: int, kills: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check_replica, check_master])
-def test_a_power_failure_is_survived(check: object) -> None:
-    for seed in range(10):
-        check(seed, 10)  # type: ignore[operator]
-
-
-@pytest.mark.slow
 def test_many_power_failures_are_survived(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(KILLS // 10, "rounds of 10 kills", at_least=20):
         (check_replica if number % 2 else check_master)(1000 + number, 10)
