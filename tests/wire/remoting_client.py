@@ -56,13 +56,14 @@ class RawClient:
             (self._answers if frame.is_answer else self._told).put(frame)
         self._answers.put(None)
 
-    def send(self, code: RequestCode, body: object = b"", **fields: Any) -> int:
+    def send(self, code: RequestCode, body: object = b"", *, one_way: bool = False, **fields: Any) -> int:
         """Send a request, and return its number."""
         form = REQUESTS[code]
         header = form.write(form.header(**fields)) if form.header is SendHeader else _written(fields)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._opaque += 1
-        self.write(encode(Frame(code, header, raw, self._opaque, language="JAVA")))
+        frame = Frame(code, header, raw, self._opaque, language="JAVA")
+        self.write(encode(frame.one_way() if one_way else frame))
         return self._opaque
 
     def write(self, raw: bytes) -> None:

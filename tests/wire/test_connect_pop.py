@@ -168,7 +168,7 @@ def test_notifications_end_in_turn_by_one_step(served: Served, monkeypatch: pyte
     with RawClient(served.server.port) as client:
 
         def hold(*polls_ms: int) -> list[int]:
-            known = {"consumer_group": "g", "topic": "orders", "queue_id": -1, "born_time": 0}
+            known: dict[str, Any] = {"consumer_group": "g", "topic": "orders", "queue_id": -1, "born_time": 0}
             return [client.send(RequestCode.NOTIFICATION, poll_time=poll_ms, **known) for poll_ms in polls_ms]
 
         long, short = hold(40, 1)

@@ -364,7 +364,7 @@ class AdminRequests:
                 raw = call.answer(body=answer.body, code=answer.code, remark=answer.remark)
             except RmqError as error:  # no answer, or one that fits into no frame
                 raw = refused(call.channel, call.frame, error)
-            call.channel.write(raw)
+            call.write_later(raw)
 
         call.channel.run_later(relay)
 
@@ -398,7 +398,7 @@ class AdminRequests:
                         client=session.client_id,
                         error=error,
                     )
-            call.channel.write(call.answer(body=write_body({"consumerTable": table, "messageQueueTable": {}})))
+            call.write_later(call.answer(body=write_body({"consumerTable": table, "messageQueueTable": {}})))
 
         call.channel.run_later(ask)
 

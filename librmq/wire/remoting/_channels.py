@@ -240,6 +240,11 @@ class RemotingCall(NamedTuple):
         texts = {name: str(value) for name, value in fields.items()}
         return encode(answer_to(self.frame, fields=texts, body=body))
 
+    def write_later(self, answer: bytes) -> None:
+        """Write the bytes of an answer that comes after its handler has returned, unless none is expected."""
+        if not self.frame.is_one_way:
+            self.channel.write(answer)
+
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
         """Pass the request to the broker, by ``ask`` or for this client; return the bytes of the answer, if any."""
         request = form.parse(self.header, self.frame.body)

@@ -287,7 +287,7 @@ class Pulls:
             answer = tried(self._answer_pull, call, request, answer, begin_ms)
         if isinstance(answer, Exception):  # the client has left the group, or the broker is closed
             answer = refused(call.channel, call.frame, answer)
-        call.channel.write(answer)
+        call.write_later(answer)
 
     def _answer_pull(self, call: RemotingCall, request: PullMessage, response: PullResponse, begin_ms: int) -> bytes:
         header: PullHeader = call.header

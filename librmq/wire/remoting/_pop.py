@@ -283,7 +283,7 @@ class PopRequests:
                 self._deadlines.discard(give_up)
                 if not has_message:
                     call.call_broker(CancelReceive(notify))
-                call.channel.run_later(partial(call.channel.write, call.answer(NotifiedHeader(has_message))))
+                call.channel.run_later(partial(call.write_later, call.answer(NotifiedHeader(has_message))))
 
         def notify() -> None:
             end(has_message=True)

@@ -261,8 +261,7 @@ class Replies:
                 answer = self._answer_reply(call)
             except RmqError as error:
                 answer = refused(call.channel, call.frame, error)
-            if not call.frame.is_one_way:
-                call.channel.write(answer)
+            call.write_later(answer)
 
         call.channel.run_later(reply)
 

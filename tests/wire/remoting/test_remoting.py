@@ -494,6 +494,32 @@ def test_a_one_way_request_has_no_answer(client: RawClient, broker: Broker) -> N
     assert broker.consumer_offset("g", "t") == 0
 
 
+def test_a_one_way_request_has_no_later_answer_either(client: RawClient, server: RemotingServer) -> None:
+    """Later answers of a connection come in order, so that the first one would be of the first request."""
+    client.beat("c1", "g", topics=("t",))
+    assert client.put("t", b"x").code == 0
+    pull = {"consumer_group": "g", "queue_id": 0, "topic": "t", "queue_offset": 1, "max_msg_nums": 1, "sys_flag": 2}
+    pull |= {"commit_offset": 0, "suspend_timeout_millis": 9_000, "sub_version": 1}
+    notify = {"consumer_group": "receivers", "queue_id": -1, "topic": "t", "poll_time": 9_000, "born_time": 0}
+    with RawClient(server.port) as tool:
+        for code, fields in ((Code.PULL_MESSAGE, pull), (Code.NOTIFICATION, notify)):
+            client.send(code, one_way=True, **fields)
+            client.beat("c1", "g", topics=("t",))  # it is held before this is answered
+            assert tool.put("t", b"x").code == 0
+            assert client.call(Code.NOTIFICATION, **notify).fields["hasMsg"] == "true"
+        of_instance, of_group = {"consumer_group": "g", "client_id": "c1"}, {"group": "g", "topic": "t"}
+        for code, asked_code, names in (
+            (Code.GET_CONSUMER_RUNNING_INFO, Code.GET_CONSUMER_RUNNING_INFO, of_instance),
+            (Code.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, Code.GET_CONSUMER_STATUS_FROM_CLIENT, of_group),
+        ):
+            number = [tool.send(code, one_way=is_first, **names) for is_first in (True, False)][1]
+            for _ in range(2):
+                asked = client.asked(asked_code)
+                asked.flag, asked.body = 1, b"{}"
+                client.write(encode(asked))
+            assert tool.answer().opaque == number
+
+
 @many
 @pytest.mark.parametrize("seed", [None, *range(20)])
 def test_rubbish_closes_its_connection_only(client: RawClient, server: RemotingServer, seed: int | None) -> None:

@@ -287,7 +287,7 @@ def test_a_message_is_consumed_directly(client: RawClient, server: RemotingServe
     client.beat("c1", "g", topics=("t",))
     place = client.put("t", b"x").fields["msgId"]
     with RawClient(server.port) as tool:
-        fields = {"consumer_group": "g", "client_id": "c1", "msg_id": place}
+        fields: dict[str, Any] = {"consumer_group": "g", "client_id": "c1", "msg_id": place}
         tool.send(Code.CONSUME_MESSAGE_DIRECTLY, **fields)
         asked = client.asked(Code.CONSUME_MESSAGE_DIRECTLY)
         assert StoredMessage(asked.body).body == b"x"
