@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import sys
@@ -161,6 +162,14 @@ def test_damaged_parquet_is_named(shell: Shell) -> None:
     assert answer.status == 2
     assert answer.said.startswith("librmq import: folder: row 1: the file is damaged: ")
     assert "file or folder" in shell("import", "new", "-", "--input-format", "parquet").said
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv"])
+def test_a_compressed_file_is_refused_with_the_command_that_reads_it(shell: Shell, form: str) -> None:
+    (shell.folder / f"rows.{form}.gz").write_bytes(gzip.compress(b""))
+    answer = shell("import", "new", f"rows.{form}.gz")
+    assert answer.status == 2
+    assert f": gzip -dc rows.{form}.gz | librmq import STORE - --input-format {form}\n" in answer.said
 
 
 def test_a_bad_first_row_does_not_claim_an_import(shell: Shell) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -49,6 +50,8 @@ _OF_ANOTHER_STORE: Final = frozenset((
     "queueOffset", "physicalOffset", "size", "bodyCrc", "tagsCode", "storedBody", "store", "date", "_corrupt_record",
 ))  # fmt: skip
 """Columns of an export that say where the message was, or what its bytes were."""
+_COMPRESSIONS: Final = {"gz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}
+"""The programs that decompress files, by the endings of those."""
 
 
 class _Read(NamedTuple):
@@ -167,10 +170,15 @@ class _Writer:
 
 def _rows(path: str, form: str | None, opened: ExitStack) -> Iterator[Mapping[str, Any]]:
     """Return the rows of a file of JSON lines or CSV, of standard input, or of a folder of Parquet."""
-    ending = path.rpartition(".")[2].lower()
+    *_, inner, ending = "", *path.lower().split(".")
+    packer = _COMPRESSIONS.get(ending)
+    ending = ending if packer is None else inner
     form = form or ("parquet" if os.path.isdir(path) else {"csv": "csv", "parquet": "parquet"}.get(ending, "jsonl"))
     if form == "parquet":
         return _rows_of_parquet(path, opened)
+    if packer is not None:
+        command = f"{packer} -dc {shlex.quote(path)} | librmq import STORE - --input-format {form}"
+        raise InputError(f"{path}: a compressed file is not read: {command}")
     try:
         raw = binary_input() if path == "-" else opened.enter_context(open(path, "rb"))  # noqa: SIM115
     except OSError as error:
