@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from librmq.message.ids import ADDRESS
+
 TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
     "or how long ago (90s, 30m, 2h, 7d)"
@@ -83,12 +85,9 @@ def duration(text: str) -> float:
     return float(match[1]) * UNIT_MS[match[2]] / 1000
 
 
-_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?", re.ASCII)
-
-
 def address(text: str) -> tuple[str, str | None]:
     """Return host and port of ``HOST[:PORT]``; an IPv6 host is in brackets."""
-    match = _ADDRESS.fullmatch(text)
+    match = ADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[2] or 1) < 1 << 16:
         raise argparse.ArgumentTypeError(
             f"expected a host such as mq.example or [fe80::1], with a port mq.example:8081, found {text!r:.80}"

@@ -28,13 +28,15 @@ from functools import lru_cache
 from itertools import count
 from typing import Final, NamedTuple
 
-from librmq.errors import MalformedError, MessageIllegalError
+from librmq.errors import ConfigError, MalformedError, MessageIllegalError
 from librmq.message.topics import receive_retry_topic
 from librmq.override import override
 from librmq.runtime.locks import Inherited
 
 IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
+ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?", re.ASCII)
+"""A host, an IPv6 one in brackets, and perhaps a port."""
 _NUMBER: Final = "(0|[1-9][0-9]{0,18})"
 _RECEIPT: Final = "%d %d %d %d %s %s %d %d %d"
 _match_receipt: Final = re.compile(
@@ -202,6 +204,18 @@ def parse_host(text: str) -> Host:
             if int(port) <= 0xFFFF:
                 return decode_host(raw)
     raise MalformedError(f"expected an address like 10.0.0.1:10911 or [fe80::1]:10911, found {text[:80]!r}")
+
+
+def check_address(name: str, address: object) -> None:
+    """Check that an argument is ``host:port``.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[2] or 0) <= 0xFFFF:
+        example = "mq.example:8081 or [fe80::1]:8081"
+        raise ConfigError(f"{name}: expected host:port such as {example}, found {address!r:.80}")
 
 
 def format_host(host: Host) -> str:

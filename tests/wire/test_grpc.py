@@ -526,10 +526,12 @@ def test_two_servers_do_not_share_a_port(server: GrpcServer, broker: Broker) -> 
         GrpcServer(broker, port=server.port)
 
 
-@pytest.mark.parametrize("port", [-1, 65_536, 99_999, "8081"])
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999, "8081 "])
 def test_a_port_that_does_not_exist_is_refused(broker: Broker, port: Any) -> None:
     with pytest.raises(ConfigError, match="port: expected 0 to 65535, found"):
         GrpcServer(broker, port=port)
+    with pytest.raises(ConfigError, match="advertise: expected host:port"):
+        GrpcServer(broker, advertise=f"mq.example:{port}")
 
 
 def test_store_written_over_the_wire_is_sound(tmp_path: Any) -> None:

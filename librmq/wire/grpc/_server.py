@@ -17,7 +17,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MissingExtraError, RmqError
-from librmq.message.ids import format_host
+from librmq.message.ids import check_address, format_host
 from librmq.override import override
 from librmq.protocol import MAX_INVISIBLE_MS, Endpoint
 from librmq.runtime.closing import Closing
@@ -256,8 +256,8 @@ class GrpcServer(Closing):
         least_polling_s = to_seconds("min_polling", min_polling, 0, LONG_POLL_S)
         if tls is not None:
             server_context(*tls)  # gRPC reports no error of a bad pair
-        if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
-            raise ConfigError(f"advertise: expected host:port, found {advertise!r:.80}")
+        if advertise is not None:
+            check_address("advertise", advertise)
         self._service = Service(
             broker,
             advertise=advertise,

@@ -575,8 +575,12 @@ def test_closing_ends_all_connections(server: RemotingServer, client: RawClient)
 def test_a_taken_port_is_an_error(server: RemotingServer, broker: Broker) -> None:
     with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{server.port}"):
         RemotingServer(broker, listening=server.port)
-    with pytest.raises(ConfigError, match="expected host:port"):
-        RemotingServer(broker, advertise="here")
+
+
+@pytest.mark.parametrize("address", ["here", "h:", "h:0", "h:99999", ":1", "http://h:1", "a b:1", "::1:1", b"h:1"])
+def test_an_address_that_no_client_can_dial_is_refused(broker: Broker, address: Any) -> None:
+    with pytest.raises(ConfigError, match=r"advertise: expected host:port such as .*, found "):
+        RemotingServer(broker, advertise=address)
 
 
 def test_a_store_whose_messages_no_frame_holds_is_not_served() -> None:
