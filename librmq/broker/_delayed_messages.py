@@ -171,7 +171,8 @@ class Deliveries(BrokerPart):
         properties = message.properties if (topic, queue_id) in self._held.by_queue else {}
         self._topics.warn_of_missing(topic)
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
-        self._count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
+        if topic != SystemTopic.HOP:  # no level was counted when the relay sent it on
+            self._count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
 
     def _wake(self, step: Step) -> None:
         with self._runner.lock:

@@ -43,6 +43,15 @@ from tests.broker.parties import HOST, beat, manual, opened, pull, send
 from tests.file_seams import FailingFiles
 
 
+def test_hops_count_neither_in_nor_out_of_levels() -> None:
+    metrics = Metrics()
+    with Broker.temporary(BrokerConfig(hops=True), runner=ManualRunner(), metrics=metrics) as broker:
+        Producer(broker, "p").send("T", b"x", delay=5 * 3600)
+        manual(broker).advance(6 * 3_600_000)
+        assert metrics.snapshot()["messages_in"]["T",] == 1
+        assert not metrics.snapshot().keys() & {"delayed_in", "delayed_out"}
+
+
 def test_events_are_counted() -> None:
     metrics = Metrics()
     broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)
