@@ -18,8 +18,8 @@ from librmq.message import Message
 from librmq.message.batch import decode_batch
 from librmq.message.ids import RecallHandle
 from librmq.message.message import check_batch_size
-from librmq.message.properties import PropertyName, decode_properties, encode_properties
-from librmq.message.record import INNER_BATCH, NEED_UNWRAP
+from librmq.message.properties import PropertyName, decode_properties, encode_properties, is_half
+from librmq.message.record import INNER_BATCH, NEED_UNWRAP, UNQUEUED
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
@@ -156,6 +156,11 @@ class Sends:
             _shift_delivery(properties, born_ms, now_ms)
             born_ms = now_ms
         if not header.batch and frame.code != _SEND_BATCH:
+            if header.sys_flag & UNQUEUED and not is_half(properties):
+                raise MessageIllegalError(
+                    f"topic {header.topic!r}: sys flag {header.sys_flag:#x} claims a half message: expected the "
+                    f"property {PropertyName.TRANSACTION_PREPARED}, without which it is never delivered"
+                )
             return SendMessage(
                 group=header.producer_group,
                 message=Message.from_parts(header.topic, frame.body, header.flag, properties),

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from librmq import Broker, ManualRunner, TransactionState
+from librmq import Broker, ConsumeFrom, ManualRunner, PushConsumer, TransactionState
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.protocol import Takes
 from librmq.store import verify
@@ -339,6 +339,23 @@ def test_no_field_of_a_send_spoils_the_store_or_a_group(client: RawClient, broke
     back: dict[str, Any] = {"offset": 0, "group": "g", "delay_level": 0, "max_reconsume_times": 16}
     assert client.call(Code.CONSUMER_SEND_MSG_BACK, **back, origin_msg_id="", origin_topic="t").code == 0
     assert [letter.body for letter in broker.dead_letters("g")] == [b"x"]
+
+
+@pytest.mark.parametrize("sys_flag", [4, 12])
+def test_a_send_that_claims_a_half_message_takes_no_place(client: RawClient, broker: Broker, sys_flag: int) -> None:
+    """It is in no queue, so a waiting consumer must not get it in place of the next message."""
+    broker.create_topic("t", 1)
+    bodies: list[bytes] = []
+    consumer = PushConsumer(broker, "g", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("t", lambda message: bodies.append(message.body))
+    runner = broker.runner
+    assert isinstance(runner, ManualRunner)
+    with consumer:
+        runner.advance(1_000)
+        assert client.put("t", b"claims", sys_flag=sys_flag).code == 13
+        assert client.put("t", b"next").code == 0
+        runner.advance(1_000)
+    assert bodies == [b"next"]
 
 
 @pytest.mark.parametrize("name", ["consumeType", "messageModel", "consumeFromWhere"])
