@@ -196,6 +196,10 @@ class AdministeredRoute(Route, Closing):
         brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
         for _, broker in brokers:
             broker.call(request)
+        self._topic_changed(topic)
+
+    def _topic_changed(self, topic: str) -> None:
+        """Learn the route of a topic that this route has changed, where it is kept."""
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic; its messages stay in the log until retention deletes them.

@@ -180,6 +180,17 @@ def test_calls_make_as_many_requests_as_they_say(
         assert Counter(frame.code for frame in server.asked[before:]) == requests
 
 
+def test_a_change_of_a_topic_is_in_its_route_at_once(route: RemoteRoute) -> None:
+    """A program that grows a topic must not send to the old queues for 30 s, nor to those that it has removed."""
+    for queues, write_queues in ((4, 4), (2, 2), (6, 0)):
+        route.create_topic("orders", queues, write_queues=write_queues)
+        assert [(data.read_queues, data.write_queues) for data in route.topic_route("orders")] == [
+            (queues, write_queues)
+        ]
+    route.delete_topic("orders")
+    assert route.topic_route("orders") == ()
+
+
 def test_async_sends_and_polls(served: Served) -> None:
     served.broker.create_topic("orders", 1)
 

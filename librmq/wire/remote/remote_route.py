@@ -431,6 +431,13 @@ class RemoteRoute(AdministeredRoute):
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
         super().delete_topic(topic)
         self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicHeader(topic)))
+        self._topic_changed(topic)
+
+    @override
+    def _topic_changed(self, topic: str) -> None:
+        if topic in self._asked:
+            with suppress(RmqError):  # the next poll learns it
+                self.refresh()
 
     # ---- name servers
 
