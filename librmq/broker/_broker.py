@@ -141,7 +141,7 @@ class Broker(StoreRoute, Endpoint):
             CorruptionError: A file of the store or of its configuration is damaged.
             NotAStoreError: The folder holds something else.
         """
-        check_settings("Broker.open", path, config, name, cluster_name, metrics)
+        check_settings("Broker.open", path, config, name, cluster_name, metrics, store_config)
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
         if files is not None and not hasattr(files, "create"):
             raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")

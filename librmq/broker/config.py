@@ -279,12 +279,19 @@ class OpenKeywords(TypedDict, total=False):
 
 
 def check_settings(
-    call: str, path: object, config: object, name: object, cluster_name: object, metrics: object
+    call: str,
+    path: object,
+    config: object,
+    name: object,
+    cluster_name: object,
+    metrics: object,
+    store_config: object,
 ) -> None:
     """Refuse other values than a broker's settings, the path of a folder, and names that routes and files can carry."""
     if config is not None and not isinstance(config, BrokerConfig):
         which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
         raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")
+    check_kind("store_config", store_config, StoreConfig)
     if metrics is not None:
         from librmq.metrics import Metrics
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar, Unpack, cast
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
 from librmq.broker.config import Promises, check_settings
 from librmq.clock import SystemClock
-from librmq.config import StoreConfig, check_kind, to_seconds
+from librmq.config import StoreConfig, to_seconds
 from librmq.errors import (
     BrokerUnreachableError,
     ClientStateError,
@@ -802,8 +802,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
         CorruptionError: A file of the store or of its configuration is damaged.
         NotAStoreError: The folder holds something else.
     """
-    check_settings("librmq.share", path, config, name, cluster_name, metrics)
-    check_kind("store_config", store_config, StoreConfig)
+    check_settings("librmq.share", path, config, name, cluster_name, metrics, store_config)
     if take_over_stopped is not None and sys.platform != "linux":
         raise ConfigError("take_over_stopped: only Linux tells which process is stopped: leave it out")
     settings = _Settings(

@@ -108,6 +108,11 @@ untyped: Any = librmq  # a type checker would report these wrong uses
 @pytest.mark.parametrize(
     ("use", "expected"),
     [
+        (lambda broker: untyped.Broker.open("b", store_config=BrokerConfig()), "store_config: expected a StoreConfig"),
+        (
+            lambda broker: untyped.Broker.open("b", store_config="sync"),
+            "store_config: expected a StoreConfig, found 'sync'",
+        ),
         (lambda broker: untyped.Broker.open(5), "path: expected the folder of a store, found 5"),
         (lambda broker: untyped.Broker.open(""), "path: expected the folder of a store, found ''"),
         (lambda broker: untyped.Broker.open("a\0b"), "path: expected the folder of a store, found 'a.x00b'"),
