@@ -107,8 +107,9 @@ class Faults:
 
     def heal(self, end: str, other: str) -> None:
         """Restore a link, however many times `cut` has cut it."""
+        if not self._kit.network.heal(end, other):  # an end of a cut link can be gone, as a copy that took over is
+            self._kit.network.check_ends(end, other, self._table.processes)
         self._kit.note("fault", f"the link of {end} and {other} works again")
-        self._kit.network.heal(end, other)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
         """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""

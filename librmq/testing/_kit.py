@@ -18,7 +18,7 @@ from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, SystemClock, replace_default_clock
 from librmq.cluster import Cluster
-from librmq.config import StoreConfig, to_seconds, wrong_kind
+from librmq.config import StoreConfig, check_now, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError, MissingExtraError
 from librmq.files import DiskFiles, Files, MemoryFiles
@@ -106,6 +106,8 @@ class Kit:
         """
         if datetime_too:
             _time_machine()  # its error comes before anything is made
+        if over_tcp and over_share:
+            raise ConfigError("over_tcp and over_share: expected one of them, found both")
         start = starting_store(store, topics, groups, store_config)
         begin_ms = begin_of(start, now_ms)
         self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
@@ -590,6 +592,9 @@ class Kit:
 
     def effect(self, name: str, key: str) -> None:
         """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
+        for what, text in (("name", name), ("key", key)):
+            if not isinstance(text, str):
+                raise wrong_kind(what, text, "a text")
         work = current_work.get()
         process = None if work is None else self._table.process_of(work)
         label = (process or self._test).label
@@ -605,13 +610,13 @@ class Kit:
         return [*self.observer.undelivered(), *self.faults._missed()]
 
     def _account(self) -> str:
-        """Return the history and the sentences of `undelivered`, to show with a failure.
+        """Return the history, the sentences of `undelivered`, and calls that were not awaited, to show with a failure.
 
         It raises nothing, so that the failure itself is always shown: where a part fails, its error is in the text.
         """
 
         def sentences() -> str:
-            return "\n".join(self.undelivered())
+            return "\n".join([*self.undelivered(), *self._driver.unawaited()])
 
         parts: list[str] = []
         for text_of in (self._history.__str__, sentences):
@@ -755,6 +760,10 @@ def starting_store(
 def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
     """Return the time at which a kit begins."""
     earliest_ms = machine_ms() if start is None else start.now_ms
+    if now_ms is not None:
+        check_now(now_ms)
+        if not 0 <= now_ms <= LAST_MS:
+            raise ConfigError(f"now_ms: expected milliseconds from 1970 to the year 9999, found {now_ms}")
     if start is not None and now_ms is not None and now_ms < earliest_ms:
         raise ConfigError(
             f"now_ms: expected a time after the store's last message, from {earliest_ms} on, found {now_ms}"

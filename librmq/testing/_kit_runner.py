@@ -383,14 +383,23 @@ class Driver:
         return call
 
     def check_awaited(self) -> None:
-        """Look for calls that were not awaited."""
-        self._check_awaited()
-        calls, self._async_calls = self._async_calls, []
-        forgotten = [what for call, what in calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
-        for call, _ in calls:
-            call.close()
+        """Raise an error for calls that were not awaited."""
+        forgotten = self.unawaited()
+        self.end()
         if forgotten:
-            raise NotAwaitedError(f"{', '.join(forgotten)} sent nothing: write `await` before the call")
+            raise NotAwaitedError("\n".join(forgotten))
+
+    def unawaited(self) -> list[str]:
+        """Return a sentence for each kind of call that was not awaited."""
+        calls = [what for call, what in self._async_calls if inspect.getcoroutinestate(call) == "CORO_CREATED"]
+        sent = [f"{', '.join(calls)} sent nothing: write `await` before the call"] if calls else []
+        return [*self._unawaited_time(), *sent]
+
+    def _unawaited_time(self) -> list[str]:
+        return [] if self._unawaited is None else [
+            f"the call that moves time at {self._unawaited.place} was not awaited, so that coroutines did not go on: "
+            "write `await` before it"
+        ]  # fmt: skip
 
     def end(self) -> None:
         """Forget the calls that were not awaited, so that Python does not warn of them in a later test."""
@@ -400,12 +409,9 @@ class Driver:
                 call.close()
 
     def _check_awaited(self) -> None:
-        elapsed, self._unawaited = self._unawaited, None
-        if elapsed is not None:
-            raise NotAwaitedError(
-                f"the call that moves time at {elapsed.place} was not awaited, so that coroutines did not go on: write "
-                "`await` before it"
-            )
+        sentences, self._unawaited = self._unawaited_time(), None
+        if sentences:
+            raise NotAwaitedError(*sentences)
 
 
 def _has_other_tasks() -> bool:

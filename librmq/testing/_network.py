@@ -334,8 +334,7 @@ class Network:
         Raises:
             ConfigError: An end is not a broker, a process or a site.
         """
-        ends = {name for process in processes for name in (process.name, process.site)}
-        self._check_ends(end, other, ends)
+        self.check_ends(end, other, processes)
         number = next(self._cut_ids)
         self.cuts.setdefault(frozenset((end, other)), set()).add(number)
         return number, [
@@ -345,8 +344,9 @@ class Network:
             if not process.dead and not broker.dead and self._is_cut(process, name)
         ]
 
-    def _check_ends(self, end: str, other: str, ends: set[str | None]) -> None:
-        """Refuse unknown ends of a link; ``ends`` has the names and sites of the processes."""
+    def check_ends(self, end: str, other: str, processes: Sequence[LinkEnd]) -> None:
+        """Refuse unknown ends of a link."""
+        ends = (name for process in processes for name in (process.name, process.site))
         names = [*self.by_name, *(copy.name for copy in self.copies)]
         allowed = {*filter(None, ends), *names, *filter(None, map(site_of, names))}
         for name in (end, other):
@@ -361,7 +361,7 @@ class Network:
         Raises:
             ConfigError: An end is not a broker, a replica, a process or a site.
         """
-        self._check_ends(end, other, {name for process in processes for name in (process.name, process.site)})
+        self.check_ends(end, other, processes)
         self._latencies[frozenset((end, other))] = seconds
 
     def repeat_frame(self, *, is_repeated: bool) -> bool:

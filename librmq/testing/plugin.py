@@ -49,10 +49,10 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
     """Make the fixture ``rmq``."""
     node = request.node
     settings = _settings(request)
-    if request.config.getoption("rmq_over_tcp"):
-        settings.setdefault("over_tcp", True)
-    if request.config.getoption("rmq_over_share"):
-        settings.setdefault("over_share", True)
+    if not (settings.get("over_tcp") or settings.get("over_share")):  # what a test needs is its marker's choice
+        for name in ("over_tcp", "over_share"):
+            if request.config.getoption(f"rmq_{name}"):
+                settings.setdefault(name, True)
     explorer = node.stash.get(_EXPLORER, None)
     with _opened(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
         node.stash[_KIT] = kit

@@ -1415,3 +1415,44 @@ def test_a_fault_that_cannot_happen_is_refused(rmq: Kit) -> None:
     for call in calls:
         with pytest.raises(TypeError, match=r"process: expected a Process, as rmq\.app returns one, found 'shop'"):
             call("shop")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"now_ms": "2026-11-20"}, TypeError, "now_ms: expected milliseconds since 1970"),
+        ({"now_ms": -1}, ConfigError, "now_ms: expected milliseconds from 1970 to the year 9999, found -1"),
+        ({"now_ms": 10**18}, ConfigError, "now_ms: expected milliseconds from 1970 to the year 9999"),
+        ({"over_tcp": True, "over_share": True}, ConfigError, "over_tcp and over_share: expected one of them"),
+        ({"store_config": BrokerConfig()}, TypeError, "store_config: expected a StoreConfig, found BrokerConfig"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(settings: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        Kit(**settings)
+
+
+def test_an_effect_without_a_text_fails_where_it_is_recorded(rmq: Kit) -> None:
+    untyped: Any = rmq.effect
+    with pytest.raises(TypeError, match="key: expected a text, found b'o-1'"):
+        untyped("charge", b"o-1")
+
+
+def test_a_failing_test_shows_a_call_that_was_not_awaited() -> None:
+    """Its assertion fails because of that call, and comes before the end of the kit, which would name it."""
+    charged: list[bytes] = []
+
+    async def charge(message: DeliveredMessage) -> None:
+        await asyncio.sleep(0)
+        charged.append(message.body)
+
+    async def moves_no_time() -> None:
+        with Kit() as rmq:
+            rmq.consumer("billing").subscribe("orders", charge)
+            rmq.producer().send("orders", b"o-1")
+            rmq.run_until_idle()
+            assert charged == [b"o-1"]
+
+    with pytest.raises(AssertionError) as failed:
+        asyncio.run(moves_no_time())
+    assert "was not awaited, so that coroutines did not go on: write `await`" in failed.value.__notes__[-1]

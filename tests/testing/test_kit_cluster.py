@@ -175,8 +175,10 @@ def test_wrong_clusters_are_named(rmq: Kit) -> None:
     rmq.cluster(brokers=["a", "b"])
     with pytest.raises(ProcessStateError, match="call it once"):
         rmq.cluster()
-    with pytest.raises(ConfigError, match="'c' is not a broker, a process or a site"):
-        rmq.faults.cut("a", "c")
+    for change in (rmq.faults.cut, rmq.faults.heal):
+        with pytest.raises(ConfigError, match="'c' is not a broker, a process or a site"):
+            change("a", "c")
+    assert "works again" not in str(rmq.history())
     with pytest.raises(ConfigError, match="site 'hz' has no broker"):
         rmq.lose_site("hz", down=1)
 
