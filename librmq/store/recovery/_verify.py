@@ -45,6 +45,7 @@ from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read
 from librmq.store.format.group_page import GroupPage
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
+from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery.missing_files import lacking_queues, missing_first_files
 from librmq.store.recovery.open import clear_leftovers, load, readable_files
 
@@ -122,7 +123,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     damage += damaged_tables
     for error in (*damaged_documents(path, files), GroupPage.damage(files, path)):
         if error is not None:
-            damage.append(Damage(error.file, error.offset, error.kind, error.what))
+            damage.append(_as_damage(error))
     notes += tables.replaced()
     notes += tables.topic_notes()
     if writer is not None:
@@ -133,6 +134,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
                 again = set(_StoreCheck(path, config, files, kind, closed=False, written=True).damage())
                 damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(recoverable), tuple(notes))
+
+
+def _as_damage(error: CorruptionError) -> Damage:
+    return Damage(error.file, error.offset, error.kind, error.what)
 
 
 def _judged(
@@ -300,7 +305,7 @@ class _StoreCheck:
             return None
 
     def _add_damage(self, error: CorruptionError) -> None:
-        self._damages.append(Damage(error.file, error.offset, error.kind, error.what))
+        self._damages.append(_as_damage(error))
 
     def _queues(self) -> QueueTable | None:
         names = self._part(lambda: directory.list_queues(self._path, self._files))
@@ -326,13 +331,22 @@ class _StoreCheck:
             log=log, queues=queues, open_queue=self._open_queue, index=index, levels=self._levels,
             has_ext=self._config.enable_consumequeue_ext, listed=self._listed, left_out=self.left_out,
         )  # fmt: skip
-        self._part(
-            lambda: self._damages.extend(
+        scope = self._part(lambda: self._scope(log, queues))
+        while scope is not None:
+            damages = list[Damage]()
+            try:
+                damages.extend(comparison.run(log.begin, scope))
+            except GapError as gap:  # later records show that its topic was not deleted
+                scope = replace(scope, all_of=scope.all_of | {gap.name})
+                continue
+            except CorruptionError as error:
+                damages.append(_as_damage(error))
+            self._damages += [
                 damage
-                for damage in comparison.run(log.begin, self._scope(log, queues))
+                for damage in damages
                 if self._closed_folders.isdisjoint((damage.file, os.path.dirname(damage.file)))
-            )
-        )
+            ]
+            return
 
     def _scope(self, log: CommitLog, queues: QueueTable) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
@@ -485,7 +499,7 @@ def _compare_queues(folders: Sequence[str], queues: _QueuesOfLog, files: Files) 
         except MissingExtraError as error:
             notes.append(f"its queues in RocksDB were not compared with the log: {error}")
         except CorruptionError as error:
-            damages.append(Damage(error.file, error.offset, error.kind, error.what))
+            damages.append(_as_damage(error))
     return damages[:_MOST_DAMAGE], notes, has_compared
 
 
