@@ -50,7 +50,7 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import repair_advice
 from librmq.store.format.indexfile import IndexHeader
 from librmq.store.format.timerfiles import TimerWheel
-from librmq.store.recovery.open import clear_leftovers
+from librmq.store.recovery.open import without_leftovers
 from librmq.store.recovery.salvage import find_record
 
 Start = Literal["starts", "reads", "repairs", "loses", "refuses"]
@@ -365,9 +365,7 @@ class _Judge:
 
     def _log(self, clock: Clock) -> _ReadLog:
         """Read the log as a broker would, and judge what it finds."""
-        files, folder = OverlayFiles(self._files), self._log_folder
-        seam: Files = files
-        read = _ReadLog()
+        folder, read = self._log_folder, _ReadLog()
 
         def begin_of_walk(log: CommitLog) -> int:
             read.start = start = self._start_of_walk(log)
@@ -379,10 +377,9 @@ class _Judge:
             return start if read.is_whole else log.third_last_file()
 
         try:
-            if not clear_leftovers(self._path, files, queues=False):
-                seam = self._files  # which releases the pages that a walk has read
+            files, _ = without_leftovers(self._path, self._files)
             log = CommitLog.open(
-                folder, self._config.commitlog_file_size, files=seam, writable=False, scan_from=begin_of_walk
+                folder, self._config.commitlog_file_size, files=files, writable=False, scan_from=begin_of_walk
             )
         except CorruptionError:
             return read  # a broker refuses it too, for a length or a name

@@ -358,6 +358,21 @@ def test_a_log_that_has_lost_its_records_is_short(tmp_path: Path, closed: bool) 
     assert [damage.kind for damage in verify(tmp_path).damage] == ["ahead"]
 
 
+def test_a_last_log_file_of_length_zero_hides_no_damage(tmp_path: Path) -> None:
+    """A kill leaves such a file, so readers pass over it, and `verify` reads the others."""
+    write_log(tmp_path, [Record(topic="T", queue_offset=at, body=b"x" * 200) for at in range(40)], 4096)
+    write_database(tmp_path / "consumequeue", {"default": {}})
+    (tmp_path / "abort").touch()
+    file, *_, last = sorted((tmp_path / "commitlog").iterdir())
+    empty = last.with_name(f"{int(last.name) + 4096:020d}")
+    empty.touch()
+    verdict = verify(tmp_path)
+    assert verdict.sound
+    assert [(Path(found.file), found.kind) for found in verdict.recoverable] == [(empty, "size")]
+    file.write_bytes(file.read_bytes().replace(b"x", b"y", 1))
+    assert [(Path(found.file), found.kind) for found in verify(tmp_path).damage] == [(file, "checksum")]
+
+
 def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> None:
     """An entry of a light queue leads to a record that does not name the queue: the entry is wrong, not the record."""
     lights = [

@@ -47,7 +47,7 @@ from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery.missing_files import lacking_queues, missing_first_files
-from librmq.store.recovery.open import clear_leftovers, load, readable_files
+from librmq.store.recovery.open import load, readable_files, without_leftovers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -103,19 +103,23 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 
     Of a store that librmq only reads, only the log is checked, and queues in RocksDB if the extra ``rocksdb`` is there.
     """
-    closed = writer is None and not has_abort(files, path)
-    kind = directory.recognise(path, files)
-    check = _StoreCheck(path, config, files, kind, closed=closed, written=writer is not None)
+    was_killed = writer is None and has_abort(files, path)
+    kind, readable, recoverable = directory.recognise(path, files), files, list[Damage]()
+    if was_killed and kind.derives_queues:
+        with suppress(CorruptionError):
+            readable, recoverable = without_leftovers(path, files)
+    is_closed = writer is None and not was_killed
+    check = _StoreCheck(path, config, readable, kind, closed=is_closed, written=writer is not None)
     damage = check.damage()
     notes = [UNKNOWABLE, *check.notes]
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
-    if has_abort(files, path) and writer is None:
+    if was_killed:
         notes.append("there is an abort marker: the store was not closed")
-    recoverable: list[Damage] = []
-    if damage and writer is None and not closed:
+    if damage and was_killed:
         if kind.derives_queues:
-            damage, recoverable = _judged_log(path, config, files, damage)
+            damage, behind = _judged_log(path, config, readable, damage)
+            recoverable += behind
         else:
             damage, recoverable, note = _judged(path, config, files, kind, damage)
             notes += filter(None, [note])
@@ -188,18 +192,15 @@ def _judged_log(
     """Do the same for a store that librmq only reads: a broker ends its log like librmq."""
     from librmq.store.recovery._condition import cut_before_records
 
-    overlay = OverlayFiles(files)
-    with suppress(CorruptionError):
-        clear_leftovers(path, overlay, queues=False)
-        with PartFiles(path, config, overlay).open_log() as log:
-            if cut_before_records(log, ()) is None:
-                folder, end = log.sequence.folder, log.end
-                behind = [
-                    item
-                    for item in damage
-                    if os.path.dirname(item.file) == folder and item.offset >= end and item.kind != "ahead"
-                ]
-                return [item for item in damage if item not in behind], behind
+    with suppress(CorruptionError), PartFiles(path, config, files).open_log() as log:
+        if cut_before_records(log, ()) is None:
+            folder, end = log.sequence.folder, log.end
+            behind = [
+                item
+                for item in damage
+                if os.path.dirname(item.file) == folder and item.offset >= end and item.kind != "ahead"
+            ]
+            return [item for item in damage if item not in behind], behind
     return damage, []
 
 

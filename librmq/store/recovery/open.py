@@ -88,14 +88,21 @@ def clear_leftovers(
     return _clear(leftovers, files)
 
 
+def without_leftovers(path: str, files: Files) -> tuple[Files, list[Damage]]:
+    """Return files without those that a crash has left in log and index, and these; the same files without any."""
+    from librmq.files import OverlayFiles
+
+    overlay = OverlayFiles(files)
+    cleared = clear_leftovers(path, overlay, queues=False)
+    return overlay if cleared else files, cleared
+
+
 def readable_files(path: str, files: Files, size: int, *, is_written: bool = False) -> tuple[Files, list[Damage]]:
     """Return files in which the log can be read, without those that a crash has left, and what it lacks."""
-    from librmq.files import OverlayFiles
     from librmq.store.recovery._gaps import bridged
 
     if has_abort(files, path) and not is_written:
-        overlay = OverlayFiles(files)
-        files = overlay if clear_leftovers(path, overlay, queues=False) else files
+        files, _ = without_leftovers(path, files)
     return bridged(path, files, size, is_written=is_written)
 
 
