@@ -348,7 +348,7 @@ def test_a_log_that_has_lost_its_records_is_short(tmp_path: Path, closed: bool) 
     if not closed:
         (tmp_path / "abort").touch()
     with MessageStore.open(tmp_path, read_only=True) as store:
-        assert store.condition.kind is Wholeness.SOUND
+        assert store.condition.kind is (Wholeness.SOUND if closed else Wholeness.RECOVERABLE)
     assert verify(tmp_path).sound
     file = min((tmp_path / "commitlog").iterdir())
     file.write_bytes(bytes(file.stat().st_size))

@@ -98,10 +98,11 @@ def condition_of(
     cut = cut_before_records(log, parts.recovered.cuts)
     gaps = [_with_messages(gap, parts) for gap in log.gaps]
     was_closed, note = not has_abort(files, path), ""
+    whole = Wholeness.SOUND if was_closed or is_written else Wholeness.RECOVERABLE
     if is_written or not has_queues:
         if cut is None and not is_written:
             cut, note = cut_before_covered(path, log, parts.checkpoint, files, was_closed=was_closed)
-        return Condition(Wholeness.SHORT if cut or gaps else Wholeness.SOUND, cut, note=note, gaps=gaps)
+        return Condition(Wholeness.SHORT if cut or gaps else whole, cut, note=note, gaps=gaps)
     of_end = next((number for number, gap in enumerate(gaps) if gap.bytes and gap.offset >= log.end), None)
     if cut is None:
         has_log = bool(log.sequence.starts)  # a kill leaves the files of a log whose entries are there
@@ -123,8 +124,7 @@ def condition_of(
             gaps[of_end] = dataclasses.replace(gap, kind="size", what=f"{gap.what}: {_WHOLE.format(remedy)}")
     begin = begin and _with_messages(begin, parts)
     is_short = cut is not None or begin is not None or gaps or parts.recovered.repairs
-    kind = Wholeness.SHORT if is_short else Wholeness.SOUND if was_closed else Wholeness.RECOVERABLE
-    return Condition(kind, cut, begin, note, gaps, parts.recovered.repairs)
+    return Condition(Wholeness.SHORT if is_short else whole, cut, begin, note, gaps, parts.recovered.repairs)
 
 
 def cut_before_records(log: CommitLog, cuts: Sequence[Damage]) -> Damage | None:
