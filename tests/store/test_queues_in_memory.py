@@ -23,7 +23,14 @@ from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files._disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import encode_properties
-from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_record
+from librmq.message.record import (
+    INNER_BATCH,
+    PHYSICAL_OFFSET_AT,
+    QUEUE_OFFSET_AT,
+    Record,
+    body_checksum,
+    encode_record,
+)
 from librmq.store import MessageStore, Wholeness
 from librmq.store.recovery._verify import verify
 from tests.budget import examples
@@ -250,6 +257,25 @@ def test_records_out_of_their_count(tmp_path: Path) -> None:
             there = [at for at, size in enumerate(sizes, queue.min_offset) if size != HOLE_SIZE]
             assert (queue.min_offset, there) == expected, offsets
             assert len(list(store.messages("T", 0, queue.min_offset))) == len(there)
+
+
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [
+        (QUEUE_OFFSET_AT, "queue offset: expected 2, found 7"),
+        (PHYSICAL_OFFSET_AT, "physical offset: expected {}, found 7"),
+    ],
+)
+def test_a_record_that_columns_refuse_is_damage(tmp_path: Path, at: int, what: str) -> None:
+    write_log(tmp_path, [Record(topic="T", queue_offset=number, body=b"x") for number in (0, 1, 2, 3, 0, 1, 1)])
+    write_database(tmp_path / "consumequeue", {"default": {}})
+    assert verify(tmp_path).sound  # the topic was made again, and a record was copied again
+    with CommitLog.open(tmp_path / "commitlog", 1 << 16) as log:
+        place = [place for place, _, _ in log.scan()][2]
+        log.patch(place + at, (7).to_bytes(8))
+    assert [(found.offset, found.what) for found in verify(tmp_path).damage] == [(place, what.format(place))]
+    with pytest.raises(CorruptionError, match="names another"):
+        reader(tmp_path).read_all()
 
 
 def test_what_commands_say_about_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

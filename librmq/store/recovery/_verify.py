@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
@@ -30,10 +30,11 @@ from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.message import is_batch
+from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
-from librmq.store.engine.derivation import Derivation
+from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.engine.store_parts import PartFiles, QueueName, QueueTable
 from librmq.store.format import directory
@@ -43,6 +44,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
+from librmq.store.recovery._entry_check import misaddressed
 from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._queue_check import GapError
@@ -438,6 +440,17 @@ _MOST_DAMAGE: Final = 1_000
 _CHECKPOINT_TOPIC: Final = "CHECKPOINT_TOPIC"
 
 
+class _Count(NamedTuple):
+    """The count of a queue's records behind one of them."""
+
+    due: int
+    """The next queue offset."""
+    outside: tuple[int, int, int] | None = None
+    """Place of the record if it does not continue the count, its queue offset, and the one that was due."""
+    if_misplaced: int = 0
+    """The next queue offset if this record alone has a wrong one."""
+
+
 class _QueuesOfLog:
     """Place and size of each message of each queue, by the log. Not thread-safe."""
 
@@ -445,7 +458,9 @@ class _QueuesOfLog:
         """Read the whole log; rows take 24 bytes of memory for each message."""
         self.begin, self.end = log.begin, log.end
         self.damages: list[Damage] = []
-        """Batches that can't be opened."""
+        """Batches that can't be opened, and records with a wrong address or queue offset."""
+        self._log = log
+        self._counts: dict[tuple[bytes, int], _Count] = {}
         self._batches = self._inner = self._light = 0
         self._light_names: set[str] = set()
         self._queues = defaultdict[QueueName, "array[int]"](partial(array, "q"))  # three numbers a message
@@ -466,13 +481,31 @@ class _QueuesOfLog:
                     self.damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
                     continue
                 self._batches, self._inner = self._batches + 1, self._inner + count
-            if record.tags_code is None or not keeps_rows:
+            if record.address != place:
+                self.damages.append(misaddressed(log, place, PHYSICAL_OFFSET_AT, record.address, place))
+            if record.tags_code is None:
+                continue
+            self._check_count(record, count)
+            if not keeps_rows:
                 continue
             queue = self._queues[java_decode(record.topic), record.queue_id]
             for number in range(count):
                 queue.extend((record.queue_offset + number, place, size))
             for name, light_id, light_offset in light:
                 self._queues[name, light_id].extend((light_offset, place, size))
+
+    def _check_count(self, record: DerivedRecord, messages: int) -> None:
+        """Note a record that is outside of its queue's count, which the next one continues; two are a jump."""
+        name, first = (record.topic, record.queue_id), record.queue_offset
+        before = self._counts.get(name, _Count(first))
+        if before.outside is not None and first == before.if_misplaced != before.due:
+            place, claimed, expected = before.outside
+            self.damages.append(misaddressed(self._log, place, QUEUE_OFFSET_AT, claimed, expected))
+        elif first != before.due:
+            outside = record.physical_offset, first, before.due
+            self._counts[name] = _Count(first + messages, outside, before.due + messages)
+            return
+        self._counts[name] = _Count(first + messages)
 
     def notes(self) -> list[str]:
         notes = [f"records of the log: {self._batches} batches with {self._inner} messages"]
