@@ -232,7 +232,8 @@ class ReadOnlyView(StoreHandle):
             before, live = self.version, self._live
             if self.moment is not None:
                 return False
-            if self._lock_holder() != self._holder:
+            if self._lock_holder() != self._holder:  # it can be a broker of a later version
+                self.derives_queues |= directory.recognise(self.path, self.files).derives_queues
                 self._open()
             elif live is None:
                 if self._read_state() != self._marks:

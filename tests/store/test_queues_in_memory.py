@@ -18,9 +18,10 @@ from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
-from librmq.consumequeue_entries import HOLE_SIZE
+from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files._disk import DiskFiles
+from librmq.message import Message
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import encode_properties
 from librmq.message.record import (
@@ -227,6 +228,25 @@ def test_new_records_of_a_running_broker_are_seen(tmp_path: Path, has_database: 
                 assert store.queue_range("T", 0) == (0, at)
                 assert len(store.find_by_key("T", f"k{number}")) == len(new)
     finally:
+        lock.release()
+
+
+def test_a_reader_follows_a_broker_that_moves_its_queues(tmp_path: Path) -> None:
+    """A broker of 5.x goes on with the queues in RocksDB, and leaves their files as they are."""
+    with MessageStore.open(tmp_path, SMALL) as store:
+        store.append(Message("T", b"0", keys="k"))
+    reading = MessageStore.open(tmp_path, read_only=True)
+    with MessageStore.open(tmp_path, SMALL) as store:
+        for number in (1, 2):
+            store.append(Message("T", b"%d" % number, keys="k"))
+    file = tmp_path / "consumequeue" / "T" / "0" / f"{0:020d}"
+    file.write_bytes(file.read_bytes()[:ENTRY_SIZE].ljust(2000, b"\0"))
+    write_database(tmp_path / "consumequeue_rocksdb", {"default": {}})
+    lock = DiskFiles().lock(str(tmp_path / "lock"))
+    try:
+        assert [message.body for message in reading.messages("T")] == [b"0", b"1", b"2"]
+    finally:
+        reading.close()
         lock.release()
 
 
