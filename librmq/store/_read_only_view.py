@@ -278,10 +278,7 @@ class ReadOnlyView(StoreHandle):
         if looks_at_queues and not self._has_all_files:
             self._has_all_files = True
             self._open_queue_without_files()
-        is_written, has_queues = self._holder is not None, not self.derives_queues
-        return condition_of(
-            self.path, self.parts, self.config, self.files, is_written=is_written, has_queues=has_queues
-        )
+        return condition_of(self.path, self.parts, self.config, self.files, is_written=self._holder is not None)
 
     def _open_queue_without_files(self) -> None:
         """Open a queue that lacks a file of those at the close, so that the view makes it again."""

@@ -87,19 +87,17 @@ class Condition(NamedTuple):
         return (*lost, *(damage for damage in (*self.gaps, *self.derived) if damage not in lost))
 
 
-def condition_of(
-    path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool, has_queues: bool = True
-) -> Condition:
+def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
     """Return the condition of the store in ``path``, by its parts as a recovery would leave them in memory.
 
-    Of a store that is being written, or whose queues are in no files (``has_queues``), only what the log lacks counts.
+    Of a store that is being written, or whose queues are in no files, only what the log lacks counts.
     """
     log = parts.log
     cut = cut_before_records(log, parts.recovered.cuts)
     gaps = [_with_messages(gap, parts) for gap in log.gaps]
     was_closed, note = not has_abort(files, path), ""
     whole = Wholeness.SOUND if was_closed or is_written else Wholeness.RECOVERABLE
-    if is_written or not has_queues:
+    if is_written or not parts.queues.has_files:
         if cut is None and not is_written:
             cut, note = cut_before_covered(path, log, parts.checkpoint, files, was_closed=was_closed)
         return Condition(Wholeness.SHORT if cut or gaps else whole, cut, note=note, gaps=gaps)
