@@ -247,14 +247,21 @@ class LiveQueues(QueueTable):
             case (str() as topic, int() as queue_id):
                 with suppress(MessageIllegalError):
                     validate_queue(topic, queue_id)
-                    return is_folder(self._files, directory.queue_folder(self._path, topic, queue_id))
+                    return self._has_folder((topic, queue_id))
         return False
+
+    def _has_folder(self, name: QueueName) -> bool:
+        return is_folder(self._files, directory.queue_folder(self._path, *name))
 
     @override
     def __iter__(self) -> Iterator[QueueName]:
+        listed = directory.list_queues(self._path, self._files)
         with self._guard:
+            for name in self._open.keys() - listed:
+                if self._open[name].what_is_missing() is None and not self._has_folder(name):
+                    del self._open[name]  # a broker has deleted the topic
             names = {*self._open, *self._unwritten}
-        return iter(sorted(names.union(directory.list_queues(self._path, self._files))))
+        return iter(sorted(names.union(listed)))
 
     @override
     def __len__(self) -> int:

@@ -535,6 +535,20 @@ def test_the_newest_come_first_where_the_number_is_bounded(pair: Pair) -> None:
     assert pair.reader.find_by_key("TopicA", "k", begin_ms=START_MS + 5000) == []
 
 
+def test_a_deleted_topic_is_not_listed(pair: Pair) -> None:
+    """A broker deletes its queues at once. One whose entries are only in memory so far has no folder either."""
+    for number in range(30):
+        pair.writer.append(Message("TopicA", b"%d" % number))
+    pair.writer.flush()
+    pair.writer.append(Message("New", b""))
+    pair.reader.refresh()
+    ends = {name: queue.max_offset for name, queue in pair.reader.queues.items()}
+    assert ends == {("TopicA", 0): 30, ("New", 0): 1}
+    pair.files.delete(f"{ROOT}/consumequeue/TopicA")
+    assert list(pair.reader.queues) == [("New", 0)]
+    assert pair.reader.queues.find(("TopicA", 0)) is None
+
+
 def test_a_topic_that_is_recreated(pair: Pair) -> None:
     """A broker deletes a topic's queues and counts from 0 again."""
     for number in range(30):
