@@ -29,7 +29,7 @@ from librmq.message import record as record_format
 from librmq.message.delays import parse_level
 from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName, record_cause
-from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, original_topic, receive_retry_topic
 from librmq.protocol import (
     ENDED,
     INNER_PRODUCER,
@@ -144,7 +144,8 @@ class FailedMessages(BrokerPart):
         # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
         # and then a loss of power would leave neither. RocketMQ does not wait here.
         self._flushed(stored, None)
-        self._count("dead_letters" if is_dead else "send_backs", topic=properties[_RETRY_TOPIC], group=group.name)
+        topic = original_topic(group.name, properties[_RETRY_TOPIC])
+        self._count("dead_letters" if is_dead else "send_backs", topic=topic, group=group.name)
         if is_dead:
             return SentBack(True, max_retries)
         levels = self._store.levels
@@ -207,7 +208,7 @@ class FailedMessages(BrokerPart):
         else:
             properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
             self._store_copy(message, self._dead_letters_of(group), 0, properties)
-        self._count("dead_letters", topic=properties[_RETRY_TOPIC], group=group_name)
+        self._count("dead_letters", topic=original_topic(group_name, properties[_RETRY_TOPIC]), group=group_name)
 
     def _store_copy(
         self, message: StoredMessage, topic: str, queue_id: int, properties: dict[str, str], *, of_receive: bool = False

@@ -51,7 +51,7 @@ from librmq.errors import BodyCompressionError, CorruptionError, MalformedError,
 from librmq.formatting import duration
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_queue
+from librmq.message.topics import SystemTopic, TopicPrefix, original_topic, receive_retry_topic, validate_queue
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer import waiting_timers
 from librmq.store.format.broker_tables import ConfigTable, topic_and_group
@@ -214,10 +214,7 @@ class HeldMessage(NamedTuple):
     @property
     def original_topic(self) -> str:
         """The topic of the send."""
-        retries = (receive_retry_topic(self.group, "", v2=v2) for v2 in (False, True))
-        return next(
-            (self.topic.removeprefix(prefix) for prefix in retries if self.topic.startswith(prefix)), self.topic
-        )
+        return original_topic(self.group, self.topic)
 
 
 class UnusableRecord(NamedTuple):

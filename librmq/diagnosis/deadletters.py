@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import LiveView, Source, StoreView, View, viewed
 from librmq.formatting import sent_again
-from librmq.message import StoredMessage, retry_topic
+from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName, cause_of
-from librmq.message.topics import TopicPrefix
+from librmq.message.topics import TopicPrefix, original_topic
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity
 
@@ -157,8 +157,7 @@ def given_up(
 def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
     origin = properties.get(PropertyName.RETRY_TOPIC) or properties.get(PropertyName.DLQ_ORIGIN_TOPIC) or topic
-    # A message that a client of 5.x received again has the retry topic's name.
-    return origin.removeprefix(f"{retry_topic(group)}_")
+    return original_topic(group, origin)  # a message that was received again has the retry topic's name
 
 
 # ------------------------------------------------------------------------------------------------------------ causes

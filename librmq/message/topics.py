@@ -202,6 +202,13 @@ def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
     return f"{TopicPrefix.RETRY}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
 
 
+def original_topic(group: str, topic: str) -> str:
+    """Return the topic that messages were sent to which a group receives again from `receive_retry_topic`."""
+    for v2 in (False, True):
+        topic = topic.removeprefix(receive_retry_topic(group, "", v2=v2))
+    return topic
+
+
 def check_receive_retry_topic(group: str, topic: str) -> str:
     """Return the `receive_retry_topic`; refuse names that make none. Ordered groups need none.
 

@@ -52,6 +52,19 @@ def test_hops_count_neither_in_nor_out_of_levels() -> None:
         assert not metrics.snapshot().keys() & {"delayed_in", "delayed_out"}
 
 
+def test_an_expired_receive_counts_as_a_dead_letter_of_its_topic() -> None:
+    metrics = Metrics()
+    with Broker.temporary(runner=ManualRunner(), metrics=metrics) as broker:
+        broker.set_group("g", retry_max_times=1)
+        send(broker, "T")
+        with SimpleConsumer(broker, "g") as consumer:
+            consumer.subscribe("T")
+            for _ in range(3):
+                consumer.receive(1, invisible=10, wait=0)
+                manual(broker).advance(11_000)
+        assert metrics.snapshot()["dead_letters"] == {("T", "g"): 1}
+
+
 def test_events_are_counted() -> None:
     metrics = Metrics()
     broker = Broker.temporary(runner=ManualRunner(), metrics=metrics)

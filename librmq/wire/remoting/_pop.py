@@ -33,7 +33,7 @@ from librmq.message import StoredMessage
 from librmq.message import record as record_format
 from librmq.message.ids import RecallHandle, Receipt
 from librmq.message.properties import decode_properties, encode_properties
-from librmq.message.topics import receive_retry_topic
+from librmq.message.topics import original_topic, receive_retry_topic
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -347,9 +347,7 @@ class PopRequests:
             raise BrokerError(_NO_MESSAGE, f"offset is illegal, key:{at}")
         receipt = Receipt.parse(header.extra_info)
         receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
-        for v2 in (False, True) if receipt.retry != "0" else ():
-            topic = topic.removeprefix(receive_retry_topic(header.consumer_group, "", v2=v2))
-        return topic, str(receipt)
+        return topic if receipt.retry == "0" else original_topic(header.consumer_group, topic), str(receipt)
 
     def _recall(self, call: RemotingCall) -> bytes:
         header: RecallHeader = call.header
