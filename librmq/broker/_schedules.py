@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from librmq.broker._context import BrokerContext
-from librmq.errors import LASTING, BrokerError, RmqError
+from librmq.errors import LASTING, BrokerError, MessageIllegalError, RmqError
+from librmq.message import record
 from librmq.message.ids import parse_host
 from librmq.message.message import body_too_large
+from librmq.message.properties import PropertyName
 from librmq.protocol import ChangeSchedule, DescribeSchedules, ResponseCode
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
@@ -59,6 +61,12 @@ class Schedules:
             rule.due_after(now_ms, now_ms)  # refuses what this process can't read
             if len(rule.body) > (largest := self._context.store.config.max_message_size):
                 raise body_too_large(len(rule.body), largest)
+            added = {PropertyName.CLUSTER: self._context.cluster_name}
+            if not record.has_room({**rule.message(name, now_ms).properties, **added}):
+                raise MessageIllegalError(
+                    f"schedule {name!r:.80}: a message of it would have more than {record.MAX_PROPERTIES_SIZE:,} bytes "
+                    "of properties: put large values into the body"
+                )
             if row is not None and ScheduleRule.of_row(row) == rule:
                 return
             if row is not None:

@@ -229,6 +229,8 @@ def test_what_can_not_be_sent_is_refused(rmq: Kit) -> None:
         rmq.broker.set_schedule("n", topic="SCHEDULE_TOPIC_XXXX", every=60)
     with pytest.raises(MessageIllegalError, match="the body has"):
         rmq.broker.set_schedule("n", topic="t", every=60, body=bytes(rmq.broker.store.config.max_message_size + 1))
+    with pytest.raises(MessageIllegalError, match="more than 32,767 bytes of properties"):
+        rmq.broker.set_schedule("n", topic="t", every=60, properties={"a": "x" * 32_700})
     assert rmq.broker.schedules() == ()
 
 
