@@ -20,7 +20,7 @@ from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
 from librmq.testing._evidence import HistoryAnomalyError
 from librmq.testing._from_store import StoreStart, shrink
-from librmq.testing._kit import Kit, KitKeywords
+from librmq.testing._kit import Kit, KitKeywords, begin_of
 from librmq.testing._network import SMALL_FILES
 from librmq.testing.exploring._exploration import (
     Exploration,
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _KIT: Final = pytest.StashKey[Kit]()
 _EXPLORER: Final = pytest.StashKey[Explorer | None]()
 _ERROR: Final = pytest.StashKey[BaseException | None]()
+_BEGIN_MS: Final = pytest.StashKey[int]()
+"""The time at which all schedules of a test begin, so that they differ by what is chosen alone."""
 _START: Final = pytest.StashKey[StoreStart]()
 """What the kit of a run begins with."""
 
@@ -54,6 +56,8 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
             if request.config.getoption(f"rmq_{name}"):
                 settings.setdefault(name, True)
     explorer = node.stash.get(_EXPLORER, None)
+    if explorer is not None and settings.get("store") is None:
+        settings.setdefault("now_ms", node.stash.setdefault(_BEGIN_MS, begin_of(None, None)))
     with _opened(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
         node.stash[_KIT] = kit
         try:

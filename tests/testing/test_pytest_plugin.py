@@ -150,6 +150,29 @@ def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_all_schedules_of_a_test_begin_at_one_time(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from librmq.testing import _kit
+
+        seconds, begins = iter(range(1_700_000_000, 1_800_000_000)), []
+
+        @pytest.fixture(autouse=True)
+        def later_each_time(monkeypatch):
+            monkeypatch.setattr(_kit, "machine_ms", lambda: 1000 * next(seconds))
+
+        @pytest.mark.rmq_explore(runs=5)
+        def test_explored(rmq):
+            begins.append(rmq.clock.now_ms())
+
+        def test_begins():
+            assert (len(begins), len(set(begins))) == (5, 1)
+        """
+    )
+    run(pytester).assert_outcomes(passed=2)
+
+
 def test_an_error_at_the_end_of_a_test_ends_no_session(pytester: pytest.Pytester) -> None:
     """The errors: a wrong filter of an official client, a body that can't be shown, a fixture's end, a full disk."""
     pytest.importorskip("grpc")
