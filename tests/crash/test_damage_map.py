@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.config import ENTRY_SIZE
 from librmq.consumequeue_entries import ENTRY
+from librmq.files._memory import MemoryFiles
 from librmq.message.record import BODY_AT, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
 from librmq.store.format.timerfiles import TimerLog, unit_dtype
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.crash.damage_map import Damage, Look, draw, look, places, silent, store
-from tests.stores import Contents
+from tests.stores import ROOT, START_MS, Contents, contents, in_memory, opened
 
 WITHOUT_CHECK = {
     "log: born_host", "log: born_timestamp", "log: flag", "log: prepared_offset", "log: properties",
@@ -216,6 +218,47 @@ def test_known_damages_are_not_passed_in_silence(
 ) -> None:
     for damage in damages(store(closed=closed)[0]):
         check(closed, damage, tmp_path)
+
+
+def shortened(*, closed: bool) -> tuple[Contents, int]:
+    """Return the files of a store whose first log file was deleted, and the time of its end."""
+    files, runner, config = (
+        MemoryFiles(),
+        ManualRunner(ManualClock(START_MS)),
+        StoreConfig.tiny(commitlog_file_size=4096),
+    )
+    with Broker.open(ROOT, runner=runner, files=files, store_config=config) as broker:
+        broker.create_topic("T", 2)
+    with MessageStore.open(ROOT, files=files, clock=runner.clock) as store:
+        for number in range(40):
+            store.append(Message("T", b"body %d" % number + bytes(100), keys="k7"), number % 2)
+            runner.advance(1000)
+        store.flush()
+        store.writer.retention.delete_before(4096)
+        if not closed:
+            return contents(files), runner.now_ms()
+    return contents(files), runner.now_ms()
+
+
+@many
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+def test_an_entry_that_leads_below_the_log_is_not_taken_for_a_deleted_one(closed: bool, tmp_path: Path) -> None:
+    """The entries of deleted messages before it lead behind that place."""
+    (found, now_ms), path = shortened(closed=closed), queue_file("T")
+    before = look(found, now_ms, tmp_path)
+    with opened(in_memory(found), None, read_only=True) as view:
+        times = {message.queue_offset: message.store_timestamp_ms for message in view.messages("T", 0)}
+    first, places = min(times), [ENTRY.unpack(entry)[0] for entry in entries(found, path)]
+    for number in first, first + 1:
+        place = places[number] - 4096
+        assert 0 <= place < places[first - 1]
+        damage = changed_at(found, path, "bit", (number * ENTRY_SIZE, place.to_bytes(8)))
+        after = look({**found, path: damage.data}, now_ms, tmp_path)
+        assert not silent(before, after, closed=closed)
+        assert after.seen["push"].answer == before.seen["push"].answer
+        with opened(in_memory({**found, path: damage.data}), None, read_only=True) as view:
+            for queue_offset, time_ms in times.items():
+                assert view.first_offset_from("T", 0, time_ms) <= queue_offset or view.condition.damage
 
 
 @pytest.mark.slow
