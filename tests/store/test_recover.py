@@ -19,7 +19,7 @@ from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Damage, File, file_size, is_folder
+from librmq.files.interface import File, file_size, is_folder
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import Checkpoint, MessageStore
@@ -27,7 +27,7 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery._verify import verify
 from librmq.store.recovery.open import clear_leftovers
 from librmq.store.retention import Retention
-from tests.budget import many, step
+from tests.budget import step
 from tests.file_seams import FailingFiles, RecordingFiles
 from tests.stores import (
     ROOT,
@@ -49,22 +49,10 @@ from tests.stores import (
 )
 
 
-def last_log_file(found: Contents) -> str:
-    return max(path for path in found if path.startswith("commitlog/"))
-
-
 def records_of(found: Contents, config: StoreConfig = SMALL) -> int:
     """Count the records of a store's log."""
     with opened(in_memory(found), config, read_only=True) as store:
         return len(list(store))
-
-
-def kinds(cuts: list[Damage]) -> dict[str, set[str]]:
-    """Return the kinds of damage found in each part."""
-    parts: dict[str, set[str]] = {}
-    for cut in cuts:
-        parts.setdefault(os.path.relpath(cut.file, ROOT).split("/")[0], set()).add(cut.kind)
-    return parts
 
 
 # ------------------------------------------------------------------------------------------------- after a kill
@@ -356,17 +344,6 @@ def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
         assert {name: queue.min_offset for name, queue in again.queues.items()} == before
 
 
-def test_all_but_one_file_created_ahead_vanish_in_a_crash() -> None:
-    found = filled(SMALL, 80, clean=False)
-    begin = int(last_log_file(found)[-20:]) + 4096
-    ahead = {f"commitlog/{begin + n * 4096:020d}": bytes(4096) for n in range(4)}
-    files = in_memory(found | ahead)
-    with opened(files) as store:
-        assert len(served(store)) == records_of(found)
-        assert len(ahead.keys() & contents(files).keys()) <= 1
-    assert verify(ROOT, SMALL, files).sound
-
-
 @pytest.mark.parametrize("there", [0, 2, 4, 7])
 def test_an_unwritten_part_of_a_blank_is_a_crash_hole(there: int) -> None:
     """This many of the blank's 8 bytes were written. Their sector also holds the end of the record before."""
@@ -414,70 +391,6 @@ def test_an_uncovered_index_file_is_rebuilt(full: bool) -> None:
     with opened(files) as store:
         assert len(served(store)) == records_of(found)
     assert verify(ROOT, SMALL, files).sound
-
-
-@many
-@configs
-@pytest.mark.parametrize("clean", [True, False])
-@pytest.mark.parametrize(
-    "gone",
-    [("consumequeue",), ("index",), ("consumequeue", "index"), ("consumequeue", "index", "checkpoint")],
-    ids="+".join,
-)
-def test_queues_and_index_are_rebuilt(config: StoreConfig, clean: bool, gone: tuple[str, ...]) -> None:
-    found = filled(config, 80, seed=4, clean=clean)
-    left = {path: data for path, data in found.items() if not path.startswith(gone)}
-    files = in_memory(left)
-    with opened(files, config) as store:
-        assert len(served(store)) == records_of(found, config)
-        assert "missing" in set().union(*kinds(store.recovered).values())
-    assert verify(ROOT, config, files).sound
-    if clean and "index" not in gone and config is SMALL:
-        assert {path: data for path, data in contents(files).items() if path.startswith("consumequeue/")} == {
-            path: data for path, data in found.items() if path.startswith("consumequeue/")
-        }
-
-
-def two_moments(config: StoreConfig) -> tuple[Contents, Contents]:
-    """Return a store with 40 messages, still open, and the same store with 80, closed."""
-    files = MemoryFiles()
-    clock = ManualClock(START_MS)
-    store = MessageStore.open(ROOT, config, files=files, clock=clock)
-    fill(store, clock, random.Random(1), 40)
-    store.flush()
-    early = contents(files)
-    fill(store, clock, random.Random(2), 40)
-    store.close()
-    return early, contents(files)
-
-
-@configs
-def test_queues_that_are_behind_catch_up(config: StoreConfig) -> None:
-    """The derived files are older than the log."""
-    early, late = two_moments(config)
-    mixed = {**early, **{path: data for path, data in late.items() if path.startswith("commitlog")}}
-    for abort in (True, False):
-        if not abort:
-            mixed.pop("abort", None)
-        again = in_memory(mixed)
-        with opened(again, config) as store:
-            assert len(served(store)) == 80
-        assert verify(ROOT, config, again).sound
-
-
-@configs
-def test_queues_that_are_ahead_are_cut(config: StoreConfig) -> None:
-    """The log is older than the derived files."""
-    early, late = two_moments(config)
-    mixed = {path: data for path, data in late.items() if not path.startswith("commitlog/")}
-    mixed |= {path: data for path, data in early.items() if path.startswith("commitlog/")}
-    for abort in (False, True):
-        again = in_memory({**mixed, **({"abort": b""} if abort else {})})
-        with opened(again, config) as store:
-            assert len(served(store)) == 40
-            assert "ahead" in kinds(store.recovered)["consumequeue"]
-            fill(store, ManualClock(START_MS), random.Random(3), 20)
-        assert verify(ROOT, config, again).sound
 
 
 @pytest.mark.parametrize("words", [1, 2, 3, 4])
