@@ -177,15 +177,15 @@ def test_a_clock_that_jumps_repeats_nothing_and_is_soon_right(tmp_path: Path) ->
     broker.set_schedule("hourly", topic="reports", every=3600)
     runner.advance(HOUR_MS + 1)
     broker.close()
-    broker, runner = opened(tmp_path, START_MS + 1000 * HOUR_MS)  # a year that is wrong
+    broker, runner = opened(tmp_path, START_MS + 200 * HOUR_MS)  # a time that is wrong
     runner.advance(1)
     broker.close()
     broker, runner = opened(tmp_path, START_MS + HOUR_MS + 2)
     runner.advance(3 * HOUR_MS)
-    runner.advance(996 * HOUR_MS)
+    runner.advance(196 * HOUR_MS)
     broker.close()
-    broker, runner = opened(tmp_path, START_MS + 1000 * HOUR_MS)
-    assert dues(broker) == [START_MS + hours * HOUR_MS for hours in range(1, 1001)]
+    broker, runner = opened(tmp_path, START_MS + 200 * HOUR_MS)
+    assert dues(broker) == [START_MS + hours * HOUR_MS for hours in range(1, 201)]
     broker.close()
 
 

@@ -52,15 +52,10 @@ def test_what_pages_and_examples_teach_is_promised() -> None:
 def test_calls_and_errors_that_sentences_and_tables_name_are_promised() -> None:
     """Of the names of functions and errors of librmq's modules; a name that is a method or a field too may be that."""
     sources = {path: ast.parse(path.read_text("utf-8")) for path in package_folder().rglob("*.py")}
-    nodes = [node for tree in sources.values() for node in ast.walk(tree)]
-    parts = [part for node in nodes if isinstance(node, ast.ClassDef) for part in node.body]
+    tops = [node for tree in sources.values() for node in tree.body]
+    parts = [part for node in tops if isinstance(node, ast.ClassDef) for part in node.body]
     members = {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)}
-    defined = {
-        node.name
-        for tree in sources.values()
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
+    defined = {node.name for node in tops if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     packages = {".".join(path.relative_to(package_folder().parent).with_suffix("").parts): path for path in sources}
     promised = {
         name

@@ -37,7 +37,7 @@ def test_half_a_day_over_a_share(number: int) -> None:
     World(f"share {number}", over_share=True).run(**HALF_A_DAY)
 
 
-@many
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["store-basic", "store-crash"])
 def test_half_a_day_in_the_store_of_a_broker(name: str, store_copy: StoreCopy) -> None:
     config = rows(existing(name), "config")[0]

@@ -125,6 +125,7 @@ def test_a_query_finds_all(store: MessageStore, appended: int) -> None:
     assert store.verify().sound
 
 
+@many
 @pytest.mark.parametrize("part", ["a queue", "the index"])
 @pytest.mark.parametrize("ends", ["append", "read", "find"])
 def test_a_full_disk_in_either_part_loses_nothing(
