@@ -107,7 +107,7 @@ _layout_of = lru_cache(maxsize=64)(Layout)
 class _Level:
     """One level: its queue, and the time of its next look."""
 
-    __slots__ = ("delay_ms", "earlier", "level", "look_ms", "next_offset", "queue_id", "saved_offset", "state_key")
+    __slots__ = ("delay_ms", "earlier", "label", "level", "look_ms", "next_offset", "queue_id", "saved_offset")
 
     def __init__(self, level: int, delay_ms: int | None, queue_offset: int, earlier: EarlierCopies) -> None:
         self.level = level
@@ -117,7 +117,7 @@ class _Level:
         self.queue_id = queue_id_of_level(level)
         self.delay_ms = delay_ms
         """Delay of the level, None if the settings no longer have it."""
-        self.state_key = (f"level {level}",), f"level {level}"
+        self.label = f"level {level}"
         self.look_ms: int | None = None
         """The look at which the first waiting message is due; None without one."""
 
@@ -293,9 +293,9 @@ class DelaySchedule:
         except LASTING:
             raise
         except StoreError as error:
-            self._states.failing(*level.state_key, error, logging.ERROR, again_ms=self._retry_ms)
+            self._states.failing(level.label, error, logging.ERROR, again_ms=self._retry_ms)
             return self._next_look_ms(self._last_ms + self._retry_ms)
-        self._states.works(*level.state_key)
+        self._states.works(level.label)
         return next_ms
 
     def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:

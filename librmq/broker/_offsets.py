@@ -24,7 +24,7 @@ from librmq.store import BrokerTables
 from librmq.store.format.broker_tables import ConfigTable, DelayedSave, progress_of, topic_and_group
 
 _log = EventLog("librmq.broker")
-_KEEPING: Final = ("page",), "keeping progress on the page of groups, not only in the table"
+_KEEPING: Final = "keeping progress on the page of groups, not only in the table"
 
 
 class GroupOffsets:
@@ -101,10 +101,10 @@ class GroupOffsets:
             try:
                 place = places[queue_id] = page.add(PlaceName(group, topic, queue_id), row.get(queue_id, -1))
             except StoreIOError as error:
-                self._states.failing(*_KEEPING, error)
+                self._states.failing(_KEEPING, error)
                 return None
             place.saving = self.saving
-            self._states.works(*_KEEPING)
+            self._states.works(_KEEPING)
         return place
 
     def hold(self, place: Place, client_id: str, members: Iterable[str], *, was_held: bool) -> Place:
@@ -112,9 +112,9 @@ class GroupOffsets:
         try:
             held = place.page.hold(place, client_id, members, was_held=was_held)
         except StoreIOError as error:
-            self._states.failing(*_KEEPING, error)
+            self._states.failing(_KEEPING, error)
             return place
-        self._states.works(*_KEEPING)
+        self._states.works(_KEEPING)
         return held
 
     def end(self) -> None:

@@ -108,10 +108,10 @@ class Schedules:
             except LASTING:
                 return None
             except RmqError as error:  # a full disk, a message that the broker refuses, or a missing extra
-                self._states.failing((name,), f"sending what schedule {name} is due", error)
+                self._states.failing(f"sending what schedule {name} is due", error)
                 due_ms = now_ms + _AGAIN_MS
             else:
-                self._states.works((name,), f"sending what schedule {name} is due")
+                self._states.works(f"sending what schedule {name} is due")
             if due_ms is not None and (next_ms is None or due_ms < next_ms):
                 next_ms = due_ms
         return next_ms

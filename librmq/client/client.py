@@ -367,12 +367,12 @@ class Client:
                 except ClientError as error:
                     if isinstance(error, BrokerError) and not isinstance(error, BrokerBusyError):  # busy will pass
                         self.refusals[name] = error
-                    self._states.failing(("heartbeat", name), f"heartbeat to {name}", error)
+                    self._states.failing(f"heartbeat to {name}", error)
                     self.runner.wake(self._beat, now_ms + HEARTBEAT_MS)
                 else:
                     self._registered.add(name)
                     self.refusals.pop(name, None)
-                    self._states.works(("heartbeat", name), f"heartbeat to {name}")
+                    self._states.works(f"heartbeat to {name}")
 
     def _route_changed(self) -> None:
         names = set(self.route.broker_names())

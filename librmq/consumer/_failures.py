@@ -129,7 +129,7 @@ class Rests(Generic[T]):
         consumer, rest_ms = self._consumer, max(1, round(1000 * error.seconds))
         self.is_probing |= not error.only_queue
         if not consumer._stopping:
-            consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
+            consumer._states.failing("what listeners call", error, again_ms=rest_ms)
         consumer._note("rest", queue.topic)
         self.rest(queue if error.only_queue else None, rest_ms)
         return rest_ms
@@ -151,7 +151,7 @@ class Rests(Generic[T]):
         """Note a successful call, which ends the probing."""
         if not self.times:
             self.is_probing = False
-            self._consumer._states.works(("downstream",), "what listeners call")
+            self._consumer._states.works("what listeners call")
 
     @property
     def _next_ms(self) -> int:

@@ -308,7 +308,7 @@ class BrokerOffsets:
             is_kept = assigned.keep()
             if progress is None or progress == assigned.stored_progress:
                 if is_kept:
-                    self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
+                    self._states.works(f"storing progress at {queue.broker_name}")
                 continue
             update, stored = UpdateOffset(self._group, queue.topic, queue.queue_id, progress), None
             try:
@@ -324,19 +324,15 @@ class BrokerOffsets:
                     if assigned.place is None or not assigned.place.advance(progress):  # it was set back
                         assigned.place = self.hold(queue, was_held=True)
             except RmqError as error:
-                self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
+                self._states.failing(f"storing progress at {queue.broker_name}", error)
                 all_stored = False
             else:
                 assigned.stored_progress, assigned.may_be_passed = progress, (stored or 0) > progress
                 assigned.is_chosen = False
-                self._states.works(_key(queue), f"storing progress at {queue.broker_name}")
+                self._states.works(f"storing progress at {queue.broker_name}")
         return all_stored
 
     save_soon = save
-
-
-def _key(queue: MessageQueue) -> tuple[str, ...]:
-    return "progress", queue.broker_name
 
 
 # ---- state for diagnosis

@@ -396,13 +396,13 @@ class BrokerLocks:
 
     def _renew_at(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue] | None:
         """Ask a broker for the locks of its queues; return those that this client has, None if it can't be asked."""
-        states, key, what = self._instance._states, ("lock", broker_name), f"locking queues at {broker_name}"
+        states, what = self._instance._states, f"locking queues at {broker_name}"
         try:
             locked = self._ask_locks(broker_name, queues)
         except RmqError as error:
-            states.failing(key, what, error)
+            states.failing(what, error)
             return None
-        states.works(key, what)
+        states.works(what)
         return locked
 
     def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:

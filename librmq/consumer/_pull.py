@@ -612,10 +612,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         except BrokerDamageError:
             raise
         except RmqError as error:
-            self._states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
+            self._states.failing(f"polling {assigned.label}", error, key=("poll", queue.broker_name, queue.topic))
             return []
         if self._states.causes:
-            self._states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
+            self._states.works(("poll", queue.broker_name, queue.topic))
         if response.status is PullStatus.HELD:
             return []
         begin, end = assigned.next_offset, response.next_offset

@@ -178,7 +178,7 @@ class Fetcher:
                 return self._handle_failure(assigned, error, now_ms)
             self._permits -= min(self._permits, len(response.messages))
             if consumer._states.causes:
-                consumer._states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
+                consumer._states.works(("pull", queue.broker_name, queue.topic))
             # A remote broker has not taken this pull's progress yet, as its answer may be still to come. Only a local
             # call has stored it by now.
             if progress is not None and not self._is_remote:
@@ -269,8 +269,8 @@ class Fetcher:
 
     def _report_failure(self, assigned: AssignedQueue, error: RmqError) -> None:
         queue, level = assigned.queue, logging.DEBUG if assigned.is_retry else logging.WARNING
-        key, what = ("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}"
-        self._consumer._states.failing(key, what, error, level)
+        key = "pull", queue.broker_name, queue.topic
+        self._consumer._states.failing(f"pulling {assigned.label}", error, level, key=key)
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
         status = response.status

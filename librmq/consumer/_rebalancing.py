@@ -104,10 +104,10 @@ class Rebalancing:
         try:
             route = self._route_of(topic)
         except RmqError as error:  # No name server answers.
-            self._member._states.failing(("route", topic), f"asking for the route of {topic}", error)
+            self._member._states.failing(f"asking for the route of {topic}", error)
             self._is_incomplete = True
             return []
-        self._member._states.works(("route", topic), f"asking for the route of {topic}")
+        self._member._states.works(f"asking for the route of {topic}")
         return readable_queues(topic, route)
 
     def wake(self) -> None:
@@ -218,14 +218,14 @@ class Rebalancing:
         return queues_by_topic
 
     def _rebalance_topic(self, topic: str, share: list[MessageQueue] | Exception | None, now_ms: int) -> bool:
-        key, what = ("share", topic), f"sharing out the queues of {topic}"
+        what = f"sharing out the queues of {topic}"
         if isinstance(share, Exception):  # Assigned queues stay, as in 4.9.
-            self._member._states.failing(key, what, share, logging.ERROR, traceback=True)
+            self._member._states.failing(what, share, logging.ERROR, traceback=True)
             self._is_incomplete = True
             return False
         if share is None:
             return False
-        self._member._states.works(key, what)
+        self._member._states.works(what)
         return self._update(topic, dict.fromkeys(share), now_ms)
 
     def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
@@ -234,9 +234,9 @@ class Rebalancing:
             try:
                 clients = client.route.endpoint(name).call(ConsumerIds(self._member.group))
             except RmqError as error:
-                self._member._states.failing(("members", name), f"asking {name} for the group's members", error)
+                self._member._states.failing(f"asking {name} for the group's members", error)
             else:
-                self._member._states.works(("members", name), f"asking {name} for the group's members")
+                self._member._states.works(f"asking {name} for the group's members")
                 if client.client_id not in clients:
                     client.removed_by(name)
                 return clients
@@ -283,10 +283,10 @@ class Rebalancing:
             next_offset = self.start_offset(queue) if stored is None else stored
             assigned = member._make_assigned(queue, next_offset, stored)
         except RmqError as error:
-            member._states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
+            member._states.failing(f"finding where to start in {queue}", error, key=("start", queue.broker_name))
             self._is_incomplete = True
             return False
-        member._states.works(("start", queue.broker_name), f"finding where to start in {queue}")
+        member._states.works(("start", queue.broker_name))
         if stored or self._has_others:  # A broker that was just reopened may not know the others yet.
             assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned

@@ -149,13 +149,13 @@ class Retries:
 
     def _send(self, broker_name: str, request: Request[R], what: str) -> R | Literal[False]:
         """Send a message back; return the broker's answer, or False if it did not accept the message."""
-        states, key, what = self._consumer._states, ("send back", broker_name), f"sending {what} to {broker_name}"
+        states, key = self._consumer._states, ("send back", broker_name)
         try:
             answer = self._consumer.client.route.endpoint(broker_name).call(request)
         except RmqError as error:
-            states.failing(key, what, error)
+            states.failing(f"sending {what} to {broker_name}", error, key=key)
             return False
-        states.works(key, what)
+        states.works(key)
         return answer
 
     # ---- log lines

@@ -613,10 +613,10 @@ class SimpleConsumer(Member):
             except (BrokerUnreachableError, NoRouteError) as error:
                 if len(sources) == 1:
                     raise
-                self._states.failing(("receive", name), f"receiving from {name}", error)
+                self._states.failing(f"receiving from {name}", error)
                 continue
             if self._states.causes:
-                self._states.works(("receive", name), f"receiving from {name}")
+                self._states.works(f"receiving from {name}")
             if response.is_held:
                 waits.held.append((endpoint, notify))
             if response.suspect_deaths:

@@ -84,7 +84,7 @@ class Background:
 
 _log = EventLog("librmq.runtime")
 _T = TypeVar("_T")
-_SAVING: Final = ("saving",), "saving"
+_SAVING: Final = "saving"
 
 
 class ProgressSaver(Generic[_T]):
@@ -182,7 +182,7 @@ class ProgressSaver(Generic[_T]):
 
     def _saved(self) -> None:
         self._due_ms = None
-        self._states.works(*_SAVING)
+        self._states.works(_SAVING)
 
     def _flush_numbered(self, reached: _T, number: int) -> None:
         """Flush unless a later flush has ended. Thread-safe."""
@@ -203,7 +203,7 @@ class ProgressSaver(Generic[_T]):
                     self._note(reached)
                 self._saved()
             except LASTING as failure:  # no caller waits here, and the next append gets the same error
-                self._states.failing(*_SAVING, failure, logging.ERROR)
+                self._states.failing(_SAVING, failure, logging.ERROR)
                 return None
             except StoreError as failure:
                 self._retry(failure)
@@ -215,4 +215,4 @@ class ProgressSaver(Generic[_T]):
 
     def _retry(self, error: StoreError) -> None:
         self._due_ms = self._now_ms() + self._retry_ms
-        self._states.failing(*_SAVING, error, logging.ERROR, again_ms=self._retry_ms)
+        self._states.failing(_SAVING, error, logging.ERROR, again_ms=self._retry_ms)

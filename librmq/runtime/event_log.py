@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -178,26 +178,28 @@ class StateLog:
     def __init__(self, log: EventLog, label: str) -> None:
         self._log = log
         self._owner = label
-        self.causes: dict[tuple[str, ...], tuple[type[Exception], object]] = {}
-        """The present failures; callers check this first if success is frequent."""
+        self.causes: dict[Hashable, tuple[str, object]] = {}
+        """What fails now, and why, by key; callers check this first if success is frequent."""
 
     def failing(
         self,
-        key: tuple[str, ...],
         what: str,
         error: Exception,
         level: int = logging.WARNING,
         *,
+        key: Hashable = None,
         again_ms: int | None = None,
         traceback: bool = False,
     ) -> None:
         """Note that ``what`` fails; log it unless it failed for the same kind of reason before.
 
-        ``again_ms`` is the time to the next try.
+        What fails together has a ``key``, by default ``what``. ``again_ms`` is the time to the next try.
         """
+        key = what if key is None else key
         cause = type(error), getattr(error, "code", None) or getattr(error, "errno", None)
-        is_known = self.causes.get(key) == cause
-        self.causes[key] = cause
+        is_known = key in self.causes and self.causes[key][1] == cause
+        if not is_known:
+            self.causes[key] = what, cause
         self._log.log(
             logging.DEBUG if is_known else level,
             "%(owner)s: %(task)s fails%(_again)s: %(error)s",
@@ -209,10 +211,10 @@ class StateLog:
             exc_info=error if traceback and not is_known else None,
         )
 
-    def works(self, key: tuple[str, ...], what: str) -> None:
-        """Note that ``what`` succeeds; log it if it failed before."""
-        if self.causes and self.causes.pop(key, None) is not None:
-            self._log.info("%(owner)s: %(task)s works again", owner=self._owner, task=what)
+    def works(self, key: Hashable) -> None:
+        """Note that what has this key succeeds; log it if it failed before."""
+        if self.causes and (failed := self.causes.pop(key, None)) is not None:
+            self._log.info("%(owner)s: %(task)s works again", owner=self._owner, task=failed[0])
 
 
 # ---- progress of a long call

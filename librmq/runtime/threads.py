@@ -206,13 +206,13 @@ class ThreadRunner(Runner):
             try:
                 top.run(self, now)
                 if self._states.causes:
-                    self._states.works((top.label,), top.label)
+                    self._states.works(top.label)
             except BrokerUnreachableError as error:
                 # Another process keeps the log of a share, so the step has to come again.
-                self._states.failing((top.label,), top.label, error, again_ms=_START_AGAIN_MS)
+                self._states.failing(top.label, error, again_ms=_START_AGAIN_MS)
                 self.wake(top, now + _START_AGAIN_MS)
             except LASTING as error:  # nothing to do until the store is reopened
-                self._states.failing((top.label,), top.label, error)
+                self._states.failing(top.label, error)
             except BaseException:
                 # A thread of the runner has no caller to which an error could go, so log it and go on.
                 _log.exception("%(step)s: an internal step failed", step=top.label)

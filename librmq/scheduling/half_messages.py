@@ -175,7 +175,7 @@ _LOOK_AHEAD: Final = 1000
 _RESERVED_HOURS: Final = 72  # This is the limit of 4.9.
 _MAX_UNCOUNTED: Final = 1 << 16
 """The copies that are remembered as not counted, so that a producer that stays away costs no more memory than this."""
-_STATE: Final = ("check",), "the check of half messages"
+_STATE: Final = "the check of half messages"
 
 
 class CheckBack(NamedTuple):
@@ -315,13 +315,13 @@ class HalfCheck:
                 if not self._check_halves(self._pass, now_ms):
                     return now_ms
                 self._pass = None
-                self._states.works(*_STATE)
+                self._states.works(_STATE)
         except LASTING:
             raise
         except RmqError as error:
             # The halves that the pass could judge stay judged. The next pass begins at the one that has failed.
             self._pass = None
-            self._states.failing(*_STATE, error, logging.ERROR, again_ms=self._pass_after(now_ms) - now_ms)
+            self._states.failing(_STATE, error, logging.ERROR, again_ms=self._pass_after(now_ms) - now_ms)
         save_ms = self._saver.run_due(now_ms)
         if self._unsaved() is not None:
             return save_ms

@@ -45,7 +45,7 @@ _HOP_PROPERTIES: Final = frozenset(
 _QUEUE: Final = 0
 _READ: Final = 32
 _RETRY_MS: Final = 10_000
-_SENDING: Final = ("sending on",), "sending on"
+_SENDING: Final = "sending on"
 
 
 def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
@@ -139,12 +139,12 @@ class HopProxy:
         check_now(now_ms)
         try:
             self._send_all(now_ms)
-            self._states.works(*_SENDING)
+            self._states.works(_SENDING)
             return self._saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
-            self._states.failing(*_SENDING, error, logging.ERROR, again_ms=_RETRY_MS)
+            self._states.failing(_SENDING, error, logging.ERROR, again_ms=_RETRY_MS)
             return now_ms + _RETRY_MS
 
     def _send_all(self, now_ms: int) -> None:

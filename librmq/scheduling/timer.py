@@ -52,7 +52,7 @@ _log = EventLog("librmq.timer")
 _QUEUE: Final = 0
 _NEVER_IN_THE_WHEEL: Final = (1 << 63) - 1
 _READ: Final = 32
-_DELIVERY: Final = ("delivery",), "delivery"
+_DELIVERY: Final = "delivery"
 
 
 class _Emptying:
@@ -254,9 +254,9 @@ class Timers:
             raise
         except StoreError as error:
             self._retry_at_ms = now_ms + round(1000 * self._config.retry_s)
-            self._states.failing(*_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
+            self._states.failing(_DELIVERY, error, logging.ERROR, again_ms=self._retry_at_ms - now_ms)
             return self._retry_at_ms
-        self._states.works(*_DELIVERY)
+        self._states.works(_DELIVERY)
         next_slot_ms = self._slots.next_ms(self.read_ms)
         dues = [due for due in (next_slot_ms and next_slot_ms + self._precision_ms, save_ms) if due is not None]
         return min(dues, default=None)

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from librmq.store.recovery._verify import Verdict
 
 _log = EventLog("librmq.store")
-_LOOKING: Final = ("looking",), "looking whether the disk is full"
-_WRITING: Final = ("writing",), "writing the entries of queues"
-_CHECKING: Final = ("checking",), "checking the entries of queues"
+_LOOKING: Final = "looking whether the disk is full"
+_WRITING: Final = "writing the entries of queues"
+_CHECKING: Final = "checking the entries of queues"
 
 
 class Writer(StoreHandle):
@@ -251,9 +251,9 @@ class Writer(StoreHandle):
         try:
             self.appender.write_entries()
         except StoreError as error:
-            self._states.failing(*_WRITING, error)
+            self._states.failing(_WRITING, error)
             return 1  # at least: if it lasts, the flush that becomes due with it fails too
-        self._states.works(*_WRITING)
+        self._states.works(_WRITING)
         dispatcher = self.appender.dispatcher
         return -(-(dispatcher.entries + dispatcher.due) // (len(dispatcher.unflushed) or 1))
 
@@ -302,9 +302,9 @@ class Writer(StoreHandle):
                 due_ms = comparison.run_due(now_ms)
             self._write_corrected()
         except StoreError as error:  # each read checks its entries, so nothing depends on this
-            self._states.failing(*_CHECKING, error, again_ms=AGAIN_MS)
+            self._states.failing(_CHECKING, error, again_ms=AGAIN_MS)
             return now_ms + AGAIN_MS
-        self._states.works(*_CHECKING)
+        self._states.works(_CHECKING)
         return due_ms
 
     def _write_corrected(self) -> None:
@@ -335,9 +335,9 @@ class Writer(StoreHandle):
         try:
             has_changed = self.retention.check_disk(now_ms)
         except StoreIOError as error:
-            self._states.failing(*_LOOKING, error)
+            self._states.failing(_LOOKING, error)
             return
-        self._states.works(*_LOOKING)
+        self._states.works(_LOOKING)
         if has_changed:
             self.appender.lock.check_reentry()
             with critical:

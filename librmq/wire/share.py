@@ -390,7 +390,7 @@ class SharedBroker(AdministeredRoute):
                     if self.link is link:  # a call can have noted its end meanwhile; then others must wait
                         self._settled.set()
                 self._watchers.notify()
-                self._states.works(("share",), "taking the store over")
+                self._states.works("taking the store over")
                 owner = link.process if isinstance(link, StorePeer) else os.getpid()
                 _log.info("share %(path)s: process %(pid)d owns the store", path=self.path, pid=owner)
         if is_closing:
@@ -424,7 +424,7 @@ class SharedBroker(AdministeredRoute):
                 if isinstance(error, BrokerUnreachableError | StoreLockedError):
                     SystemClock().wait(self._closing, _AGAIN_S)
                 elif error is not None:
-                    self._states.failing(("share",), "taking the store over", error)
+                    self._states.failing("taking the store over", error)
                     SystemClock().wait(self._closing, _FAILED_S)
 
     def _note_lost(self, link: StorePeer) -> None:

@@ -991,7 +991,7 @@ def test_a_cut_broker_logs_one_line_a_topic(four_queues: Kit, caplog: pytest.Log
         seam.cut()
         four_queues.advance(seconds=4)
     assert sorted(bodies(four_queues)) == ["a", "b", "c", "d"]
-    assert "g@g: pulling t works again" in caplog.text
+    assert "g@g: pulling t/broker-a/0 works again" in caplog.text
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

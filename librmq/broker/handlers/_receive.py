@@ -415,10 +415,10 @@ class ReceiveHandler(BrokerPart):
             elif damage_ms == NEVER:
                 raise
             else:
-                self._states.failing(*_reading(key), error)
+                self._states.failing(_reading(key), error)
                 return None
         if self._states.causes:
-            self._states.works(*_reading(key))
+            self._states.works(_reading(key))
         return result
 
     def _redelivered(self, request: Receive, queue: QueueFlights) -> list[Received]:
@@ -581,14 +581,14 @@ class ReceiveHandler(BrokerPart):
                     flight.queue.note_death(flight)
                 self._held.wake_receives(group, topic)
                 continue
+            what = f"storing messages of group {group} again, which were not acknowledged"
             try:
                 self._sending.failed().store_again(flight, is_suspect=self._has_ended(flight))
             except RmqError as error:
                 self._visible.set(flight, now_ms + _TRY_AGAIN_MS)
-                what = f"storing a message of group {group} again, which was not acknowledged"
-                self._states.failing(("again", group), what, error, again_ms=_TRY_AGAIN_MS)
+                self._states.failing(what, error, again_ms=_TRY_AGAIN_MS)
                 continue
-            self._states.works(("again", group), "storing messages again that were not acknowledged")
+            self._states.works(what)
             if self._is_in_flight(flight):
                 self._finish_flight(flight)
         return self._visible.first_ms
@@ -631,10 +631,9 @@ class ReceiveHandler(BrokerPart):
         self._latest_ms = now_ms
 
 
-def _reading(key: QueueKey) -> tuple[tuple[str, ...], str]:
-    """Return the key and the words of the state of reading a queue."""
+def _reading(key: QueueKey) -> str:
     group, topic, queue_id = key
-    return ("read", group, topic, str(queue_id)), f"group {group}: receiving from {topic}/{queue_id}"
+    return f"group {group}: receiving from {topic}/{queue_id}"
 
 
 def _cause(request: Receive, group: GroupSettings, attempt: int, deaths: int, deaths_alone: int) -> str | None:

@@ -341,9 +341,9 @@ _FAST: Final = 160 << 10
 """Bytes a millisecond above which the thread prepares pages for the producer instead."""
 AGAIN_MS: Final = 10_000
 """Milliseconds after which a step that failed is tried again."""
-_PREPARING: Final = ("preparing",), "preparing room after the log's end"
-_EXPIRING: Final = ("expiring",), "deleting due log files"
-_DERIVING: Final = ("deriving",), "flushing queues and index"
+_PREPARING: Final = "preparing room after the log's end"
+_EXPIRING: Final = "deleting due log files"
+_DERIVING: Final = "flushing queues and index"
 
 
 class Housekeeping(AlarmState):
@@ -405,9 +405,9 @@ class Housekeeping(AlarmState):
             log.prepare(ahead)
         except StoreError as error:
             # The append that needs the room gets this error, so the step does not raise it.
-            self._states.failing(*_PREPARING, error)
+            self._states.failing(_PREPARING, error)
         else:
-            self._states.works(*_PREPARING)
+            self._states.works(_PREPARING)
         log_due, log_alarm = self._flush_log(now_ms)
         if self._commit.failure is not None:
             return None  # the store accepts nothing more
@@ -421,10 +421,10 @@ class Housekeeping(AlarmState):
             try:
                 self._expire_at_ms = self._expire(now_ms)
             except StoreError as error:
-                self._states.failing(*_EXPIRING, error, logging.ERROR, again_ms=AGAIN_MS)
+                self._states.failing(_EXPIRING, error, logging.ERROR, again_ms=AGAIN_MS)
                 self._expire_at_ms = now_ms + AGAIN_MS
             else:
-                self._states.works(*_EXPIRING)
+                self._states.works(_EXPIRING)
         if self._config.durability == "sync" and queues_due is not None:
             log_alarm = sys.maxsize  # waiting callers flush, other callers wake this step
         alarm = self.alarm = min(log_alarm, begin + ahead // 2)
@@ -489,9 +489,9 @@ class Housekeeping(AlarmState):
         except StoreError as error:
             # Queues and index can be rebuilt from the log, so nothing is lost and the step goes on.
             again_ms = round(1000 * seconds)
-            self._states.failing(*_DERIVING, error, logging.ERROR, again_ms=again_ms)
+            self._states.failing(_DERIVING, error, logging.ERROR, again_ms=again_ms)
             return now_ms + again_ms
-        self._states.works(*_DERIVING)
+        self._states.works(_DERIVING)
         return None
 
 

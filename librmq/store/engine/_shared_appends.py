@@ -362,9 +362,9 @@ class SharedAppends(TurnState):
                             pass
             try:
                 self._follow_while_they_append(is_quiet=is_quiet)
-                states.works((), "following what peers append")
+                states.works("following what peers append")
             except Exception as error:  # without this thread peers would send by the owner, and wake no consumer
-                states.failing((), "following what peers append", error)
+                states.failing("following what peers append", error)
                 select.select((), (), (), _QUIET_S)
 
     def _has_rung(self, wait_s: float | None) -> bool:

@@ -530,9 +530,9 @@ class RemoteRoute(AdministeredRoute):
 
         def ended(answers: tuple[LearntRoute, dict[str, LearntRoute]], error: Exception | None) -> None:
             if error is not None:
-                self._states.failing(("poll",), "asking the name servers", error, self._level)
+                self._states.failing("asking the name servers", error, self._level)
             else:
-                self._states.works(("poll",), "asking the name servers")
+                self._states.works("asking the name servers")
                 self._note_routes(*answers)
             if not self._is_closed:
                 self.runner.wake(self._polling, self.runner.now_ms() + self._poll_ms)
@@ -571,14 +571,14 @@ class RemoteRoute(AdministeredRoute):
 
         def ended(arrived: set[str], error: Exception | None) -> None:
             if error is not None:
-                self._states.failing(("heartbeats",), "repeating heartbeats", error)
+                self._states.failing("repeating heartbeats", error)
             elif back := arrived & missing.keys():
                 for name in back:
                     # Consumers doubt what they know of a broker behind another link. One whose first connection opened
                     # late was not away.
                     if self._missing.pop(name, missing[name]) and (link := self._links.get(name)) is not None:
                         self._links[name] = _Link(link.group)
-                    self._states.works(("connection", name), f"reaching {name}")
+                    self._states.works(f"reaching {name}")
                 self._watchers.notify()
             if not self._is_closed and (step is self._beating or self._missing):
                 self.runner.wake(step, self.runner.now_ms() + again_ms)
@@ -603,7 +603,7 @@ class RemoteRoute(AdministeredRoute):
             if names and not self._is_closed:
                 if error is not None:
                     for name in names:
-                        self._states.failing(("connection", name), f"reaching {name}", error, self._level)
+                        self._states.failing(f"reaching {name}", error, self._level)
                 for name in names:
                     self._missing[name] = error is not None or self._missing.get(name, False)
                 self.runner.wake(self._reviving, self.runner.now_ms() + after_ms)
