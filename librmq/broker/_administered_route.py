@@ -35,6 +35,7 @@ from librmq.errors import (
     MalformedError,
     RmqError,
 )
+from librmq.formatting import NAMED
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.topics import (
@@ -408,8 +409,6 @@ class AdministeredRoute(Route, Closing):
                 raise no_such_topic(topic, self.topics()) from refusals[0]
             raise no_such_group(group, self.groups()) from refusals[0]
         if isinstance(request.to, int) and (other := [queue for queue, at in moved.items() if at != request.to]):
-            from librmq.formatting import NAMED
-
             _log.warning(
                 "group %(group)s in %(topic)s: %(count)s without offset %(queue_offset)d, where the group is at the "
                 "end or the beginning now: %(queues)s",

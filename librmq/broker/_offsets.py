@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
+from librmq.formatting import NAMED
 from librmq.protocol import Place, PlaceName, ResponseCode
 from librmq.runtime import ProgressSaver, StateLog, critical
 from librmq.runtime.event_log import EventLog
@@ -259,8 +260,6 @@ class GroupOffsets:
             self.moved_back.add((group, topic))
             self._move(topic, group, queue_id, end)
         if beyond:
-            from librmq.formatting import NAMED
-
             named = [f"{group} in {topic}/{queue_id}, {old}" for topic, group, queue_id, old, _ in beyond[:NAMED]]
             _log.warning(
                 "%(count)d positions of groups were beyond the ends of their queues, and are set to these ends; the "
