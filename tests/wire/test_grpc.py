@@ -323,6 +323,8 @@ def test_the_trace_of_a_message_is_kept(stub: Stub, broker: Broker) -> None:
         ([message("t", message_type=5)], 40014),
         ([message("t", message_type=4, deliver_ms=1 << 40)], 40014),
         ([message("t", b"no gzip", body_encoding=2)], 40016),
+        ([message("t", zlib.compress(bytes(range(256)))[:-9], body_encoding=2)], 40016),
+        ([message("t", gzip.compress(bytes(range(256)))[:-9], body_encoding=2)], 40016),
     ],
 )
 def test_refused_message_has_the_code_of_the_service(stub: Stub, broker: Broker, sent: list[Any], code: int) -> None:
