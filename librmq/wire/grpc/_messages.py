@@ -16,9 +16,8 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import BodyCompressionError, MessageIllegalError
 from librmq.java.lang import string_hash
-from librmq.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage, record
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, is_half, priority_of
-from librmq.message.record import COMPRESSED, decompress_body
 from librmq.message.topics import (
     NOT_FOR_SENDING,
     TopicType,
@@ -200,7 +199,7 @@ def _unpacked(body: bytes) -> bytes:
             with gzip.GzipFile(fileobj=io.BytesIO(body)) as unpacked:
                 plain = unpacked.read(MAX_BODY + 1)
         else:
-            plain = decompress_body(body, COMPRESSED, MAX_BODY + 1, cuts=True)
+            plain = record.decompress_body(body, record.COMPRESSED, MAX_BODY + 1, cuts=True)
     except (OSError, EOFError, zlib.error, BodyCompressionError) as error:
         raise Refusal(Code.MESSAGE_CORRUPTED, f"body: encoded as GZIP, and can't be unpacked: {error}") from error
     if len(plain) > MAX_BODY:

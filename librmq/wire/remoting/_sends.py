@@ -14,12 +14,11 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.lang import java_long
-from librmq.message import Message
+from librmq.message import Message, record
 from librmq.message.batch import decode_batch
 from librmq.message.ids import RecallHandle
 from librmq.message.message import check_batch_size
 from librmq.message.properties import PropertyName, decode_properties, encode_properties, is_half
-from librmq.message.record import INNER_BATCH, NEED_UNWRAP, UNQUEUED
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
@@ -56,7 +55,7 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
 
 
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
-_OF_BROKERS: Final = INNER_BATCH | NEED_UNWRAP
+_OF_BROKERS: Final = record.INNER_BATCH | record.NEED_UNWRAP
 """Bits that a broker of 5.x sets for a batch that it keeps as one record; 4.9 knows none of them."""
 SENDS: Final = frozenset({int(RequestCode.SEND_MESSAGE), int(RequestCode.SEND_MESSAGE_V2), _SEND_BATCH})
 """The codes of requests that `Sends.send_all` answers."""
@@ -156,7 +155,7 @@ class Sends:
             _shift_delivery(properties, born_ms, now_ms)
             born_ms = now_ms
         if not header.batch and frame.code != _SEND_BATCH:
-            if header.sys_flag & UNQUEUED and not is_half(properties):
+            if header.sys_flag & record.UNQUEUED and not is_half(properties):
                 raise MessageIllegalError(
                     f"topic {header.topic!r}: sys flag {header.sys_flag:#x} claims a half message: expected the "
                     f"property {PropertyName.TRANSACTION_PREPARED}, without which it is never delivered"
