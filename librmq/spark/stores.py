@@ -7,7 +7,7 @@ column ``store`` of each frame has the folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,7 @@ from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
 from librmq.message.delays import queue_id_of_level
 from librmq.message.lag import lag_terms
-from librmq.message.topics import SystemTopic, TopicPrefix
+from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group
 from librmq.spark._options import parse_read_options, refuse_urls
 from librmq.store import BrokerTables
 from librmq.store.format import directory
@@ -85,10 +85,25 @@ def _all_queues(paths: tuple[str, ...], mode: Mode) -> ReadOptions:
 
 def offsets(spark: SparkSession, paths: Paths) -> DataFrame:
     """Return store, group, topic, queueId, offset: each group's progress; delay levels have `DELAY_GROUP`."""
+    return _offsets(spark, paths, lambda _: True)
+
+
+def consumed_offsets(spark: SparkSession, paths: Paths, groups: Sequence[str] | None) -> DataFrame:
+    """Return what `offsets` does of groups that have a backlog."""
+    return _offsets(spark, paths, lambda group: _has_backlog(group, groups))
+
+
+def _has_backlog(group: str, groups: Sequence[str] | None) -> bool:
+    """Return whether the messages before a group are its backlog, and not what waits for a time or a transaction."""
+    return group != DELAY_GROUP and (group in groups if groups is not None else not is_own_group(group))
+
+
+def _offsets(spark: SparkSession, paths: Paths, is_wanted: Callable[[str], bool]) -> DataFrame:
     rows = [
         (path, *name, queue_id, next_offset)
         for path in paths_of(paths)
         for name, of_queue in _progress(path).items()
+        if is_wanted(name[0])
         for queue_id, next_offset in of_queue.items()
     ]
     return _frame(spark, rows, "store string, group string, topic string, queueId int, offset bigint")
@@ -123,9 +138,7 @@ def backlog(
     consumed = sorted(
         (group, topic)
         for group, topic in {name for of_store in progress.values() for name in of_store}
-        if group != DELAY_GROUP  # what waits for its time is no backlog
-        and (topics is None or topic in topics)
-        and (groups is None or group in groups)
+        if _has_backlog(group, groups) and (topics is None or topic in topics)
     )
     with PlannedStore.open_all(_all_queues(tuple(progress), mode)) as opened:
         for store in opened:

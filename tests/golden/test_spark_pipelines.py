@@ -21,7 +21,7 @@ from librmq.diagnosis.pending import pending_messages
 from librmq.filter import SqlFilter
 from librmq.message.delays import level_of_queue_id
 from librmq.message.message import MessageQueue
-from librmq.message.topics import SystemTopic, is_system_topic
+from librmq.message.topics import SystemTopic, is_own_group, is_system_topic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
@@ -115,7 +115,7 @@ class Plain:
 
     def consumed(self) -> set[tuple[str, str, str, int]]:
         """Return every queue of each topic in which a group has progress somewhere: store, group, topic, queue id."""
-        groups = {(group, topic) for _, group, topic, _ in self.offsets}
+        groups = {(group, topic) for _, group, topic, _ in self.offsets if not is_own_group(group)}
         return {
             (path, group, topic, queue_id)
             for group, topic in groups for path, name, queue_id in self.queues if name == topic

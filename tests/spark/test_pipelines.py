@@ -175,8 +175,12 @@ def test_waiting_retries_belong_to_the_topic_of_the_message(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_messages_that_wait_for_their_time_are_no_backlog(tmp_path: Path, is_damaged: bool) -> None:
-    """The progress of delay levels is not a group's, in a store that is too damaged to open neither."""
-    path = store(tmp_path / "s", [("T", 0, "")], '"T@g":{0:0}')
+    """The progress of delay levels is not a group's, in a store that is too damaged to open neither.
+
+    That of transactions belongs to a group of the broker's own, which counts only if it is named.
+    """
+    own = "RMQ_SYS_TRANS_HALF_TOPIC", "CID_RMQ_SYS_TRANS"
+    path = store(tmp_path / "s", [("T", 0, ""), (own[0], 0, "")], f'"T@g":{{0:0}},"{own[0]}@{own[1]}":{{0:0}}')
     with MessageStore.open(path, CONFIG, clock=ManualClock(START_MS + 9000)) as opened:
         for _ in range(3):
             opened.append(Message("T", b"x", delay_level=3), 0)
@@ -188,6 +192,7 @@ def test_messages_that_wait_for_their_time_are_no_backlog(tmp_path: Path, is_dam
         (path / "consumequeue" / "U" / "0" / file.name).write_bytes(b"x" * 30)
         settings = {"damaged": "skip"}
     assert found("backlog", path, "group", "topic", "lag", **settings) == {("g", "T", 1)}
+    assert found("backlog", path, "group", "lag", group=own[1], **settings) == {(own[1], 1)}
     assert found("what-if", path, "group", "topic", clients="1", **settings) == {("g", "T")}
     assert len(found("timers", path, "physicalOffset", **settings)) == 2
 

@@ -344,8 +344,7 @@ def _backlog(inputs: Inputs) -> DataFrame:
         return frame
     messages = inputs.all_messages(BACKLOG_COLUMNS)
     queues = stores.queues(spark, paths, _mode(settings))
-    offsets = stores.offsets(spark, paths).where(F.col("group") != stores.DELAY_GROUP)
-    unsorted = named_rows(backlog(offsets, queues, messages), settings)
+    unsorted = named_rows(backlog(stores.consumed_offsets(spark, paths, groups), queues, messages), settings)
     return unsorted.orderBy(F.desc("lag"), "store", "group", "topic", "queueId")
 
 
