@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -60,6 +60,8 @@ _OPTION: Final = "option."
 _log = EventLog("librmq.spark")
 _BIG: Final = 8
 """Most tasks of a read that decodes all columns without a warning: they read 1 GiB."""
+_OPTIONAL: Final = frozenset(("tags", "keys", "uniqueKey", "key", "headers"))
+"""Columns that are null for some messages, in every mode."""
 _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
 
@@ -245,12 +247,20 @@ def read_schema(
     schema: StructType, options: ReadOptions, values: Mapping[str, str]
 ) -> tuple[pa.Schema, Renaming | None]:
     """Return the columns to read for ``schema``, and their renaming if the options ask for Kafka's names."""
+    _check_nullable(schema, schema.names if options.mode == "PERMISSIVE" else _OPTIONAL)
     names = parse_columns(values)
     if names is not None and names != schema.names:
         raise ConfigError(f"option columns: the schema of the read has others ({', '.join(schema.names)}); give one")
     if parse_names(values) != "kafka":
         return arrow_schema(schema, options), None
     return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
+
+
+def _check_nullable(schema: StructType, optional: Collection[str]) -> None:
+    """Raise `ConfigError` for a column that is declared NOT NULL and can be null: Spark would count these as values."""
+    for field in schema.fields:
+        if not field.nullable and field.name in optional:
+            raise ConfigError(f"column {field.name!r}: rows can lack it: leave NOT NULL (nullable=False) out")
 
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
@@ -303,6 +313,7 @@ class ProgressReader(DataSourceReader):
 
     def __init__(self, values: Mapping[str, str], schema: StructType) -> None:
         self._options = _options(values)
+        _check_nullable(schema, ("queueId", "offset", "expression"))
         for column in schema.fields:
             if column.name not in _TYPES:
                 raise ConfigError(f"the view progress has no column {column.name!r}: {suggest(column.name, _TYPES)}")
