@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from librmq.config import nearest
 from librmq.errors import ConfigError, StoreError
 from librmq.files import Damage
-from librmq.message.topics import is_user_topic
+from librmq.message.topics import SYSTEM_TOPICS, SystemTopic, is_user_topic
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.columns")
@@ -186,9 +186,12 @@ class ReadOptions:
 
 
 def log_unknown_topics(options: ReadOptions, topics: Collection[str]) -> None:
-    """Log which of the topics that a read names are not among ``topics`` of its stores, and which one is near."""
+    """Log which of the topics that a read names are not among ``topics`` of its stores, and which one is near.
+
+    A store has most topics of the broker's own only once something is in them, so these are left out.
+    """
     selection, stores = options.selection, ", ".join(options.paths)
-    for topic in sorted((selection.topics or frozenset()) - set(topics)):
+    for topic in sorted((selection.topics or frozenset()) - SYSTEM_TOPICS - {SystemTopic.TIMER, *topics}):
         near = nearest(topic, topics)
         _log.warning(
             "topic %(topic)s has no queue in %(stores)s; %(hint)s",

@@ -168,6 +168,7 @@ def test_topics_by_pattern(failing: Path, settings: Any, topics: set[str]) -> No
         ({"topics": "%RETRY%x*"}, "no topic of STORE matches %RETRY%x.*; librmq topics lists the topics"),
         ({"topics": "%RETRY%*"}, ""),
         ({"topics": "RMQ_SYS_TRACE_TOPIC"}, ""),
+        ({"topics": ["RMQ_SYS_TRANS_HALF_TOPIC", "rmq_sys_wheel_timer"]}, ""),
     ],
 )
 def test_a_topic_that_no_store_has_is_logged(
