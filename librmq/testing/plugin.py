@@ -25,6 +25,7 @@ from librmq.testing._network import SMALL_FILES
 from librmq.testing.exploring._exploration import (
     Exploration,
     Fewest,
+    check_runs,
     encode_schedule,
     explored_kit,
     read_seed,
@@ -176,6 +177,19 @@ def check_explored(item: pytest.Item, marker: pytest.Mark) -> None:
             f"{item.nodeid}: rmq_explore has no setting {', '.join(sorted(unknown))}; its settings are "
             f"{', '.join(_EXPLORE_SETTINGS)}"
         )
+    if len(marker.args) > 1:
+        raise pytest.UsageError(
+            f"{item.nodeid}: rmq_explore takes runs alone without a name, found {marker.args!r:.80}"
+        )
+    try:
+        check_runs(_runs(marker))
+    except ConfigError as error:
+        raise pytest.UsageError(f"{item.nodeid}: rmq_explore: {error}") from error
+
+
+def _runs(marker: pytest.Mark) -> int:
+    runs: int = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
+    return runs
 
 
 class _Repetition:
@@ -226,7 +240,6 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Run a test under many schedules, and report the most informative run."""
     marker = item.get_closest_marker("rmq_explore")
     assert marker is not None
-    runs = marker.args[0] if marker.args else marker.kwargs.get("runs", 200)
     option = item.config.getoption("rmq_seed")
     seed = str(option if option is not None else marker.kwargs.get("seed", "0"))
     try:
@@ -248,7 +261,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     def search_all() -> None:
         try:
             lines = marker.kwargs.get("lines", False)
-            result = search(run, runs, seed, replay, lines=lines, most_stores=_most_tries(item))
+            result = search(run, _runs(marker), seed, replay, lines=lines, most_stores=_most_tries(item))
         except _NothingToExplore:
             return
         if result.found is not None:

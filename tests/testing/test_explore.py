@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from librmq.consumer import DeliveredMessage
-from librmq.errors import InputError, NotIdleError
+from librmq.errors import ConfigError, InputError, NotIdleError
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.runtime.locks import Lock
@@ -617,3 +617,18 @@ def test_a_lost_answer_fails_a_send_to_a_given_queue_and_repeats_another(queue: 
 
     explore(scenario, 30)
     assert any("the answer was lost" in str(error) for error in errors) == fails
+
+
+def test_a_search_that_would_try_nothing_is_refused() -> None:
+    """A coroutine that no one awaits would pass under each schedule."""
+
+    async def never_runs(rmq: Kit) -> None:
+        raise AssertionError
+
+    for runs in (0, -1):
+        with pytest.raises(ConfigError, match="runs: expected a whole number of at least 1"):
+            explore(lambda rmq: None, runs=runs)
+    with pytest.raises(TypeError, match=r"returns a coroutine: pass `lambda rmq: asyncio\.run"):
+        explore(never_runs, runs=2)
+    with pytest.raises(AssertionError):
+        explore(lambda rmq: asyncio.run(never_runs(rmq)), runs=2)

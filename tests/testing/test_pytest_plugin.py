@@ -265,11 +265,20 @@ def test_exploring_wants_the_fixture(pytester: pytest.Pytester) -> None:
     run(pytester, "-k", "test_a").assert_outcomes(passed=1, deselected=1)
 
 
-def test_an_unknown_setting_of_the_marker_is_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(run=3)\ndef test(rmq): pass\n")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("run=3", "rmq_explore has no setting run; its settings are runs, lines, seed"),
+        ("runs=0", "rmq_explore: runs: expected a whole number of at least 1, found 0"),
+        ("'200'", "rmq_explore: runs: expected a whole number of at least 1, found '200'"),
+        ("200, True", "rmq_explore takes runs alone without a name, found (200, True)"),
+    ],
+)
+def test_a_wrong_setting_of_the_marker_is_refused(pytester: pytest.Pytester, settings: str, said: str) -> None:
+    pytester.makepyfile(f"import pytest\n@pytest.mark.rmq_explore({settings})\ndef test(rmq): pass\n")
     result = run(pytester)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*rmq_explore has no setting run; its settings are runs, lines, seed*"])
+    result.stderr.fnmatch_lines([f"*{said}*"])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import inspect
 import json
 import os
 import tempfile
@@ -25,7 +26,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Unpack
 
 from librmq.clock import ManualClock
-from librmq.errors import InputError
+from librmq.errors import ConfigError, InputError
 from librmq.files import TemporaryFolder
 from librmq.runtime.event_log import HeldLine, held_back
 from librmq.testing._from_store import Shrunk, StoreStart, moved_label, shrink
@@ -325,8 +326,15 @@ def search(
 
     That of a failure runs up to ``most_stores`` times with fewer messages of the store that the kit begins with.
     """
+    check_runs(runs)
     with _collected_in_between():
         return _Search(run, runs, seed, lines, most_stores).search(replay)
+
+
+def check_runs(runs: object) -> None:
+    """Refuse a number of schedules with which nothing is explored."""
+    if type(runs) is not int or runs < 1:
+        raise ConfigError(f"runs: expected a whole number of at least 1, found {runs!r:.80}")
 
 
 @contextmanager
@@ -571,7 +579,12 @@ def explore(
     def run(explorer: Explorer) -> BaseException | None:
         with held_back() as lines_of_log, explored_kit(explorer, **settings) as kit:
             try:
-                function(kit)
+                result = function(kit)
+                if inspect.iscoroutine(result):
+                    result.close()
+                    raise TypeError(
+                        "the test returns a coroutine: pass `lambda rmq: asyncio.run(test(rmq))` to explore"
+                    )
                 kit.close()
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
