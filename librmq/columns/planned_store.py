@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,6 +244,8 @@ class PlannedStore(Closing):
     def _refuse_short(self, condition: Condition) -> None:
         """Raise `CorruptionError` if the store is short of something and damage raises; else note missing files."""
         for damage in condition.damage:
+            if self._is_later(damage):
+                continue
             what = damage.what
             if self._fails:
                 if damage is condition.cut:
@@ -253,6 +256,11 @@ class PlannedStore(Closing):
                 raise CorruptionError(damage.file, damage.offset, damage.kind, what)
             if not (damage is condition.cut and damage.bytes) and damage not in self.damage:
                 self.damage.append(damage)
+
+    def _is_later(self, damage: Damage) -> bool:
+        """Return whether the log had not come to some damage at the moment at which the store is read."""
+        is_of_log = os.path.dirname(damage.file) == self.store.log.sequence.folder
+        return self._past_end is not None and is_of_log and damage.offset >= self._past_end
 
     @property
     def remote(self) -> RemoteStore | None:
@@ -277,7 +285,8 @@ class PlannedStore(Closing):
     @property
     def is_cut_short(self) -> bool:
         """Whether messages are left out, because files of the log are missing, or sound records follow its end."""
-        return self._cut is not None or bool(self.store.condition.lost)
+        lost = [self._cut, *self.store.condition.lost]
+        return any(damage is not None and not self._is_later(damage) for damage in lost)
 
     @override
     def close(self) -> None:
@@ -316,9 +325,8 @@ class PlannedStore(Closing):
         Raises:
             CorruptionError: They have, and damage raises.
         """
-        if not self.store.recovered or (
-            self._ends_as_recovered and (self.options.as_recovered or has_abort(self._files, self.path))
-        ):
+        is_as_recovered = self.options.as_recovered or has_abort(self._files, self.path)
+        if not self.store.recovered or self._past_end is not None or (self._ends_as_recovered and is_as_recovered):
             return None
         folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
         try:

@@ -19,7 +19,7 @@ from tests.stores import ROOT, START_MS, contents, from_disk, in_memory, on_disk
 
 pytest.importorskip("pyarrow")
 
-from librmq.columns import ReaderKeywords, reader
+from librmq.columns import ReaderKeywords, export, reader
 from librmq.columns.options import Mode, View
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
@@ -108,6 +108,28 @@ def test_sound_records_after_damage_are_not_left_out_in_silence(tmp_path: Path) 
     shown = reader(tmp_path / "crashed", columns=names, mode="PERMISSIVE").read_all()["_corrupt_record"]
     assert (len(shown), shown.null_count) == (6, 5)
     store.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_moment_before_damage_is_read_as_a_store_shows_it(tmp_path: Path, closed: bool) -> None:
+    killed(tmp_path)
+    path = tmp_path / "crashed"
+    with MessageStore.open(path, read_only=True) as store:
+        damaged = list(store)[3]
+    place, log = damaged.physical_offset, min((path / "commitlog").iterdir())
+    log.write_bytes(log.read_bytes().replace(damaged.raw, bytes(damaged.size)))
+    if closed:
+        (path / "abort").unlink()
+    with pytest.raises(CorruptionError):
+        reader(path)
+    with MessageStore.open(path, read_only=True, at=place) as past:
+        expected = [message.physical_offset for message in past]
+    assert len(expected) == 3
+    for view in VIEWS:
+        assert reader(path, view=view, at=place).read_all()["physicalOffset"].to_pylist() == expected
+    for as_recovered, skipped, moment in ((True, True, None), (True, False, place), (False, False, place)):
+        made = export(path, tmp_path / f"{as_recovered} {skipped}.jsonl", at=moment, as_recovered=as_recovered)
+        assert (made.rows, made.skipped) == (3, skipped)
 
 
 def test_a_torn_end_is_no_damage_in_any_mode(tmp_path: Path) -> None:
