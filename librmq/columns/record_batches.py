@@ -63,7 +63,8 @@ class ReaderKeywords(TypedDict, total=False):
     queue: int | Iterable[int] | None
     """Queue ids."""
     tags: str | None
-    """A subscription such as ``"created || paid"``."""
+    """A subscription such as ``"created || paid"``; in the view ``queues`` by hash alone, in place of which entries of
+    ``SCHEDULE_TOPIC_XXXX`` have the time of delivery."""
     sql: str | None
     """An SQL92 expression over properties, decided as the broker does."""
     filter: Any
