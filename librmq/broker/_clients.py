@@ -100,6 +100,8 @@ class Clients:
         """By group and client id; those with a member."""
         self.shared_ids: set[str] = set()
         """Ids that two clients use."""
+        self.retry_owners: dict[str, str] = {}
+        """Groups that receive messages, by their retry topics of each topic."""
         self._log = _log.with_fields(broker=self.broker_name)
         self._differences: dict[str, str] = {}  # differences by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
@@ -110,6 +112,13 @@ class Clients:
 
     def register_client(self, request: Heartbeat) -> None:
         for data in request.consumers:
+            retries = retry_topic(data.group)
+            if retries in data.subscriptions and (owner := self.retry_owners.get(retries, data.group)) != data.group:
+                raise BrokerError(
+                    ResponseCode.NO_PERMISSION,
+                    f"group {data.group!r} can't consume: its retry topic {retries!r} belongs to group {owner!r}, "
+                    "which receives, and each would get the other's messages; give one of the groups another name",
+                )
             group = self.groups.get_or_create(data.group)
             # The topic gets at least one queue, because it stays as it is when a group without any gets some later.
             self.topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))

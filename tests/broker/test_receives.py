@@ -853,3 +853,23 @@ def test_a_message_that_a_reset_delivers_again_is_stored_again_after_a_kill(tmp_
     runner.advance(10_000)
     assert [received.attempt for received in receive(broker)] == [2]
     broker.close()
+
+
+@pytest.mark.parametrize("receives_first", [True, False])
+def test_a_group_that_pulls_and_one_that_receives_share_no_retry_topic(
+    rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture, receives_first: bool
+) -> None:
+    """Messages of topic ``t`` that group ``g`` receives again are in the retry topic of a group ``g_t``."""
+    send(broker, "a")
+    consumer = PushConsumer(broker, "g_t")
+    consumer.subscribe("u", lambda message: None)
+    if receives_first:
+        assert len(receive(broker)) == 1
+    with consumer:
+        if receives_first:
+            rmq.advance(minutes=1)
+            assert [one.attempt for one in receive(broker)] == [2]
+            assert "retry topic '%RETRY%g_t' belongs to group 'g', which receives" in caplog.text
+        else:
+            with pytest.raises(BrokerError, match="retry topic '%RETRY%g_t' belongs to group 'g_t'"):
+                receive(broker)

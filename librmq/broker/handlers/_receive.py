@@ -45,6 +45,7 @@ from librmq.protocol import (
     SendBack,
     Subscription,
     Takes,
+    TopicGroups,
     Unregister,
     ended_cause,
 )
@@ -81,7 +82,6 @@ class ReceiveHandler(BrokerPart):
         self._selection = selection
         self._queues: dict[QueueKey, QueueFlights] = {}
         self._visible: Deadlines[Flight] = Deadlines()
-        self._retry_owners: dict[str, str] = {}  # groups by their retry topics
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
         self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
@@ -225,10 +225,11 @@ class ReceiveHandler(BrokerPart):
 
         Two pairs can share a name: group ``a`` with topic ``b_c``, and group ``a_b`` with topic ``c``.
         """
-        owner = self._retry_owners.get(retries)
+        owners = self._clients.retry_owners
+        owner = owners.get(retries)
         if owner is None:
-            others = (other for other in self._offsets.groups(retries) if other != group)
-            owner = self._retry_owners[retries] = next(others, group)
+            others = (other for other in self._progress.groups(TopicGroups(retries)) if other != group)
+            owner = owners[retries] = next(others, group)
         if owner != group:
             raise BrokerError(
                 ResponseCode.NO_PERMISSION,
