@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from librmq.consumequeue_entries import ENTRY
 from librmq.errors import StoreIOError
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.store import Checkpoint
 from librmq.store.engine._durability import flush_all
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, set_abort
@@ -102,14 +100,6 @@ def test_a_queue(change: str, end: Callable[[ConsumeQueue], None]) -> None:
     assert_settled(files)
 
 
-def test_a_queue_that_does_not_start_with_its_file() -> None:
-    files = on_a_disk("/s")
-    queue = ConsumeQueue.open("/s/q/T/0", 100, files=files)
-    queue.append(7, 10, 10, 0)
-    queue.flush()
-    assert_settled(files)
-
-
 def test_units_that_are_closed_alone() -> None:
     files = on_a_disk("/s")
     queue = queue_of(files)
@@ -135,15 +125,6 @@ def test_units_of_a_dead_writer_are_written_again(vouched: int, units_of_none: i
     again.flush()
     for path in ("/s", "/s/q", "/s/q/T", "/s/e", "/s/e/T"):
         files.flush_folder(path)
-    assert_settled(files)
-
-
-@pytest.mark.parametrize("count", [1, 15, 16, 40])
-def test_many_queues(count: int) -> None:
-    files = on_a_disk("/s")
-    queues = {queue_of(files, 3, queue_id) for queue_id in range(count)}
-    flush_all(queues)
-    assert queues == set()
     assert_settled(files)
 
 
@@ -242,18 +223,6 @@ def test_entries_that_are_taken_back_are_gone() -> None:
     assert_settled(files)
 
 
-def test_a_file_of_the_index_is_written_again() -> None:
-    files = on_a_disk("/s")
-    index = index_of(files)
-    index.append_many([(10, START_MS, (1, 2, 3))])
-    index.flush()
-    index.append_many([(20, START_MS, (4, 5))])
-    again = index_of(files, START_MS + 1)
-    again.files[0].write_again()
-    again.flush()
-    assert_settled(files)
-
-
 # -------------------------------------------------------------------------------------------- a failed flush
 
 
@@ -279,19 +248,7 @@ def test_names_that_were_not_flushed_are_flushed_next(make: Callable[[Files], Co
             return
 
 
-# ---------------------------------------------------------------------------------------- checkpoint and marker
-
-
-def test_the_checkpoint() -> None:
-    files = on_a_disk("/s")
-    checkpoint = Checkpoint.open("/s/checkpoint", files=files, writable=True)
-    for stored in (START_MS, START_MS + 1):
-        checkpoint.physic_timestamp_ms = stored
-        checkpoint.flush()
-        assert_settled(files)
-    checkpoint.lower(START_MS)
-    assert_settled(files)
-    assert struct.unpack(">q", files.read("/s/checkpoint")[:8]) == (START_MS,)
+# ------------------------------------------------------------------------------------------------------ the marker
 
 
 def test_the_marker() -> None:
