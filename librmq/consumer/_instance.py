@@ -78,6 +78,8 @@ class Instance(Watched):
     _config: ConsumerConfig
     kind: str
     """``push`` or ``pull``."""
+    _shares_queues: bool = True
+    """Whether rebalancing divides the group's queues among its instances, and a caller assigns none."""
 
     def __init__(self, route: Route, group: str, client: Client) -> None:
         self.client: Client = client
@@ -130,11 +132,6 @@ class Instance(Watched):
             assigned.left = LeftWork(assigned.place.finished(), assigned.place.suspects())
             assigned.forget_left()
         return assigned
-
-    @property
-    def _shares_queues(self) -> bool:
-        """Whether rebalancing assigns the queues."""
-        return True
 
     def _lock(self, queue: MessageQueue) -> bool:
         return True

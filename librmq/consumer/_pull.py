@@ -186,7 +186,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
         topics = list(dict.fromkeys(queue.topic for queue in unique_queues))
         judges = {} if predicate is None else {topic: TopicPredicate(topic, predicate, self) for topic in topics}
-        self._assigned = unique_queues
+        self._assigned, self._shares_queues = unique_queues, False
         for topic in topics:
             self._set_subscription(*self._subscription(topic, tags, sql))
         self._predicates = judges
@@ -225,12 +225,6 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._take_assigned()
         else:
             self._rebalancing.run_due(self.runner.now_ms())  # now, so that the first poll has queues
-
-    @property
-    @override
-    def _shares_queues(self) -> bool:
-        """Whether the group's queues are divided among its instances."""
-        return self._assigned is None
 
     @override
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
