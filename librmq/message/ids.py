@@ -35,8 +35,7 @@ from librmq.runtime.locks import Inherited
 
 IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
-ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?", re.ASCII)
-"""A host, an IPv6 one in brackets, and perhaps a port."""
+_ADDRESS: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", re.ASCII)
 _NUMBER: Final = "(0|[1-9][0-9]{0,18})"
 _RECEIPT: Final = "%d %d %d %d %s %s %d %d %d"
 _match_receipt: Final = re.compile(
@@ -207,13 +206,13 @@ def parse_host(text: str) -> Host:
 
 
 def check_address(name: str, address: object) -> None:
-    """Check that an argument is ``host:port``.
+    """Check that an argument is ``host:port``, with an IPv6 host in brackets.
 
     Raises:
         ConfigError: It is not.
     """
-    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match[2] or 0) <= 0xFFFF:
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[1]) <= 0xFFFF:
         example = "mq.example:8081 or [fe80::1]:8081"
         raise ConfigError(f"{name}: expected host:port such as {example}, found {address!r:.80}")
 
