@@ -9,6 +9,7 @@ import hmac
 import json
 import random
 import signal
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -844,11 +845,19 @@ def test_a_broker_whose_first_connection_opens_late_was_not_away(
 ) -> None:
     """Else orderly consumers would distrust the locks that they have just got, and store no progress for a while."""
     monkeypatch.setattr("librmq.wire.remote.remote_route.Connections", partial(Connections, patience_s=0.0))
-    notified = threading.Event()
-    with librmq.connect(served.server.address) as route:
+    notified, may_open = threading.Event(), threading.Event()
+
+    def open_later(address: tuple[str, int], timeout: float) -> socket.socket:
+        assert may_open.wait(WAIT_S)
+        return socket.create_connection(address, timeout)
+
+    may_open.set()
+    with librmq.connect(served.server.address, open_socket=open_later) as route:
         before = route.endpoint("broker-a")
         route.watch(notified.set)
-        with librmq.Producer(route, "shop"):
+        may_open.clear()
+        with librmq.Producer(route, "shop"):  # its heartbeat has not waited
+            may_open.set()
             assert notified.wait(WAIT_S)
         assert route.endpoint("broker-a") is before
 
