@@ -29,8 +29,8 @@ from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles, fi
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
+from librmq.message import record as record_format
 from librmq.message.message import is_batch
-from librmq.message.record import PHYSICAL_OFFSET_AT, QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted, held_back
@@ -482,7 +482,7 @@ class _QueuesOfLog:
                     continue
                 self._batches, self._inner = self._batches + 1, self._inner + count
             if record.address != place:
-                self.damages.append(misaddressed(log, place, PHYSICAL_OFFSET_AT, record.address, place))
+                self.damages.append(misaddressed(log, place, record_format.PHYSICAL_OFFSET_AT, record.address, place))
             if record.tags_code is None:
                 continue
             self._check_count(record, count)
@@ -500,7 +500,7 @@ class _QueuesOfLog:
         before = self._counts.get(name, _Count(first))
         if before.outside is not None and first == before.if_misplaced != before.due:
             place, claimed, expected = before.outside
-            self.damages.append(misaddressed(self._log, place, QUEUE_OFFSET_AT, claimed, expected))
+            self.damages.append(misaddressed(self._log, place, record_format.QUEUE_OFFSET_AT, claimed, expected))
         elif first != before.due:
             outside = record.physical_offset, first, before.due
             self._counts[name] = _Count(first + messages, outside, before.due + messages)
