@@ -157,6 +157,8 @@ class DiskFiles:
     _follows = False
     _roots: tuple[str, ...] = ()
     _own: tuple[str, ...] = ()
+    _made: frozenset[str] = frozenset()
+    """Those of the roots that were there, or were made, and are not made again."""
     has_peers: bool = False
     """Whether locks leave room for those of peers; False where the system has no such locks."""
 
@@ -171,6 +173,8 @@ class DiskFiles:
             prefix = path.rstrip(os.sep) + os.sep
             if prefix not in self._roots:
                 self._roots = (*self._roots, prefix)
+                if os.path.isdir(root):
+                    self._made |= {prefix}
                 self._own = (*self._own, prefix if self._follows else f"{prefix}{own}{os.sep}")
         if self._follows:
             self._check_below(os.path.join(store, own))
@@ -397,8 +401,11 @@ class DiskFiles:
                 _make_folders(path)
                 return
             if self._make_below(path, missing_ok=True):
+                self._made |= {root}
                 return
-            _make_folders(root)
+            if root not in self._made:  # else it was deleted or moved, and parts of it would keep a new store out
+                _make_folders(root)
+            self._made |= {root}
             at = root
             for name in path[len(root) :].split(os.sep):
                 at = os.path.join(at, name)

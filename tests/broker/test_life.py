@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import SimpleConsumer
 from librmq.diagnosis import diagnose
-from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
+from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
@@ -500,3 +501,25 @@ def test_a_kill_before_the_table_of_topics_is_written_hides_no_copy_of_a_group(t
         assert broker.lag("g") == 1
         consumer.subscribe("orders")
         assert [message.body for message in consumer.receive(wait=0)] == [b"x"]
+
+
+@pytest.mark.parametrize("leave", [shutil.rmtree, lambda path: path.rename(f"{path}-away")], ids=["deleted", "moved"])
+def test_a_store_whose_folder_is_gone_makes_no_part_of_it_again(
+    leave: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """What it left there would keep the next opening from making a new store."""
+    place = tmp_path / "store"
+    runner = ManualRunner()
+    broker = Broker.open(place, runner=runner)
+    producer = Producer(broker, "shop").start()
+    producer.send("orders", b"o-1")
+    leave(place)
+    with pytest.raises(BrokerError, match="No such file or directory"):
+        producer.send("returns", b"o-2")
+    runner.advance(60_000)
+    producer.shutdown()
+    with pytest.raises(StoreError):
+        broker.close()
+    assert not place.exists()
+    with Broker.open(place, runner=ManualRunner()) as broker, Producer(broker, "shop") as producer:
+        producer.send("orders", b"o-1")
