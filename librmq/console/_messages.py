@@ -27,8 +27,8 @@ from librmq.diagnosis.view import count_dead_letters
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, moment, number, short, size
 from librmq.message import DEFAULT_LEVELS, DelayLevels, StoredMessage
+from librmq.message import record as record_format
 from librmq.message.properties import PropertyName
-from librmq.message.record import decompress_body
 from librmq.message.topics import WAITING_TOPICS, SystemTopic
 from librmq.scheduling.waiting import destination_of, own_time_ms
 from librmq.store.engine.derivation import derived_tags_code
@@ -109,7 +109,7 @@ def head_of_body(message: StoredMessage, limit: int) -> tuple[bytes, bool]:
         BodyCompressionError: It can't be decompressed.
         MissingExtraError: The extra ``compression`` is not installed.
     """
-    head = decompress_body(message.stored_body, message.sys_flag, limit + 1, cuts=True)
+    head = record_format.decompress_body(message.stored_body, message.sys_flag, limit + 1, cuts=True)
     return head[:limit], len(head) > limit
 
 
