@@ -81,6 +81,7 @@ class ConsumeQueue(RollingEntries):
         self.max_offset = stored_entries.find_end(files) // ENTRY_SIZE
         self.min_offset = stored_entries.find_begin(files, self.max_offset)
         self.max_physic_offset = self._last_place()
+        files.keep_little()
         self.ext = None
         if ext is not None:
             from librmq.consumequeue_ext import ConsumeQueueExt

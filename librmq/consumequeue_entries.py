@@ -137,21 +137,20 @@ def _places(count: int) -> Callable[[bytes], tuple[int, ...]]:
 
 def place_at(files: MappedFileQueue, position: int) -> tuple[int, int]:
     """Return physical offset and size of the entry at ``position``; (0, 0) without a file."""
-    file = files.file_at(position)
-    if file is None:
-        return 0, 0
-    physical_offset, size = PLACE.unpack_from(file.buffer, position % file.size)
+    raw = files.read(position, position + PLACE.size)
+    physical_offset, size = PLACE.unpack(raw) if raw else (0, 0)
     return physical_offset, size
 
 
 def find_end(files: MappedFileQueue) -> int:
     """Return the position after the last entry, by bisection of the last file with an entry."""
     for start in reversed(files.starts):
-        file = files.file(start)
-        buffer = file.buffer
+        buffer, end = files.content(start)
+        if isinstance(buffer, bytes):  # the last entry can end in zeros
+            buffer = buffer.ljust(end + ENTRY_SIZE, b"\0")
         if _counts(buffer, 0):
             # entry `low` is valid, entry `high` is not
-            low, high = 0, -(-file.data_end() // ENTRY_SIZE)
+            low, high = 0, -(-end // ENTRY_SIZE)
             while high - low > 1:
                 middle = (low + high) // 2
                 physical_offset, size = PLACE.unpack_from(buffer, middle * ENTRY_SIZE)
@@ -276,7 +275,7 @@ def nearest_in_time(stored: Callable[[int], int | None], low: int, end: int, per
     return later[0]
 
 
-def _counts(buffer: Buffer, at: int) -> bool:
+def _counts(buffer: Buffer | bytes, at: int) -> bool:
     physical_offset, size = PLACE.unpack_from(buffer, at)
     return bool(physical_offset >= 0 and size > 0)
 

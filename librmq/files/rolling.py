@@ -19,11 +19,12 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files.interface import (
     Advice,
+    Buffer,
     File,
     Files,
     FolderEntry,
@@ -31,6 +32,7 @@ from librmq.files.interface import (
     folders_to_name,
     is_folder,
     is_linked,
+    read_sole_file,
 )
 from librmq.runtime.locks import Lock
 
@@ -39,6 +41,10 @@ _FIRST_RESERVE: Final = 4096
 _MAX_RESERVE: Final = 1 << 20
 _UNMAPPED_USES: Final = 32
 """Number of uses of unmapped files after which one is mapped, which takes as long as some ten of them."""
+_SMALL: Final = 1 << 16
+"""Most used bytes of a file that is small."""
+_KEPT: Final = 1 << 10
+"""Most bytes of a small file to keep in memory: a store can have many thousands."""
 
 
 def file_name(position: int) -> str:
@@ -116,6 +122,16 @@ class MappingPool:
                 queue.unmap(start)
 
 
+class _SmallFile(NamedTuple):
+    """The only file of a sequence as it was listed, with few bytes that are not zeros at its end."""
+
+    start: int
+    used: int
+    """Number of those bytes."""
+    data: bytes
+    """They, or none."""
+
+
 class MappedFileQueue:
     """The files of one folder.
 
@@ -135,6 +151,7 @@ class MappedFileQueue:
         "_guard",
         "_pool",
         "_reserved",
+        "_small",
         "_unmapped_uses",
         "file_size",
         "folder",
@@ -153,8 +170,12 @@ class MappedFileQueue:
         *,
         writable: bool = True,
         durable: bool = False,
+        reads_small: bool = False,
     ) -> None:
         """List the folder, which need not exist yet.
+
+        With ``reads_small`` an only file of few bytes is read at once. It is mapped when it is written or often read,
+        because mapping takes several times as long as reading.
 
         Raises:
             CorruptionError: A name is not a position, a position does not follow the one before, or a file has another
@@ -175,8 +196,11 @@ class MappedFileQueue:
         self._dirty: set[int] = set()
         self._changed_folders: set[str] = set()
         self._guard = Lock()
-        self.starts: list[int] = self._list()
+        only = read_sole_file(files, folder, file_size, _SMALL) if reads_small else None
+        listed = self._listed() if only is None else [FolderEntry(only[0], file_size, is_folder=False)]
+        self.starts: list[int] = list_starts(folder, file_size, listed)
         """The starts of the files, ascending."""
+        self._small = None if only is None else _SmallFile(self.starts[0], len(only[1]), only[1])
 
     def _list(self) -> list[int]:
         return list_starts(self.folder, self.file_size, self._listed())
@@ -188,6 +212,27 @@ class MappedFileQueue:
         """List the folder again, for readers beside a writer in another process."""
         with self._guard:
             self.starts = self._list()
+        self._small = None
+
+    @property
+    def small(self) -> bytes | None:
+        """The content of a small file that is the only one, without the zeros at its end, if it is not mapped."""
+        small = self._small
+        if small is None or len(self.starts) != 1:
+            return None
+        return small.data if len(small.data) == small.used else self._files.read(self.path(small.start), 0, small.used)
+
+    def content(self, start: int) -> tuple[Buffer | bytes, int]:
+        """Return the content of the file at ``start``, at least up to where all bytes behind are zero, and that end."""
+        if (small := self.small) is not None:
+            return small, len(small)
+        file = self.file(start)
+        return file.buffer, file.data_end()
+
+    def keep_little(self) -> None:
+        """Keep no content of a small file that is longer than many sequences can keep."""
+        if self._small is not None and self._small.used > _KEPT:
+            self._small = self._small._replace(data=b"")
 
     @property
     def begin(self) -> int:
@@ -242,8 +287,10 @@ class MappedFileQueue:
         at = position % self.file_size
         file = self.mapped.get(position - at)
         if file is None:
+            size, small = min(end - position, self.file_size - at), self._small
+            if small is not None and small.start == position - at and len(small.data) == small.used:
+                return small.data[at : at + size].ljust(size, b"\0")
             if self.start_of(position) is not None and self._leaves_unmapped():
-                size = min(end - position, self.file_size - at)
                 with suppress(StoreIOError):  # mapping the file raises it, unless the file was deleted meanwhile
                     data = self._files.read(self.path(position - at), at, size)
                     if len(data) == size:
@@ -254,8 +301,8 @@ class MappedFileQueue:
         return file.buffer[at : at + end - position]  # the slice ends with the file
 
     def _leaves_unmapped(self) -> bool:
-        """Return whether to use an unmapped file as it is: others need the mappings, and it is not used often."""
-        if not self._pool.is_full:
+        """Return whether to use an unmapped file as it is: it is small or others need the mappings, and seldom used."""
+        if self._small is None and not self._pool.is_full:
             return False
         self._unmapped_uses += 1
         if self._unmapped_uses < _UNMAPPED_USES:
@@ -265,6 +312,7 @@ class MappedFileQueue:
 
     def _map(self, start: int) -> File:
         path = self.path(start)
+        self._small = None
         file = self._files.open(path, writable=self.writable, keep_descriptor=self.keeps_descriptors)
         if file.size != self.file_size:
             raise CorruptionError(
@@ -370,6 +418,9 @@ class MappedFileQueue:
 
     def used_end(self, start: int, begin: int) -> int:
         """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
+        small = self._small
+        if small is not None and small.start == start:
+            return max(begin, small.used)
         return self.file(start).used_end(begin, self.file_size)
 
     def data_behind(self, position: int) -> int:
@@ -390,7 +441,7 @@ class MappedFileQueue:
 
     def write(self, start: int, at: int, data: bytes) -> None:
         """Write few bytes into reserved blocks of the file at ``start``, and include it in the next flush."""
-        file = self.mapped.get(start)
+        file, self._small = self.mapped.get(start), None
         if file is None and self._leaves_unmapped():
             self._files.overwrite(self.path(start), at, data)
         else:
@@ -426,9 +477,15 @@ class MappedFileQueue:
         of both.
         """
         self._check_writable()
+        small = self.small
         for start in self.starts:
             low, high = max(begin, start), min(end, start + self.file_size)
             if low < high and is_linked(self._files, self.path(start)):
+                self._dirty.add(start)
+                continue
+            if low < high and small is not None:
+                data = small[low - start : high - start].ljust(high - low, b"\0")
+                self._files.overwrite(self.path(start), low - start, data)
                 self._dirty.add(start)
                 continue
             for at in range(low, high, _MAX_RESERVE):
@@ -557,7 +614,7 @@ class MappedFileQueue:
         path = self.path(start)
         before = self.starts
         with self._guard:  # update the list first, so that no reader looks for a file during its deletion
-            self.starts = [other for other in before if other != start]
+            self.starts, self._small = [other for other in before if other != start], None
             self.mapped.pop(start, None)
             self._reserved.pop(start, None)
             self._changed_folders.add(self.folder)

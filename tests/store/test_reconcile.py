@@ -39,9 +39,9 @@ from librmq.message.record import (
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.recovery._listed_queues import Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._queue_check import GapError
+from librmq.store.recovery._scope import Scope
 from librmq.store.recovery._verify import verify
 from tests.budget import examples, many
 from tests.store.test_core import WITH_AND_WITHOUT, without_core

@@ -285,9 +285,10 @@ def test_small_queues_are_not_mapped(tmp_path: Path, is_killed: bool, thorough: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
 def test_a_queue_that_is_damaged_after_a_check_of_all_keeps_its_file(tmp_path: Path) -> None:
-    """Such a check opens no queue that agrees, and repairs none afterwards."""
+    """Such a check keeps no file mapped, and repairs none afterwards."""
     with MessageStore.open(tmp_path, SMALL) as store:
-        store.append(Message("TopicA", b"body"), 0)
+        for _ in range(SMALL.consumequeue_file_size // ENTRY_SIZE + 1):
+            store.append(Message("TopicA", b"body"), 0)
     with MessageStore.open(tmp_path, SMALL, thorough=True) as store:
         damaged = tmp_path / "consumequeue" / "TopicA" / "0" / f"{0:020d}"
         os.truncate(damaged, ENTRY_SIZE)

@@ -258,10 +258,6 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     def __contains__(self, name: object) -> bool:
         return name in self._open or name in self._closed_states
 
-    def expect(self, name: QueueName, state: QueueState) -> None:
-        """Note how a queue was found that need not be opened yet."""
-        self._closed_states[name] = state
-
     def is_open(self, name: QueueName) -> bool:
         """Return whether the queue is open; opening another one takes a quarter of a millisecond."""
         return name in self._open
@@ -330,19 +326,19 @@ class PartFiles:
         return KeyIndex.open(folder, slots=slots, entries=entries, files=self.files, now_ms=now_ms, writable=writable)
 
     def open_queue(
-        self, topic: str, queue_id: int, pool: MappingPool | None = None, *, writable: bool = False
-    ) -> ConsumeQueue:
-        """See `ConsumeQueue.open`."""
-        folder, ext_folder = (directory.queue_folder(self.path, topic, queue_id, ext=ext) for ext in (False, True))
-        return ConsumeQueue.open(
-            folder,
-            self.config.consumequeue_file_size,
-            files=self.files,
-            pool=pool,
-            writable=writable,
-            ext_folder=ext_folder if self.config.enable_consumequeue_ext else None,
-            ext_file_size=self.config.consumequeue_ext_file_size,
+        self, topic: str, queue_id: int, pool: MappingPool | None = None, *,
+        writable: bool = False, reads_small: bool = False,
+    ) -> ConsumeQueue:  # fmt: skip
+        """See `ConsumeQueue.open`, and for ``reads_small`` `MappedFileQueue`."""
+        config, files, pool = self.config, self.files, pool or MappingPool(4)
+        folder, ext = directory.queue_folder(self.path, topic, queue_id), None
+        if config.enable_consumequeue_ext:
+            ext_folder = directory.queue_folder(self.path, topic, queue_id, ext=True)
+            ext = ext_folder, config.consumequeue_ext_file_size, files, pool
+        sequence = MappedFileQueue(
+            folder, config.consumequeue_file_size, files, pool, writable=writable, reads_small=reads_small
         )
+        return ConsumeQueue(sequence, ext)
 
 
 _BLOCK: Final = 1024

@@ -3,7 +3,7 @@
 The log is the truth: each record defines the entry at its queue offset and its keys in the index. `Reconciliation`
 walks over the log once. Each record goes to three takers: `FieldCheck` corrects its fields, `QueueChecks` compares its
 entries and `IndexCheck` its keys. They rewrite what differs in parts that are open for writing, and only report it of
-parts that are read. `ListedQueues` reads the small queues that agree with the log, as most do, without a mapping.
+parts that are read. Small queues that agree with the log, as most do, are compared without a mapping.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._entry_check import Stray, Strays, misaddressed, wrong_field
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
-from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._queue_check import GapError, QueueCheck
+from librmq.store.recovery._scope import Scope
 
 _pack_entry: Final = ENTRY.pack
 
@@ -43,7 +43,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self.puts_off = not comparison.has_ext
         """Whether checks collect entries before they open their queue, so that each is opened once."""
         self._comparison = comparison
-        self._log, self._queues, self._listed = comparison.log, comparison.queues, comparison.listed
+        self._log, self._queues = comparison.log, comparison.queues
         self._scope = scope
         self._new_queues: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
@@ -148,10 +148,12 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 self._new_check(name)
         remaining = []
         for check in self._by_name.values():
-            if self._agrees_unopened(check):
+            if check.agrees():
+                self._end_check(check)
                 yield check
             elif check.is_plain():
-                self._finish_check(check)
+                check.finish_queue()
+                self._end_check(check)
                 yield check
             else:
                 remaining.append(check)
@@ -159,18 +161,9 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             self.open_all()
         # Checks that wait for another record come last, because their record can belong to another queue.
         for check in sorted(remaining, key=lambda check: check.undecided is not None):
-            self._finish_check(check)
+            check.finish_queue()
+            self._end_check(check)
             yield check
-
-    def _agrees_unopened(self, check: QueueCheck) -> bool:
-        """Return whether a queue need not be opened, because its bytes are what the records say."""
-        if self._listed is None:
-            return False
-        stored = self._listed.read_stored(check.name)  # of one that was opened there is nothing
-        state = None if stored is None else check.state_of(*stored)
-        if state is not None:
-            self._listed.keep_unopened(check.name, state, check.first, check.entries)
-        return state is not None
 
     def lost_messages(self) -> Iterator[Damage]:
         """Yield the entries whose record names another queue, which has no entry of it: their messages are lost.
@@ -184,10 +177,10 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
                 if check_of_queue is None or not check_of_queue.had_entry_of(message):
                     yield damage
 
-    def _finish_check(self, check: QueueCheck) -> None:
-        check.finish_queue()
-        if self._listed is not None:
-            self._listed.rewrite_entries(check.queue, check.first)
+    def _end_check(self, check: QueueCheck) -> None:
+        if self._comparison.after_check is not None:
+            self._comparison.after_check(check.queue, check.first)
+        check.queue.unmap_all()
 
     def remove_empty(self) -> None:
         """Remove queues without a record of their own."""
@@ -264,8 +257,8 @@ class Reconciliation:
     """Computes the bitmaps of rebuilt extension units."""
     before_rebuild: Callable[[], None] | None = None
     """Called before the index is rebuilt."""
-    listed: ListedQueues | None = None
-    """Reads queues that were not opened, and hears of the end of each check."""
+    after_check: Callable[[ConsumeQueue, int], object] | None = None
+    """Called with each queue that was checked, and its first checked queue offset."""
     is_thorough: bool = True
     """Whether a flag counts as damaged that only the numbers around it speak against. Recovery after a kill leaves such
     a record alone, because a flag that is wrongly corrected hides a message."""

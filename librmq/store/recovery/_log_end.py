@@ -15,27 +15,27 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog, LogEnd
-from librmq.consumequeue import ConsumeQueue
+from librmq.consumequeue import ConsumeQueue, offset_at_place
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Damage
-from librmq.files.interface import flush_all
+from librmq.files.interface import flush_all, is_folder
 from librmq.files.rolling import file_name
 from librmq.formatting import exact_moment
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine._durability import MANY_FILES
+from librmq.store.engine.derivation import COMPARED
 from librmq.store.engine.saved_state import WORTH_A_MARK, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery._case import Case, RecoveryMode
-from librmq.store.recovery._listed_queues import ListedQueues, Scope
+from librmq.store.recovery._scope import Scope, dispatched, recreated
 
 # ---- plan
 
@@ -193,10 +193,9 @@ class Recovery:
     end: LogEnd
     """Planned end of the log."""
 
-    def __init__(self, case: Case, parts: Parts, listed: ListedQueues) -> None:
+    def __init__(self, case: Case, parts: Parts) -> None:
         self._case = case
         self._parts = parts
-        self._listed = listed
 
     # ---- plan
 
@@ -370,8 +369,6 @@ class Recovery:
     def carry_out(self) -> None:
         """Carry out the plan."""
         case, parts = self._case, self._parts
-        if not case.is_clean and not case.is_preview:
-            self._listed.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
             self.cut_queue(queue)
@@ -419,14 +416,12 @@ class Recovery:
         folders = set() if case.is_clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        is_many = len(queues) + len(self._listed.states) > MANY_FILES
-        if is_many and flush_all(case.files, case.path, *folders, *self._folders_of(queues)):
+        if len(queues) > MANY_FILES and flush_all(case.files, case.path, *folders, *self._folders_of(queues)):
             for queue in queues:
                 queue.note_flushed()
         else:
-            for folder in sorted(folders if case.is_clean else folders | self._listed.folders(queues)):
+            for folder in sorted(folders if case.is_clean else folders | self._changed_folders(queues)):
                 case.files.flush_folder(folder)
-            self._listed.flush_overwritten()
             for queue in queues:
                 queue.flush()
         self._parts.index.flush()
@@ -438,9 +433,23 @@ class Recovery:
         """Return the folders of queues that can be on a disk of their own, by a link or a mount."""
         case, names = self._case, [directory.CONSUMEQUEUE]
         names += [directory.CONSUMEQUEUE_EXT] * case.config.enable_consumequeue_ext
-        of_queues = [queue.folder for queue in opened]
-        of_queues += [directory.queue_folder(case.path, *name) for name in self._listed.states]
-        return {os.path.join(case.path, name) for name in names} | set(map(os.path.dirname, of_queues))
+        return {os.path.join(case.path, name) for name in names} | {os.path.dirname(queue.folder) for queue in opened}
+
+    def _changed_folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders of queues that can have unflushed names, or from which files can have been deleted."""
+        folders = set[str]()
+        for queue in opened:
+            folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        for topic in set(map(os.path.dirname, folders)):
+            folders |= {topic, os.path.dirname(topic)}
+        # Folders stay out that are gone with their queues, or were never made, because no entry has an extension.
+        return {folder for folder in folders if is_folder(self._case.files, folder)}
+
+    def _rewrite_entries(self, queue: ConsumeQueue, first: int) -> None:
+        """Write the last entries of a queue again, the checked ones from ``first`` on, like the log's last bytes."""
+        if queue.max_physic_offset > self._uncovered_from:
+            is_near = queue.max_offset - first < COMPARED
+            queue.write_again(first if is_near else offset_at_place(queue, self._uncovered_from))
 
     def _write_again(self) -> set[str]:
         """Write uncovered bytes again, because the writer can have died before a flush; return the folders to flush."""
@@ -486,11 +495,9 @@ class Recovery:
 
     def _reconcile_from(self) -> tuple[int, Scope]:
         """Return the place from which records are compared with the index, and the records to compare with queues."""
-        case, parts = self._case, self._parts
-        log = parts.log
-        dispatched = partial(self._listed.dispatched, parts.queues, log)
+        case, parts, log = self._case, self._parts, self._parts.log
         if case.is_thorough:
-            absent_before = dispatched() if case.keeps_deleted else 0
+            absent_before = dispatched(parts.queues, log) if case.keeps_deleted else 0
             return log.begin, self._scope(log.begin, absent_before)
         if case.recovered.is_brief or case.mark is not None:
             return case.begin, Scope(case.begin)
@@ -501,7 +508,7 @@ class Recovery:
             parts.index.delete(file.name)
         begin, scope = case.begin, Scope(case.begin)
         if case.is_clean:
-            end = dispatched()
+            end = dispatched(parts.queues, log)
             begin = end if case.changed_queues is None else log.begin
             scope = Scope(end, case.changed_queues or frozenset())
         begin = max(min(begin, parts.index.end_physical_offset), log.begin)
@@ -510,8 +517,7 @@ class Recovery:
         return begin, scope
 
     def _scope(self, begin: int, absent_before: int) -> Scope:
-        since = self._listed.recreated(self._parts.queues, self._parts.log)
-        return Scope(begin, since=since, absent_before=absent_before)
+        return Scope(begin, since=recreated(self._parts.queues, self._parts.log), absent_before=absent_before)
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
         """Return the queues that lack a file, which a comparison of this scope would not see."""
@@ -526,11 +532,9 @@ class Recovery:
         def may_lack_end(name: QueueName, end: int) -> bool:
             folder = directory.queue_folder(case.path, *name)
             was_cut = any(cut.kind == "ahead" and os.path.dirname(cut.file) == folder for cut in parts.recovered.cuts)
-            return is_asked or was_cut or end < case.noted.get(name, 0)
+            return is_asked or was_cut or end < case.noted.get(name, 0) or (case.is_clean and not end)
 
-        names = lacking_queues(
-            case.path, case.files, parts.log, parts.queues, self._listed, parts.levels, scope.begin, may_lack_end
-        )
+        names = lacking_queues(case.path, case.files, parts.log, parts.queues, parts.levels, scope.begin, may_lack_end)
         return names - scope.all_of
 
     def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:
@@ -557,7 +561,7 @@ class Recovery:
             has_ext=case.config.enable_consumequeue_ext,
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
-            listed=None if case.is_clean and not case.is_thorough else self._listed,
+            after_check=None if case.is_clean or case.is_preview else self._rewrite_entries,
             is_thorough=case.is_thorough,
             bodies_from=case.begin if case.reads_bodies else None,
         )
@@ -593,6 +597,5 @@ class Recovery:
                 raise error
         parts.recovered.cuts += damages
         self._cut_log(end, cut)
-        # Cut all queues and not only the opened ones, because the comparison reads the others by their files.
         for queue in parts.queues.values():
             self.cut_queue(queue)

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ConsumeQueue, offset_at_place
+from librmq.consumequeue import ConsumeQueue, files_of, offset_at_place
 from librmq.consumequeue_entries import ENTRY, ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import COMPARED, BitmapOf, DerivedRecord, topic_hash
-from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import LOST
 from librmq.store.recovery._entry_check import (
     EntryRun,
@@ -132,35 +132,34 @@ class QueueCheck:
             self._opened = self._open(self.name)
         return self._opened
 
-    def state_of(self, stored: bytes, start: int) -> QueueState | None:
-        """Return the state of a queue of one file from the file's bytes, if all is as the records say.
+    def agrees(self) -> bool:
+        """Return whether a queue in a small file is as the records say, with the collected entries behind older ones.
 
-        ``stored`` is the used part of the file that starts at queue offset ``start``. The queue must hold the collected
-        entries behind older ones, and nothing else: otherwise it is to be opened and looked at closely, and the answer
-        is None.
+        Otherwise it is to be looked at closely.
         """
-        expected = b"".join(self.entries)
+        queue = self.queue
+        stored = files_of(queue).small if queue.ext is None and self.first < 0 else None
+        if stored is None:
+            return False
+        start, expected = queue.stored_begin, b"".join(self.entries)
         stored += bytes(-len(stored) % ENTRY_SIZE)  # the last entry can end in zeros
         older = len(stored) - len(expected)
         first, end = start + older // ENTRY_SIZE, start + len(stored) // ENTRY_SIZE
         if not stored or older < 0 or not stored.endswith(expected):
-            return None
+            return False
         if expected and (first != self._named_first or self.expected != end):
-            return None
+            return False
         if not (older or first == 0 or self._is_complete):
-            return None  # earlier records may be missing
-        min_offset, log_begin = start, self._log.begin
+            return False  # earlier records may be missing
         if older:
             block = np.frombuffer(stored, entry_dtype(), older // ENTRY_SIZE)
             places, sizes = block["physical_offset"], block["size"]
             if not ((places >= 0) & (places < self.begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
-                return None
+                return False
             if not places[-1]:
-                return None  # a write of zeros that was torn can have left the size alone
-            min_offset += int(np.count_nonzero(places < log_begin)) if log_begin else 0
-        place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
+                return False  # a write of zeros that was torn can have left the size alone
         self.first, self._due, self._named_first = first, end, -1
-        return QueueState(min_offset, end, place + size)
+        return True
 
     def is_plain(self) -> bool:
         """Open the queue, and return whether all records are in its count and it ends with them."""

@@ -45,9 +45,9 @@ from librmq.store.format.directory import has_abort, is_database
 from librmq.store.format.documents import SETTINGS_FILE, damaged_documents, read_document
 from librmq.store.format.group_page import GroupPage
 from librmq.store.recovery._entry_check import misaddressed
-from librmq.store.recovery._listed_queues import ListedQueues, Scope
 from librmq.store.recovery._log_comparison import Reconciliation
 from librmq.store.recovery._queue_check import GapError
+from librmq.store.recovery._scope import Scope, dispatched, recreated
 from librmq.store.recovery.missing_files import lacking_queues, missing_first_files
 from librmq.store.recovery.open import load, readable_files, without_leftovers
 
@@ -236,7 +236,6 @@ class _StoreCheck:
         self._files = files
         self._part_files = PartFiles(path, config, files)
         self._pool = MappingPool(config.mapped_files)
-        self._listed = ListedQueues(path, files, config.consumequeue_file_size, self._pool)
         self._damages: list[Damage] = []
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
@@ -316,13 +315,11 @@ class _StoreCheck:
             return None
         queues = QueueTable(self._open_queue, dict.fromkeys(names))
         for name in names:
-            if self._config.enable_consumequeue_ext or not self._listed.try_list(name):
-                queues[name] = self._open_queue(*name)
+            queues[name] = self._open_queue(*name)
         return queues
 
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        self._listed.pop_files((topic, queue_id))
-        queue = self._part(lambda: self._part_files.open_queue(topic, queue_id, self._pool))
+        queue = self._part(lambda: self._part_files.open_queue(topic, queue_id, self._pool, reads_small=True))
         if queue is not None:
             return queue
         folder = directory.queue_folder(self._path, topic, queue_id)
@@ -332,7 +329,7 @@ class _StoreCheck:
     def _derived(self, log: CommitLog, queues: QueueTable, index: KeyIndex | None) -> None:
         comparison = Reconciliation(
             log=log, queues=queues, open_queue=self._open_queue, index=index, levels=self._levels,
-            has_ext=self._config.enable_consumequeue_ext, listed=self._listed, left_out=self.left_out,
+            has_ext=self._config.enable_consumequeue_ext, left_out=self.left_out,
         )  # fmt: skip
         scope = self._part(lambda: self._scope(log, queues))
         while scope is not None:
@@ -353,7 +350,7 @@ class _StoreCheck:
 
     def _scope(self, log: CommitLog, queues: QueueTable) -> Scope:
         """Exclude the records of topics that were deleted on a broker."""
-        scope = Scope(log.begin, since=self._listed.recreated(queues, log))
+        scope = Scope(log.begin, since=recreated(queues, log))
         if not self._closed:
             return scope
         topics = frozenset(directory.known_topics(self._path, self._files))
@@ -362,10 +359,10 @@ class _StoreCheck:
             lost = frozenset(closed.queues) - queues.keys()
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
 
-        dispatched = self._listed.dispatched(queues, log)
-        lacking = lacking_queues(self._path, self._files, log, queues, self._listed, self._levels, dispatched)
+        until = dispatched(queues, log)
+        lacking = lacking_queues(self._path, self._files, log, queues, self._levels, until)
         lost = lacking - queues.keys()
-        return replace(scope, absent_before=dispatched, all_of=lost, known_topics=topics)
+        return replace(scope, absent_before=until, all_of=lost, known_topics=topics)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
         path = os.path.join(self._path, directory.CHECKPOINT)

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -32,9 +32,6 @@ from librmq.store.engine.saved_state import (
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexFile, IndexHeader
-
-if TYPE_CHECKING:
-    from librmq.store.recovery._listed_queues import ListedQueues
 
 _LARGEST_PLACE: Final = 1 << 63
 _MOST_BETWEEN: Final = 10_000  # at most so many records without keys are read between two index files
@@ -67,7 +64,6 @@ def lacking_queues(
     files: Files,
     log: CommitLog,
     queues: Mapping[QueueName, ConsumeQueue],
-    listed: ListedQueues,
     levels: DelayLevels,
     until: int,
     may_lack_end: Callable[[QueueName, int], bool] = lambda *_: False,
@@ -76,21 +72,16 @@ def lacking_queues(
 
     A damaged entry that leads beyond the log's end is cut with those behind it, and one that ends the queue hides them.
     Last entries that became zeros leave no trace, so the log is asked about queues of which ``may_lack_end(name, place
-    of the end)`` is true. Queues in ``listed`` need not be opened to see that they have their files.
+    of the end)`` is true.
 
     A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
     the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
     if a group has progress in it, and if another queue of the topic has an older entry.
     """
     spans = {}
-    for name in queues:
-        known_to = listed.end_of_whole(name, log.end)
-        end = queues[name].max_physic_offset if known_to is None else known_to
-        has_no_end = end < until and may_lack_end(name, end)
-        if known_to is None:
-            spans[name] = _unknown_spans(queues[name], log, until, has_no_end)
-        elif has_no_end:
-            spans[name] = [(end, until)]
+    for name, queue in queues.items():
+        end = max(queue.max_physic_offset, 0)
+        spans[name] = _unknown_spans(queue, log, until, end < until and may_lack_end(name, end))
     if directory.has_tables(path, files):
         from librmq.store.format.broker_tables import BrokerTables
 
@@ -113,7 +104,8 @@ def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int, has_no_end: 
     """Return the spans of the log about which the files of a queue say nothing."""
     begin, end = queue.stored_begin, queue.max_offset
     if begin >= end:
-        return [(log.begin, until)]
+        is_whole = not (begin or has_no_end or queue.data_behind_end()) and queue.what_is_missing() is None
+        return [] if is_whole else [(log.begin, until)]
     spans = []
     if begin and queue.min_offset == begin:  # no entry is of a deleted message
         place, size, _ = ENTRY.unpack(queue.read(begin, 1))

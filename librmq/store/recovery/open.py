@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from librmq.clock import Clock
@@ -49,8 +49,7 @@ from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._case import Case, RecoveryMode
 
 if TYPE_CHECKING:
-    from librmq.store.recovery._listed_queues import ListedQueues
-    from librmq.store.recovery._log_end import Recovery, WalkFindings
+    from librmq.store.recovery._log_end import WalkFindings
 
 _T = TypeVar("_T")
 
@@ -63,23 +62,20 @@ _QUEUE_DIGITS: Final = 20  # digits of a file's name
 _INDEX_DIGITS: Final = 17
 
 
-def clear_leftovers(
-    path: str, files: Files, *, queues: bool = True, is_whole: Callable[[QueueName], bool] = lambda _: False
-) -> list[Damage]:
+def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Damage]:
     """Delete files that a crash left incomplete; their content can be rebuilt.
 
     In the log these are files at its end of length zero, or without a record behind a missing one; in queues (unless
     ``queues`` is false) and units files of length zero and those beside a missing one; in the index a file of length
-    zero and those after it, which continue it. A queue that ``is_whole`` has none.
+    zero and those after it, which continue it.
     """
     log = os.path.join(path, directory.COMMITLOG)
     leftovers = _unused_at_end(log, files)
     log_begin = min((int(os.path.basename(file)) for file, _ in _numbered(log, files)), default=0)
     for ext in (False, True) if queues else (True,):
         for topic, queue_id in directory.list_queues(path, files, ext=ext):
-            if ext or not is_whole((topic, queue_id)):
-                folder = directory.queue_folder(path, topic, queue_id, ext=ext)
-                leftovers += _beside_missing(folder, files, 0 if ext else log_begin)
+            folder = directory.queue_folder(path, topic, queue_id, ext=ext)
+            leftovers += _beside_missing(folder, files, 0 if ext else log_begin)
     folder = os.path.join(path, directory.INDEX)
     leftovers += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
     checkpoint = os.path.join(path, directory.CHECKPOINT)
@@ -241,7 +237,6 @@ class _Opening:
     """Opens the parts of a store one after the other, and recovers them."""
 
     checkpoint: Checkpoint
-    _recovery: Recovery
 
     def __init__(self, case: Case, *, may_pass: bool = False) -> None:
         """Clear what a crash left, and open the checkpoint; ``may_pass`` lets a view be brief.
@@ -251,14 +246,11 @@ class _Opening:
         """
         self._case, path, files, config = case, case.path, case.files, case.config
         self._may_pass = may_pass
-        # After a kill, or to check the whole log, the check opens all queues one by one, if their folders hold only
-        # allowed names. A queue that agrees with the log stays unopened.
+        # After a kill, or to check the whole log, files are deleted beside a missing one where a queue can't be opened.
         self._at_check = (case.is_thorough or not case.is_clean) and not config.enable_consumequeue_ext
         self._pool = MappingPool(config.mapped_files)
         if case.mode is not RecoveryMode.LIVING and (case.is_thorough or not case.is_clean):
-            is_whole = self._listed.try_list if self._at_check else lambda _: False
-            queues = case.is_thorough or not self._at_check
-            cleared = clear_leftovers(path, files, queues=queues, is_whole=is_whole)
+            cleared = clear_leftovers(path, files, queues=not self._at_check)
             case.recovered.cuts += cleared
             if cleared and case.mark is not None:
                 raise MarkError(f"{cleared[0].file} is {cleared[0].what}")
@@ -274,13 +266,6 @@ class _Opening:
         self._part_files = PartFiles(path, config, files)
         self._is_recovering = False
         self._noted_record: int | None = None
-
-    @cached_property
-    def _listed(self) -> ListedQueues:
-        from librmq.store.recovery._listed_queues import ListedQueues  # new stores, and closed ones, need none
-
-        case = self._case
-        return ListedQueues(case.path, case.files, case.config.consumequeue_file_size, self._pool)
 
     def parts(self, bitmap_of: BitmapOf | None) -> Parts:
         """Open the parts, and recover them.
@@ -387,12 +372,7 @@ class _Opening:
         folders = [directory.queue_folder(case.path, topic, queue_id, ext=ext) for ext in (False, True)]
         repairs = self._repairs if self._trusted is None else None  # a view then opens all queues again
         before = len(case.recovered.repairs)
-        queue = self._open_or_remove(
-            lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=True),
-            repairs,
-            folders,
-            _QUEUE_DIGITS,
-        )
+        queue = self._open_or_remove(lambda: self._open_unrepaired(topic, queue_id), repairs, folders, _QUEUE_DIGITS)
         if len(case.recovered.repairs) > before:
             case.changed_queues = (case.changed_queues or frozenset()) | {(topic, queue_id)}
         if self._is_recovering:  # a missing queue is unmapped when it has been made from the log
@@ -403,40 +383,31 @@ class _Opening:
         """Open the queues, or prepare that each is opened at its first use."""
         if self._trusted is not None:
             return QueueTable(self.open_queue, self._trusted.queues)
-        queues = QueueTable(self._open_listed, dict.fromkeys(names))
-        for name in names:
-            if self._at_check and not self._listed.has_listed(name):
-                self._list_queue(name, log.begin)
-            if not self._listed.has_listed(name):  # opened now, it is repaired or refused before any change
-                queues[name] = self.open_queue(*name)
+        queues = QueueTable(self.open_queue, dict.fromkeys(names))
+        for name in names:  # opened now, a queue is repaired or refused before any change
+            queue = queues[name] = self._open_after_kill(name, log.begin) if self._at_check else self.open_queue(*name)
+            if self._at_check:
+                queue.keep_descriptors()  # until its check has ended
         return queues
 
-    def _list_queue(self, name: QueueName, log_begin: int) -> None:
-        """List the files of a queue after a kill, and delete those beside a missing one."""
+    def _open_unrepaired(self, topic: str, queue_id: int) -> ConsumeQueue:
+        reads_small = self._trusted is None
+        return self._part_files.open_queue(topic, queue_id, self._pool, writable=True, reads_small=reads_small)
+
+    def _open_after_kill(self, name: QueueName, log_begin: int) -> ConsumeQueue:
+        """Open a queue after a kill, and delete its files beside a missing one."""
         case = self._case
         try:
-            self._listed.list_files(name)
+            return self._open_unrepaired(*name)
         except CorruptionError:
             if case.mark is not None:
                 raise
-            folder = directory.queue_folder(case.path, *name)
-            leftovers = _beside_missing(folder, case.files, log_begin)
+            leftovers = _beside_missing(directory.queue_folder(case.path, *name), case.files, log_begin)
             if not leftovers and not case.is_thorough and not case.is_preview:
                 raise
             case.recovered.cuts += _clear(leftovers, case.files)
-            if leftovers and not case.is_thorough:  # a check of all, or of none, opens what is left, and repairs it
-                self._listed.list_files(name)
-
-    def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """Open a queue after a kill, by its listed files."""
-        sequence = self._listed.pop_files((topic, queue_id))
-        if sequence is None or self._case.is_thorough:
-            queue = self.open_queue(topic, queue_id)
-        else:
-            sequence.keeps_descriptors = True
-            queue = ConsumeQueue(sequence, None)
-        self._recovery.cut_queue(queue)
-        return queue
+            # A check of all, or of none, repairs what is left.
+            return self._open_unrepaired(*name) if leftovers and not case.is_thorough else self.open_queue(*name)
 
     def recover_parts(self, parts: Parts) -> None:
         """Recover the parts, unless the state at the close holds, and mark the store as open."""
@@ -453,7 +424,7 @@ class _Opening:
             return
         from librmq.store.recovery._log_end import Recovery
 
-        self._recovery = recovery = Recovery(case, parts, self._listed)
+        recovery = Recovery(case, parts)
         recovery.plan(self._findings)
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
         set_abort(files, path)
@@ -471,8 +442,6 @@ class _Opening:
             self._is_recovering = False
         knows_ends = case.mark is not None or (self._noted_record or log.end) < log.end
         parts.recovered.knows_ends = knows_ends or parts.recovered.compared_from - log.begin <= WORTH_A_MARK
-        for name, state in self._listed.states.items():
-            parts.queues.expect(name, state)
         if not case.is_preview:
             self._repairs = None  # A queue that is opened later and is damaged by then is refused, and keeps its files.
             withdraw_closed_state(path, files, log)
