@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -240,6 +241,51 @@ def test_a_file_that_is_used_often_is_mapped(tmp_path: Path) -> None:
         queue.write(0, 5, b"abc")
         assert queue.read(5, 8) == b"abc"
     assert files.calls["open"] == 1
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_small_file_is_read_without_a_mapping_until_it_is_written(tmp_path: Path, size: int) -> None:
+    """Read often it is mapped too, unless it is so short that it is kept in memory."""
+    data, files, pool = bytes(range(1, 11)) * (size // 10), FailingFiles(DiskFiles()), MappingPool(4)
+    MappedFileQueue(str(tmp_path), 8192, files, pool).create(0).buffer[:size] = data
+    queue = MappedFileQueue(str(tmp_path), 8192, files, pool, reads_small=True)
+    queue.keep_little()
+    assert (queue.small, queue.data_behind(4), queue.used_end(0, 6000)) == (data, size - 4, 6000)
+    assert queue.read(4, size + 4) == data[4:] + bytes(4)
+    assert queue.read(8190, 8200) == bytes(2)
+    queue.write_again(4, size)
+    queue.flush()
+    assert (queue.starts, queue.mapped, queue.small) == ([0], {}, data)
+    for _ in range(100):
+        assert queue.read(2, 4) == data[2:4]
+    assert list(queue.mapped) == ([0] if size > 1024 else [])
+    queue.write(0, 2, b"new")
+    assert queue.small is None
+    assert (queue.read(0, 6), queue.data_behind(0)) == (data[:2] + b"new" + data[5:6], size)
+    queue.unmap_all()
+    assert queue.read(0, 6) == data[:2] + b"new" + data[5:6]
+
+
+@pytest.mark.parametrize("change", [MappedFileQueue.refresh, lambda queue: queue.create(SIZE).buffer[0]])
+def test_a_small_file_is_not_taken_for_the_only_one_afterwards(
+    tmp_path: Path, change: Callable[[MappedFileQueue], object]
+) -> None:
+    MappedFileQueue(str(tmp_path), SIZE, DiskFiles(), MappingPool(1)).create(0).buffer[3] = 7
+    queue = MappedFileQueue(str(tmp_path), SIZE, DiskFiles(), MappingPool(1), reads_small=True)
+    assert queue.small == b"\0\0\0\7"
+    change(queue)
+    assert queue.small is None
+    assert (queue.read(0, 4), queue.data_behind(2)) == (b"\0\0\0\7", 2)
+
+
+def test_a_small_file_that_a_snapshot_shares_is_not_written_again(tmp_path: Path) -> None:
+    MappedFileQueue(str(tmp_path / "q"), SIZE, DiskFiles(), MappingPool(1)).create(0).buffer[3] = 7
+    queue = MappedFileQueue(str(tmp_path / "q"), SIZE, DiskFiles(), MappingPool(1), reads_small=True)
+    os.link(queue.path(0), tmp_path / "snapshot")
+    os.utime(queue.path(0), ns=(1, 1))
+    queue.write_again(0, 4)
+    queue.flush()
+    assert (tmp_path / "snapshot").stat().st_mtime_ns == 1
 
 
 def test_the_length_of_an_unmapped_file_is_checked(tmp_path: Path) -> None:
