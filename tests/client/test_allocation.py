@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 
@@ -39,24 +38,6 @@ def room(name: str) -> str:
 NEARBY = allocate_machine_room_nearby(allocate_averagely, lambda queue: room(queue.broker_name), room)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "shares"),
-    [
-        (allocate_averagely, [[0, 1, 2], [3, 4]]),
-        (allocate_averagely_by_circle, [[0, 2, 4], [1, 3]]),
-        (allocate_by_config(queues(1)), [[0], [0]]),
-    ],
-)
-def test_five_queues_and_two_clients(strategy: AllocationStrategy, shares: list[list[int]]) -> None:
-    assert [ids(strategy(client, queues(5), ["c0", "c1"])) for client in ("c0", "c1")] == shares
-
-
-def test_the_rest_of_a_machine_room_is_dealt_from_the_end() -> None:
-    strategy = allocate_by_machine_room({"r1"})
-    given = [*queues(5, "r1@b"), *queues(5, "r2@b"), *queues(5, "r1")]
-    assert [ids(strategy(client, given, ["c0", "c1"])) for client in ("c0", "c1")] == [[0, 1, 4], [2, 3]]
-
-
 def test_a_single_text_is_no_list_of_machine_rooms() -> None:
     with pytest.raises(ConfigError, match=r"expected names such as \['hz', 'sh'\], found 'r1'"):
         allocate_by_machine_room("r1")
@@ -68,16 +49,6 @@ def test_a_single_text_is_no_list_of_machine_rooms() -> None:
 def test_a_machine_room_stands_before_the_only_at(broker: str, counts: bool) -> None:
     """The machine room is the text before the only @, because 4.9 splits names there."""
     assert bool(allocate_by_machine_room({"r"})("c", queues(1, broker), ["c"])) is counts
-
-
-def test_nearby_rooms_without_clients_are_shared_by_all() -> None:
-    given = [*queues(2, "r1-b"), *queues(2, "r3-b"), *queues(2, "r2-b")]
-    clients = ["r1-c", "r4-c"]
-    assert [str(queue.broker_name) for queue in NEARBY("r1-c", given, clients)] == ["r1-b", "r1-b", "r2-b", "r3-b"]
-    assert [(queue.broker_name, queue.queue_id) for queue in NEARBY("r4-c", given, clients)] == [
-        ("r2-b", 1),
-        ("r3-b", 1),
-    ]
 
 
 def test_names_of_rooms_are_in_the_order_of_utf_16() -> None:
@@ -149,14 +120,6 @@ def test_own_share_sorts_first_and_gives_each_queue_once() -> None:
     assert ids(own_share("c2", given, ["c9", "c2"])) == [0, 1, 2, 3, 4]
     assert ids(own_share("\U0001f600", queues(2), ["\uffee", "\U0001f600"])) == [0]  # compared as UTF-16
     assert ids(own_share("c", given, [], allocate_by_config(queues(2) * 2))) == [0, 1]
-
-
-def test_more_virtual_nodes_by_partial() -> None:
-    strategy = partial(allocate_consistent_hash, virtual_nodes=200)
-    clients = [f"c{number}" for number in range(4)]
-    sizes = [len(own_share(client, queues(4000), clients, strategy)) for client in clients]
-    assert sum(sizes) == 4000
-    assert min(sizes) > 700
 
 
 # --- groups whose instances differ
