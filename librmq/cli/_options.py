@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from librmq.errors import ConfigError
-from librmq.message.ids import check_address
+from librmq.message.ids import split_address
 
 TIME_HELP: Final = (
     "a time: milliseconds since 1970, a date such as '2026-11-20 08:00' (local time unless it names a zone), "
@@ -88,14 +88,12 @@ def duration(text: str) -> float:
 
 def address(text: str) -> tuple[str, str | None]:
     """Return host and port of ``HOST[:PORT]``; an IPv6 host is in brackets."""
-    host, _, port = text.rpartition(":") if re.search(r":[0-9]+$", text) else (text, "", "")
     try:
-        check_address("", f"{host}:{port or 1}")
+        return split_address("", text, needs_port=False)
     except ConfigError:
         raise argparse.ArgumentTypeError(
             f"expected a host such as mq.example or [fe80::1], with a port mq.example:8081, found {text!r:.80}"
         ) from None
-    return host, port or None
 
 
 def names(text: str) -> list[str]:

@@ -35,7 +35,7 @@ from librmq.runtime.locks import Inherited
 
 IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
-_ADDRESS: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", re.ASCII)
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(\d{1,5}))?", re.ASCII)
 _NUMBER: Final = "(0|[1-9][0-9]{0,18})"
 _RECEIPT: Final = "%d %d %d %d %s %s %d %d %d"
 _match_receipt: Final = re.compile(
@@ -205,16 +205,17 @@ def parse_host(text: str) -> Host:
     raise MalformedError(f"expected an address like 10.0.0.1:10911 or [fe80::1]:10911, found {text[:80]!r}")
 
 
-def check_address(name: str, address: object) -> None:
-    """Check that an argument is ``host:port``, with an IPv6 host in brackets.
+def split_address(name: str, address: object, *, needs_port: bool = True) -> tuple[str, str | None]:
+    """Return host and port of an argument that is ``host:port``, or a host alone unless it ``needs_port``.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is neither.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match[1]) <= 0xFFFF:
+    if match is None or not 0 < int(match[2] or (0 if needs_port else 1)) <= 0xFFFF:
         example = "mq.example:8081 or [fe80::1]:8081"
         raise ConfigError(f"{name}: expected host:port such as {example}, found {address!r:.80}")
+    return match[1], match[2]
 
 
 def format_host(host: Host) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MissingExtraError, RmqError
-from librmq.message.ids import check_address, format_host
+from librmq.message.ids import format_host, split_address
 from librmq.override import override
 from librmq.protocol import MAX_INVISIBLE_MS, Endpoint
 from librmq.runtime.closing import Closing
@@ -257,7 +257,7 @@ class GrpcServer(Closing):
         if tls is not None:
             server_context(*tls)  # gRPC reports no error of a bad pair
         if advertise is not None:
-            check_address("advertise", advertise)
+            split_address("advertise", advertise)
         self._service = Service(
             broker,
             advertise=advertise,

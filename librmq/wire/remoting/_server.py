@@ -21,7 +21,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
-from librmq.message.ids import Host, check_address, format_host
+from librmq.message.ids import Host, format_host, split_address
 from librmq.message.topics import TopicPrefix, is_system_topic
 from librmq.override import override
 from librmq.protocol import (
@@ -441,7 +441,7 @@ class RemotingServer(Closing):
             raise ConfigError(f"RemotingServer: expected a Broker, found {broker!r:.80}")
         self._is_local = not isinstance(listening, int) and listening.family not in (socket.AF_INET, socket.AF_INET6)
         if advertise is not None and not self._is_local:
-            check_address("advertise", advertise)
+            split_address("advertise", advertise)
         max_size = broker.store.config.max_message_size
         if max_size > MOST_RECORD_BYTES and not self._is_local:
             raise ConfigError(
