@@ -104,8 +104,11 @@ class ConsumeQueue(RollingEntries):
         writable: bool = True,
         ext_folder: str | None = None,
         ext_file_size: int = EXT_FILE_SIZE,
+        reads_small: bool = False,
     ) -> Self:
         """Open the queue in ``folder``, which the first append makes if needed.
+
+        With ``reads_small`` an only file of few bytes is read at once, and mapped when it is written or often read.
 
         This reads only the entries needed to find begin and end: some of the first file and of the last file in use.
         The end is found by bisection, because entries have no gaps (`recover` does not rely on that).
@@ -118,7 +121,7 @@ class ConsumeQueue(RollingEntries):
             raise ConfigError(f"queue file size: expected a multiple of 20 up to 2 GiB, found {file_size}")
         files = files or DiskFiles()
         pool = pool or MappingPool(4)
-        queue = MappedFileQueue(os.fspath(folder), file_size, files, pool, writable=writable)
+        queue = MappedFileQueue(os.fspath(folder), file_size, files, pool, writable=writable, reads_small=reads_small)
         return cls(queue, None if ext_folder is None else (ext_folder, ext_file_size, files, pool))
 
     @override

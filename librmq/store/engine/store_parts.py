@@ -329,16 +329,18 @@ class PartFiles:
         self, topic: str, queue_id: int, pool: MappingPool | None = None, *,
         writable: bool = False, reads_small: bool = False,
     ) -> ConsumeQueue:  # fmt: skip
-        """See `ConsumeQueue.open`, and for ``reads_small`` `MappedFileQueue`."""
-        config, files, pool = self.config, self.files, pool or MappingPool(4)
-        folder, ext = directory.queue_folder(self.path, topic, queue_id), None
-        if config.enable_consumequeue_ext:
-            ext_folder = directory.queue_folder(self.path, topic, queue_id, ext=True)
-            ext = ext_folder, config.consumequeue_ext_file_size, files, pool
-        sequence = MappedFileQueue(
-            folder, config.consumequeue_file_size, files, pool, writable=writable, reads_small=reads_small
+        """See `ConsumeQueue.open`."""
+        folder, ext_folder = (directory.queue_folder(self.path, topic, queue_id, ext=ext) for ext in (False, True))
+        return ConsumeQueue.open(
+            folder,
+            self.config.consumequeue_file_size,
+            files=self.files,
+            pool=pool,
+            writable=writable,
+            ext_folder=ext_folder if self.config.enable_consumequeue_ext else None,
+            ext_file_size=self.config.consumequeue_ext_file_size,
+            reads_small=reads_small,
         )
-        return ConsumeQueue(sequence, ext)
 
 
 _BLOCK: Final = 1024
