@@ -229,8 +229,8 @@ class PlannedStore(Closing):
                 except CorruptionError as error:
                     if self._fails:
                         raise
-                    if _damage_of(error) not in self.damage:
-                        self.damage.append(_damage_of(error))
+                    if Damage.of(error) not in self.damage:
+                        self.damage.append(Damage.of(error))
         if not as_recovered and len(condition.derived) > derived_count:
             self._refuse_short(condition)  # the store has made queues again that could not be opened
 
@@ -495,7 +495,3 @@ class PlannedStore(Closing):
                     raise ConfigError(
                         f"{setting}: {self.path} has no queue {queue_id} of topic {topic!r} to read; {hint}"
                     )
-
-
-def _damage_of(error: CorruptionError) -> Damage:
-    return Damage(error.file, error.offset, error.kind, error.what)

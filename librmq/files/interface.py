@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.regular import with_owner
@@ -565,3 +565,8 @@ class Damage:
     """What is wrong, for people."""
     bytes: int = 0
     """Number of damaged bytes."""
+
+    @classmethod
+    def of(cls, error: CorruptionError, size: int = 0) -> Self:
+        """Return what an error tells, with the number of damaged bytes."""
+        return cls(error.file, error.offset, error.kind, error.what, size)

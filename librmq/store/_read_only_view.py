@@ -268,7 +268,7 @@ class ReadOnlyView(StoreHandle):
         try:
             deque(log.scan(), maxlen=0)
         except CorruptionError as error:
-            return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
+            return Damage.of(error, log.end - error.offset)
         return None
 
     def condition(self, *, looks_at_queues: bool = True) -> Condition:

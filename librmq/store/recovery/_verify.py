@@ -129,7 +129,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     damage += damaged_tables
     for error in (*damaged_documents(path, files), GroupPage.damage(files, path)):
         if error is not None:
-            damage.append(_as_damage(error))
+            damage.append(Damage.of(error))
     notes += tables.replaced()
     notes += tables.topic_notes()
     if writer is not None:
@@ -140,10 +140,6 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
                 again = set(_StoreCheck(path, config, files, kind, closed=False, written=True).damage())
                 damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(recoverable), tuple(notes))
-
-
-def _as_damage(error: CorruptionError) -> Damage:
-    return Damage(error.file, error.offset, error.kind, error.what)
 
 
 def _judged(
@@ -307,7 +303,7 @@ class _StoreCheck:
             return None
 
     def _add_damage(self, error: CorruptionError) -> None:
-        self._damages.append(_as_damage(error))
+        self._damages.append(Damage.of(error))
 
     def _queues(self) -> QueueTable | None:
         names = self._part(lambda: directory.list_queues(self._path, self._files))
@@ -340,7 +336,7 @@ class _StoreCheck:
                 scope = replace(scope, all_of=scope.all_of | {gap.name})
                 continue
             except CorruptionError as error:
-                damages.append(_as_damage(error))
+                damages.append(Damage.of(error))
             self._damages += [
                 damage
                 for damage in damages
@@ -530,7 +526,7 @@ def _compare_queues(folders: Sequence[str], queues: _QueuesOfLog, files: Files) 
         except MissingExtraError as error:
             notes.append(f"its queues in RocksDB were not compared with the log: {error}")
         except CorruptionError as error:
-            damages.append(_as_damage(error))
+            damages.append(Damage.of(error))
     return damages[:_MOST_DAMAGE], notes, has_compared
 
 

@@ -485,7 +485,7 @@ class _Opening:
                         deleted.append(os.path.join(place, entry.name))
             before_removal()
             _delete(deleted, files)
-            notes.append(Damage(error.file, error.offset, error.kind, error.what))
+            notes.append(Damage.of(error))
             return open_part()
 
 
