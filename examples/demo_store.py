@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="the folder to make (demo-output)")
     parser.add_argument("--write-from-ms", type=int, help=argparse.SUPPRESS)  # for the process that is killed
     chosen = parser.parse_args(arguments)
-    folder: Path = chosen.folder
+    folder: Path = chosen.folder.absolute()
     if chosen.write_from_ms is not None:
         write_until_killed(folder, chosen.write_from_ms)
     try:
