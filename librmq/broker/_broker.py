@@ -43,7 +43,7 @@ from librmq.protocol import ChannelClosed, CopiedTables, Endpoint, QueueData, Re
 from librmq.runtime import Runner
 from librmq.runtime.closing import LaterPart, opened_in_thread
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import is_held_here
+from librmq.runtime.locks import check_reentry, is_held_here
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import has_abort, infer_config
 
@@ -584,12 +584,14 @@ class Broker(StoreRoute, Endpoint):
 
         Raises:
             ClientStateError: A listener calls it, whose end it would wait for.
+            StoreError: A signal handler calls it within an append that it has interrupted.
         """
         if self._own_runner is not None and self.runner.is_within():
             raise ClientStateError(
                 f"{self.store.path}: a listener can't close the broker that runs it: set an event there, and let the "
                 "code that opened the broker close it"
             )
+        check_reentry()
         if not self.dead and self._replication.made is not None:
             self._replication.made.copy_tables_early(is_closing=True)
         with ExitStack() as last:

@@ -32,6 +32,7 @@ from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic, valida
 from librmq.override import override
 from librmq.protocol import TOOL_PRODUCERS, CancelResult, Route, SentMessage, cancel_request
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import check_reentry
 
 if TYPE_CHECKING:
     from librmq.client.traces import TraceWriter
@@ -175,6 +176,7 @@ class Producer(Member):
         Returns:
             True, like a consumer's shutdown after all its listeners have ended.
         """
+        check_reentry()
         with self._runner.lock:
             self._life.shut_down()
             self.client.leave(self)  # also after a start or a shutdown that Ctrl-C has interrupted

@@ -247,6 +247,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._end_work()
             self._arrived.set()
 
+        self._check_not_within()
         return self._stop(timeout, begin)
 
     # ---- queues as the rebalance gives them

@@ -658,6 +658,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     @override
     def _check_not_within(self) -> None:
+        super()._check_not_within()
         if self.calls.are_around_caller():
             raise ClientStateError(
                 f"{self._life.what} can't shut down in its own listener, which it would wait for: set an event there, "

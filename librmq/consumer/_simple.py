@@ -65,7 +65,7 @@ from librmq.protocol import (
 )
 from librmq.runtime import Runner, StateLog, critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event, call_outside
+from librmq.runtime.locks import Event, call_outside, check_reentry
 
 R = TypeVar("R")
 _Source: TypeAlias = tuple[Subscription, str]
@@ -312,6 +312,7 @@ class SimpleConsumer(Member):
 
         A second call does nothing.
         """
+        check_reentry()
         with self.runner.lock, critical:  # nor would a second call
             if self._life.shut_down():
                 self._wake_all()

@@ -40,6 +40,7 @@ from librmq.protocol import (
     SaveProgress,
     Subscription,
 )
+from librmq.runtime.locks import check_reentry
 from librmq.runtime.runner import aside_by
 
 C = TypeVar("C", bound=ConsumerConfig)
@@ -323,6 +324,7 @@ class Consumer(Instance, Member, Generic[C]):
 
     def _check_not_within(self) -> None:
         """Refuse a shutdown that would wait for its caller."""
+        check_reentry()
 
     async def shutdown_async(self, timeout: float | timedelta | None = None) -> bool:
         """Shut down without blocking the event loop."""

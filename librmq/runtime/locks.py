@@ -67,6 +67,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakSet
 
+from librmq.errors import StoreError
 from librmq.override import override
 
 T = TypeVar("T")
@@ -174,6 +175,42 @@ def is_held_here(lock: RLock) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class Appending:
+    """What a thread holds while it appends, and a signal handler that interrupts it must not wait for."""
+
+    def __init__(self) -> None:
+        _appending.append(weakref.ref(self, _appending.remove))
+
+    def is_held_here(self) -> bool:
+        """Return whether this thread appends."""
+        raise NotImplementedError
+
+    def check_reentry(self) -> None:
+        """Refuse a call of a signal handler that has interrupted an append, because it would wait for its own thread.
+
+        Raises:
+            StoreError: The call is such a handler's.
+        """
+        if self.is_held_here():
+            raise StoreError(
+                "a signal handler called the store in the middle of a call that it interrupted, and would wait for "
+                "itself forever: let the handler record the signal, and call the store after it has returned"
+            )
+
+
+_appending: Final[list[weakref.ref[Appending]]] = []
+
+
+def check_reentry() -> None:
+    """Refuse a call of a signal handler that has interrupted an append of this thread to any store.
+
+    Another thread can wait for that append while it has a lock that the call needs.
+    """
+    for reference in list(_appending):
+        if (appending := reference()) is not None:
+            appending.check_reentry()
 
 
 # ---- critical blocks

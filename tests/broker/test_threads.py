@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import pytest
 
 from librmq.broker import Broker
+from librmq.client.producer import Producer
 from librmq.config import StoreConfig
-from librmq.errors import BrokerUnreachableError
+from librmq.consumer import PullConsumer, PushConsumer, SimpleConsumer
+from librmq.errors import BrokerUnreachableError, StoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription, UpdateOffset
+from librmq.runtime import ManualRunner
 from librmq.runtime.threads import ThreadRunner
 from tests.broker.parties import HOST
+from tests.interrupting import at_each_call
 from tests.programs import in_child
 
 
@@ -130,3 +135,40 @@ def test_a_child_process_waits_for_no_lock_that_a_thread_of_its_parent_held() ->
         finally:
             is_done.set()
             holder.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["broker", "producer", "push", "pull", "simple"])
+def test_a_signal_handler_does_not_wait_for_what_waits_for_its_append(name: str) -> None:
+    """A pull has the runner's lock and waits for the append that the handler interrupts, whose thread needs it."""
+    broker = Broker.open("/b", files=MemoryFiles(), store_config=StoreConfig.tiny(), runner=ManualRunner())
+    broker.create_topic("T", 1)
+    push, pull, simple = PushConsumer(broker, "push"), PullConsumer(broker, "pull"), SimpleConsumer(broker, "simple")
+    push.subscribe("T", lambda _: None)
+    pull.subscribe("T")
+    simple.subscribe("T")
+    parts = {
+        "broker": broker.close,
+        "producer": Producer(broker, "producer").start().shutdown,
+        "push": push.start().shutdown,
+        "pull": pull.start().shutdown,
+        "simple": simple.start().shutdown,
+    }
+    refused: list[str] = []
+
+    def handle(*_: object) -> None:
+        if broker.store.appender.lock.owner:
+            with pytest.raises(StoreError, match="let the handler record the signal"):
+                parts[name]()
+            refused.append(name)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for _ in at_each_call(lambda: broker.store.appender.append(Message("T", b"x")), signal.SIGUSR1):
+            pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert refused
+    assert not broker.dead
+    parts[name]()
+    broker.close()

@@ -40,7 +40,8 @@ from librmq.errors import BrokerUnreachableError, CorruptionError, LostAnswerErr
 from librmq.files.interface import SystemCall
 from librmq.files.lock import lock_process
 from librmq.files.regular import open_regular
-from librmq.runtime.locks import Event, Inherited, Lock
+from librmq.override import override
+from librmq.runtime.locks import Appending, Event, Inherited, Lock
 
 if sys.platform != "win32":
     import fcntl
@@ -86,7 +87,7 @@ _HURRIED_S: Final = 0.05
 _UNSURE: Final = "the message is in the log, and may be stored"
 
 
-class AppendPage:
+class AppendPage(Appending):
     """A mapped page and its lock. Thread-safe, but for the numbers, which are read and changed under the lock.
 
     Code takes ``mutex``, then `take` in a ``try`` whose ``finally`` calls `release`.
@@ -117,6 +118,7 @@ class AppendPage:
         """`TAKES` when this process last waited in vain."""
         self._never = Event()
         _pages.add(self)
+        super().__init__()
 
     @classmethod
     def make(cls, path: str, settings: Mapping[str, Any]) -> AppendPage:
@@ -175,13 +177,9 @@ class AppendPage:
         settings: dict[str, Any] = json.loads(self._map[_SETTINGS_AT + 4 : _SETTINGS_AT + 4 + size])
         return settings
 
-    def check_reentry(self) -> None:
-        """Refuse a call of a signal handler that has interrupted an append of its own thread."""
-        if self.thread == get_ident() and self.mutex.locked():
-            raise StoreError(
-                "a signal handler called the store in the middle of a call that it interrupted, and would wait for "
-                "itself forever: let the handler record the signal, and call the store after it has returned"
-            )
+    @override
+    def is_held_here(self) -> bool:
+        return self.thread == get_ident() and self.mutex.locked()
 
     def take(
         self,

@@ -15,7 +15,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ConsumeQueue, files_of
 from librmq.consumequeue_entries import ENTRY_SIZE, HOLE_SIZE, places_and_sizes
-from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
+from librmq.errors import CorruptionError, RecordError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.java.lang import java_decode
@@ -24,7 +24,7 @@ from librmq.message import record as record_format
 from librmq.override import override
 from librmq.runtime import critical
 from librmq.runtime.compiled_core import CORE
-from librmq.runtime.locks import Event, Lock, RLock
+from librmq.runtime.locks import Appending, Event, Lock, RLock
 from librmq.store.engine.derivation import (
     FEW,
     UNUSUAL_IN_BLOCKS,
@@ -579,7 +579,7 @@ _PAUSES: Final = 16
 _THREADS_KEPT: Final = 32
 
 
-class AppendLock:
+class AppendLock(Appending):
     """A lock that a signal handler can't wait for while its own thread holds it. Thread-safe.
 
     Code that takes ``mutex`` outside a critical block calls `check_reentry` before, and has its thread in ``owner``
@@ -593,6 +593,7 @@ class AppendLock:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.make_locks()
+        super().__init__()
 
     def make_locks(self) -> None:
         """Make new locks in a child process after a fork, because threads of the parent may hold the old ones."""
@@ -608,17 +609,16 @@ class AppendLock:
         self.crowd: int = 0
         """Number of the next appends that make a pause, because several threads append."""
 
+    @override
     def check_reentry(self) -> None:
-        """Refuse a call of a signal handler that has interrupted an append, because it would wait for its own thread.
+        """Refuse a call of a signal handler that has interrupted an append; each append calls this."""
+        if self.owner:
+            super().check_reentry()
 
-        Raises:
-            StoreError: The call is such a handler's.
-        """
-        if self.owner and self.owner == threading.get_ident():
-            raise StoreError(
-                "a signal handler called the store in the middle of a call that it interrupted, and would wait for "
-                "itself forever: let the handler record the signal, and call the store after it has returned"
-            )
+    @override
+    def is_held_here(self) -> bool:
+        """Return whether this thread has ``mutex`` where signal handlers can run."""
+        return self.owner == threading.get_ident()
 
     def yield_to_waiters(self) -> None:
         """Check for reentry, and give other threads the interpreter before the caller waits for ``mutex``.
