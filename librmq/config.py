@@ -28,6 +28,7 @@ import enum
 import inspect
 import math
 import os
+import re
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
@@ -187,16 +188,28 @@ def check_arguments(what: str, function: Callable[..., object], *arguments: str)
 
 
 def check_path(name: str, path: object, expected: str) -> None:
-    """Refuse what names no folder.
+    """Refuse what names no folder, or one that nobody means: ``~``, which only shells expand, or a URL.
 
     Raises:
-        ConfigError: It is empty, or has a null character.
+        ConfigError: It is empty, has a null character, or begins with ``~`` or as a URL, and there is no such folder.
         TypeError: It is not a path.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise wrong_kind(name, path, expected)
     if not os.fspath(path) or "\0" in os.fspath(path):
         raise ConfigError(f"{name}: expected {expected}, found {os.fspath(path)!r:.80}")
+    text = os.fspath(path)
+    unmeant = _UNMEANT.match(text)
+    if unmeant is not None and not os.path.isdir(unmeant[0]):
+        right = text.removeprefix(f"{unmeant[1]}//") if unmeant[1] else os.path.expanduser(text)
+        raise ConfigError(
+            f"{name}: expected {expected}, found {text!r:.80}: write {right!r:.80}, because {unmeant[0]} would be a "
+            f"folder of that name; if it is to be one, write ./{unmeant[0]}"
+        )
+
+
+_UNMEANT: Final = re.compile(r"~[^/]*|((?:librmq|file):)(?=//)")
+"""The beginning of a path that means another place than a folder of that name: only shells expand ``~``."""
 
 
 def check_now(now_ms: object) -> None:

@@ -21,7 +21,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
-from librmq.config import StoreConfig
+from librmq.config import StoreConfig, check_path
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files import DiskFiles, Files
 from librmq.files.interface import fixed_path
@@ -351,6 +351,7 @@ class Cluster(RouteTable):
         Raises:
             ConfigError: There is no broker, two have the same name, or a name can't name a folder; nothing was opened.
         """
+        check_path("path", path, "the folder of the brokers' stores")
         if not isinstance(brokers, Iterable):
             raise ConfigError(f"brokers: expected names such as ['broker-a', 'broker-b'], found {brokers!r:.80}")
         names = [brokers] if isinstance(brokers, str) else list(brokers)

@@ -26,7 +26,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.clock import Clock, SystemClock
 from librmq.cluster._replica_admission import check_bytes, check_folder, check_origin
 from librmq.commitlog import CommitLog
-from librmq.config import Between, Config, Seconds, check_kind
+from librmq.config import Between, Config, Seconds, check_kind, check_path
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
@@ -250,6 +250,7 @@ class Replica(Closing):
             BrokerUnreachableError: The master is closed.
             StoreLockedError: Another process has the copy open for writing.
         """
+        check_path("path", path, "the folder of the copy")
         check_kind("config", config, ReplicaConfig)
         check_kind("runner", runner, Runner, "ManualRunner() or ThreadRunner()")
         if isinstance(of, Broker):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +23,7 @@ from librmq.client.client import Client, QueueSelector
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import select_by_consistent_hash, select_by_hash
 from librmq.clock import ManualClock
+from librmq.cluster import Replica
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer
 from librmq.errors import (
@@ -470,3 +473,25 @@ def test_an_expired_lock_that_another_client_takes_is_logged(caplog: pytest.LogC
     assert locks.lock_queues(LockQueues("g", "two", frozenset({queue}))) == {queue}
     assert caplog.messages == ["group g: client two takes over T/3, whose lock one last renewed 60001 ms ago"]
     assert caplog.records[0].levelname == "INFO"
+
+
+@pytest.mark.parametrize("path", ["~/shop", "~", "~me/shop", "librmq:///shop", "file:///shop"])
+def test_a_path_that_means_no_folder_of_its_name_makes_none(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only shells expand ``~``, and a folder ``librmq:`` is not where the URL of other tools leads."""
+    monkeypatch.chdir(tmp_path)
+    with librmq.MessageStore.open("store") as store:
+        for call in (
+            librmq.Broker.open,
+            librmq.MessageStore.open,
+            librmq.share,
+            lambda path: librmq.Cluster.open(path, ["a"]),
+            lambda path: Replica.open(path, of="store"),
+            store.snapshot,
+        ):
+            with pytest.raises(ConfigError, match=re.escape(f"found {path!r}: write '")):
+                call(path)
+    assert os.listdir() == ["store"]
+    for place in (f"./{path}", path):  # one that exists is meant
+        Broker.open(place).close()
