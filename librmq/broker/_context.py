@@ -35,7 +35,15 @@ from librmq.files.interface import is_full
 from librmq.message.delays import level_of_queue_id
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
-from librmq.message.topics import WAITING_TOPICS, SystemTopic, has_no_row, is_own_group, validate_queue
+from librmq.message.topics import (
+    WAITING_TOPICS,
+    SystemTopic,
+    TopicPrefix,
+    has_no_row,
+    is_own_group,
+    receive_retry_topic,
+    validate_queue,
+)
 from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
@@ -137,6 +145,11 @@ class BrokerContext:
             metrics=metrics,
             filters_changed=self._filters_changed,
         )
+        for topic, group in self.offsets.names():
+            retries = receive_retry_topic(group, topic)
+            # The topic of another group's own retries was made for it, as was the group.
+            if retries in self.topics.by_name and retries.removeprefix(TopicPrefix.RETRY) not in self.groups.by_name:
+                self.clients.retry_owners[retries] = group
 
     def step(self, what: str, run_due: Callable[[int], int | None] = _rests) -> Step:
         """Return a step of the broker, which runs until its end; ``what`` completes its label.

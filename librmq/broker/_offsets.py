@@ -129,12 +129,12 @@ class GroupOffsets:
         return len(self._table.rows)
 
     def topics(self, of_group: str | None = None) -> set[str]:
-        return {topic for topic, group in self._names() if of_group in (None, group)}
+        return {topic for topic, group in self.names() if of_group in (None, group)}
 
     def groups(self, topic: str) -> list[str]:
-        return [group for row_topic, group in self._names() if row_topic == topic]
+        return [group for row_topic, group in self.names() if row_topic == topic]
 
-    def _names(self) -> Iterator[tuple[str, str]]:
+    def names(self) -> Iterator[tuple[str, str]]:
         """Yield the topic and the group of each row, and of each place with a position."""
         for key in list(self._table.rows):
             if (names := topic_and_group(key)) is not None:

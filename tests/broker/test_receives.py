@@ -873,3 +873,20 @@ def test_a_group_that_pulls_and_one_that_receives_share_no_retry_topic(
         else:
             with pytest.raises(BrokerError, match="retry topic '%RETRY%g_t' belongs to group 'g_t'"):
                 receive(broker)
+
+
+def test_a_retry_topic_belongs_to_its_group_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The group that has its name has come first, but the messages in it are another group's."""
+    runner = ManualRunner()
+    broker = Broker.open(tmp_path, runner=runner)
+    broker.create_topic("t", 1)
+    send(broker, "a")
+    receive(broker)
+    runner.advance(10_000)
+    broker.close()
+    with Broker.open(tmp_path, runner=runner) as broker:
+        consumer = PushConsumer(broker, "g_t")
+        consumer.subscribe("u", lambda message: None)
+        with consumer:
+            assert "retry topic '%RETRY%g_t' belongs to group 'g', which receives" in caplog.text
+            assert [received.attempt for received in receive(broker)] == [2]
