@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from inspect import iscoroutine, isgenerator
 from traceback import format_exception
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, TypeVar, Unpack
@@ -344,6 +345,12 @@ class Kit:
 
     def _set_up(self, process: Process) -> None:
         process.state = process._factory(process)
+        if iscoroutine(process.state) or isgenerator(process.state):
+            process.state.close()
+            raise ConfigError(
+                f"app {process.name!r}: expected a function that sets the process up, found one of which nothing would "
+                "run, with async or yield: make it a plain function; listeners may be coroutines"
+            )
         for consumer in process.consumers:
             consumer.start()
 

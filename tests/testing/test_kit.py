@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -1456,3 +1456,15 @@ def test_a_failing_test_shows_a_call_that_was_not_awaited() -> None:
     with pytest.raises(AssertionError) as failed:
         asyncio.run(moves_no_time())
     assert "was not awaited, so that coroutines did not go on: write `await`" in failed.value.__notes__[-1]
+
+
+def test_a_process_is_set_up_by_a_plain_function(rmq: Kit) -> None:
+    async def shop(process: Process) -> None:
+        await process.producer("shop").send_async("orders", b"x")
+
+    def audit(process: Process) -> Iterator[Producer]:
+        yield process.producer("audit")
+
+    for factory in (shop, audit):
+        with pytest.raises(ConfigError, match=r"app '.*': expected a function .* make it a plain function"):
+            rmq.app("it", factory)
