@@ -129,7 +129,7 @@ class Administration(BrokerPart):
             return None  # no record begins there
 
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
-        limit = min(request.max_messages, _MAX_RESULTS)
+        limit = max(0, min(request.max_messages, _MAX_RESULTS))  # a client can ask for less than none
         bounds = request.begin_ms, request.end_ms
         store, is_unique = self._store, request.is_unique
         return tuple(store.find_by_key(request.topic, request.key, *bounds, limit, is_unique=is_unique))

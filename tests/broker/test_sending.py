@@ -254,6 +254,8 @@ def test_a_query_ends_at_64(broker: Broker) -> None:
     for _ in range(70):
         send(broker, "T", keys="k")
     assert len(broker.call(protocol.QueryMessages("T", "k", 100))) == 64
+    for is_unique in (False, True):  # a client of the wire can ask for any number
+        assert broker.call(protocol.QueryMessages("T", "k", -1, is_unique=is_unique)) == ()
 
 
 def test_a_group_has_its_own_maximum(broker: Broker) -> None:
