@@ -210,6 +210,7 @@ class AdministeredRoute(Route, Closing):
         validate_topic(topic)
         refuse_own_topic(topic)
         self._delete(DeleteTopic(topic), ResponseCode.TOPIC_NOT_EXIST)
+        self._topic_changed(topic)
 
     def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
         """Delete at all brokers that have the topic or group, and refuse if none has."""

@@ -608,6 +608,13 @@ class SharedBroker(AdministeredRoute):
             return self._topics.get(topic, ())
         return link.route.known_route(topic) if isinstance(link, StorePeer) else link.route.topic_route(topic)
 
+    @override
+    def _topic_changed(self, topic: str) -> None:
+        link = self.link
+        if isinstance(link, StorePeer):
+            with suppress(RmqError):  # the next poll learns it
+                link.route.refresh()
+
     @property
     @override
     def is_remote(self) -> bool:

@@ -360,6 +360,15 @@ def test_clients_of_all_kinds_at_a_peer(tmp_path: Path) -> None:
         assert b"committed" in [message.body for message in peer.messages("orders")]
 
 
+def test_a_peer_knows_the_topics_that_it_has_changed(tmp_path: Path) -> None:
+    with pair(tmp_path) as (_, peer):
+        for queues in (2, 5):
+            peer.create_topic("orders", queues)
+            assert [data.read_queues for data in peer.topic_route("orders")] == [queues]
+        peer.delete_topic("orders")
+        assert peer.known_route("orders") == ()
+
+
 def test_a_peer_sends_no_letter_again_that_a_killed_process_has_not_noted(tmp_path: Path) -> None:
     def refuse(message: DeliveredMessage) -> None:
         raise DeadLetter
