@@ -20,6 +20,7 @@
     │       ├── ReceiptError          the receipt of a message is no longer valid
     │       ├── BrokerBusyError       it cannot keep up; the producer does not try again
     │       ├── BrokerDamageError     a file of its store is damaged (CorruptionError)
+    │       ├── BrokerMessageIllegalError  it refuses the message itself (MessageIllegalError)
     │       ├── BrokerDiskFullError   its disk is too full for the message (DiskFullError)
     │       └── BrokerStoreFullError  its unconsumed messages take all the room (StoreFullError)
     ├── RunnerError
@@ -50,8 +51,8 @@
         ├── DataLossError             messages to read were deleted, by retention for example
         └── StoreIOError              the operating system refused a call; names call and file (OSError)
 
-`librmq.columns` exports `DataLossError`; catch `TimerRefusedError`, `BrokerDiskFullError` and
-`BrokerStoreFullError` by their bases.
+`librmq.columns` exports `DataLossError`; catch `TimerRefusedError`, `BrokerMessageIllegalError`,
+`BrokerDiskFullError` and `BrokerStoreFullError` by their bases.
 """
 
 from __future__ import annotations
@@ -404,6 +405,10 @@ class BrokerDamageError(BrokerError, CorruptionError):
         self.file: str = place[1] if place else ""
         self.offset: int = int(place[2]) if place else 0
         self.what: str = place[3] if place else remark
+
+
+class BrokerMessageIllegalError(BrokerError, MessageIllegalError):
+    """A broker elsewhere refuses the message itself; the message was not stored."""
 
 
 class BrokerDiskFullError(BrokerError, DiskFullError):

@@ -524,7 +524,7 @@ RULES: dict[str, tuple[dict[str, Any], int, int, int, object]] = {
         protocol.SendStatus.FLUSH_DISK_TIMEOUT,
     ),
     "refused for now": ({}, protocol.ResponseCode.SYSTEM_ERROR, 0, 3, librmq.BrokerError),
-    "refused": ({}, protocol.ResponseCode.MESSAGE_ILLEGAL, 0, 1, librmq.BrokerError),
+    "refused": ({}, protocol.ResponseCode.MESSAGE_ILLEGAL, 0, 1, librmq.MessageIllegalError),
 }
 
 

@@ -25,6 +25,7 @@ from librmq.errors import (
     BrokerDamageError,
     BrokerDiskFullError,
     BrokerError,
+    BrokerMessageIllegalError,
     BrokerStoreFullError,
     BrokerUnreachableError,
     MalformedError,
@@ -177,6 +178,8 @@ def _error_of(named: str, code: int, remark: str) -> RmqError:
     kind = _ERRORS.get(named, BrokerError)
     if code == ResponseCode.SYSTEM_BUSY:
         kind = BrokerBusyError
+    elif code == ResponseCode.MESSAGE_ILLEGAL and kind is BrokerError:
+        kind = BrokerMessageIllegalError
     elif code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
         used = _DISK_USED.search(remark)
         if used is not None and float(used[1]) >= _REFUSING_FROM:
