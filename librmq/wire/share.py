@@ -46,7 +46,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import DiskFiles
-from librmq.files.interface import SystemCall
+from librmq.files.interface import SystemCall, fixed_path
 from librmq.files.regular import user_name
 from librmq.message import StoredMessage
 from librmq.metrics import Metrics
@@ -826,7 +826,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
     if settings.timeout_s <= 0:
         raise ConfigError(f"timeout: expected more than 0 seconds, found {settings.timeout_s:g}")
     wait_s = to_seconds("wait", wait)
-    folder = os.path.abspath(os.fspath(path))
+    folder = fixed_path(path, settings.files)
     _check_place(folder, settings.files)
     make_share_folder(folder, settings.files)
     shared = SharedBroker(folder, settings)

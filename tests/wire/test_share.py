@@ -360,6 +360,15 @@ def test_clients_of_all_kinds_at_a_peer(tmp_path: Path) -> None:
         assert b"committed" in [message.body for message in peer.messages("orders")]
 
 
+def test_a_relative_path_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StoreIOError, match="find the working directory"):
+        librmq.share("store")
+
+
 def test_a_peer_knows_the_topics_that_it_has_changed(tmp_path: Path) -> None:
     with pair(tmp_path) as (_, peer):
         for queues in (2, 5):
