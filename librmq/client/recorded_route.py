@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
-from librmq.message import Message, MessageQueue, StoredMessage
-from librmq.message.ids import Host
+from librmq.message import MessageQueue, StoredMessage
 from librmq.override import override
 from librmq.protocol import (
     Endpoint,
@@ -22,8 +21,6 @@ from librmq.protocol import (
     Request,
     Route,
     RouteWrapper,
-    SendMessage,
-    SendResponse,
 )
 from librmq.runtime import calls_later
 from librmq.runtime.closing import Closing
@@ -157,29 +154,10 @@ class _RecordedEndpoint(Endpoint):
         self._broker_name = broker_name
 
     @override
-    def send(  # noqa: PLR0913 (what a client says of a message)
-        self,
-        group: str,
-        message: Message,
-        queue_id: int,
-        born_timestamp_ms: int,
-        born_host: Host,
-        sys_flag: int = 0,
-        default_queues: int = 4,
-        timeout_ms: float | None = None,
-        is_one_way: bool = False,
-    ) -> SendResponse:
-        """Record a send, and let the broker behind take it as it does without a recorder: a peer appends by itself."""
-        fields = group, message, queue_id, born_timestamp_ms, born_host, sys_flag, default_queues
-        request = SendMessage(*fields, timeout_ms=timeout_ms, is_one_way=is_one_way)
-        return self._record(request, lambda _: self.behind.send(*fields, timeout_ms, is_one_way))
-
-    @override
     def call(self, request: Request[R], /) -> R:
-        return self._record(request, self.behind.call)
-
-    def _record(self, request: Request[R], call: Callable[[Request[R]], R]) -> R:
-        answer = self._recorder.call(self._process, self._broker_name, request, call, has_page=self.has_page)
+        answer = self._recorder.call(
+            self._process, self._broker_name, request, self.behind.call, has_page=self.has_page
+        )
         if isinstance(request, HoldPlace) and isinstance(answer, Place):
             answer.watcher = partial(self._committed, request, answer)
         return answer

@@ -11,9 +11,9 @@ from typing import Final
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, LostAnswerError, StoreLockedError
 from librmq.message import Message
-from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.ids import encode_host, parse_host
 from librmq.message.properties import PropertyName
-from librmq.protocol import PendingSend, SendLater, SendResponse, SendStatus
+from librmq.protocol import PendingSend, SendLater, SendMessage, SendResponse, SendStatus
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -47,25 +47,18 @@ class PeerSends:
         self._id_prefix = ""
         self._executor: ThreadPoolExecutor | None = None
 
-    def send(
-        self,
-        message: Message,
-        queue_id: int,
-        born_timestamp_ms: int,
-        born_host: Host,
-        sys_flag: int = 0,
-        timeout_ms: float | None = None,
-        is_one_way: bool = False,
-    ) -> SendResponse | None:
+    def send(self, request: SendMessage) -> SendResponse | None:
         """Append a message as a broker stores it; None if the owner has to do it."""
+        message, queue_id, timeout_ms = request.message, request.queue_id, request.timeout_ms
         appender = None if self._is_closed else self._appender or self._open()
         if appender is None or not self.may_append(message):
             return None
         wait = message.properties.get(PropertyName.WAIT, "true")
-        waits = appender.is_sync and not is_one_way and wait.lower() == "true"
+        waits = appender.is_sync and not request.is_one_way and wait.lower() == "true"
         wait_s = self._wait_s if timeout_ms is None else timeout_ms / 1000
         begin_s = SystemClock().monotonic() if waits else 0.0
-        result = appender.append(message, queue_id, wait_s, born_timestamp_ms, born_host, sys_flag)
+        born_ms, host = request.born_timestamp_ms, request.born_host
+        result = appender.append(message, queue_id, wait_s, born_ms, host, request.sys_flag)
         if result is None:
             return None
         status = SendStatus.SEND_OK

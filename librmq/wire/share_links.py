@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
@@ -21,10 +22,10 @@ from librmq.errors import BrokerUnreachableError, RequestNotSentError, RmqError
 from librmq.files import DiskFiles, FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.formatting import moment
-from librmq.message import Message
-from librmq.message.ids import Host, format_host, parse_host
+from librmq.message.ids import format_host, parse_host
 from librmq.override import override
 from librmq.protocol import (
+    INNER_PRODUCER,
     ConsumerIds,
     Endpoint,
     GroupPage,
@@ -34,6 +35,7 @@ from librmq.protocol import (
     QueueData,
     Request,
     RouteWrapper,
+    SendMessage,
     SendResponse,
     SendsLater,
 )
@@ -111,40 +113,31 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
 
     @override
     def call(self, request: Request[R], /) -> R:
-        """Pass a request to the owner; find the place that it names on the page, which this process maps too."""
+        """Append a message that is stored as it comes; pass other requests on, and find a place on the shared page."""
+        if (
+            isinstance(request, SendMessage)
+            and request.max_reconsume_times is None  # else it is sent back
+            and request.group != INNER_PRODUCER  # else it is a copy, which may have less room for properties
+        ):
+            if (sent := self._append(request)) is not None:
+                return cast("R", sent)
+            if request.is_one_way and self._appends.may_append(request.message):
+                # The owner has to answer, because the next message may be appended here, and overtake this one.
+                request = cast("Request[R]", replace(request, is_one_way=False))
         answer = super().call(request)
         if isinstance(request, HoldPlace) and isinstance(answer, int):
             answer = cast("R", self._page.at(answer, PlaceName(request.group, request.topic, request.queue_id)))
         return answer
 
-    @override
-    def send(  # noqa: PLR0913 (what a client says of a message)
-        self,
-        group: str,
-        message: Message,
-        queue_id: int,
-        born_timestamp_ms: int,
-        born_host: Host,
-        sys_flag: int = 0,
-        default_queues: int = 4,
-        timeout_ms: float | None = None,
-        is_one_way: bool = False,
-    ) -> SendResponse:
-        """Append to the log, if the message is stored as it comes; otherwise ask the owner, as `Endpoint.send` does."""
+    def _append(self, request: SendMessage) -> SendResponse | None:
         thread, callers = threading.get_ident(), self._callers
         is_first = thread not in callers
         try:
             callers.add(thread)
-            sent = self._appends.send(message, queue_id, born_timestamp_ms, born_host, sys_flag, timeout_ms, is_one_way)
+            return self._appends.send(request)
         finally:
             if is_first:
                 callers.discard(thread)
-        if sent is not None:
-            return sent
-        # The owner has to answer, because the next message may be appended here, and overtake this one.
-        is_one_way = is_one_way and not self._appends.may_append(message)
-        origin = born_timestamp_ms, born_host, sys_flag
-        return super().send(group, message, queue_id, *origin, default_queues, timeout_ms, is_one_way)
 
 
 class StoreOwner:

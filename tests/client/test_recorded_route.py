@@ -76,28 +76,6 @@ def test_an_application_records_with_one_line(tmp_path: Path) -> None:
     assert check_history(events) == []
 
 
-def test_a_send_takes_the_way_that_it_takes_without_a_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that shares a store appends by itself, and asks its owner for nothing."""
-    asked: list[type] = []
-    answer = Broker.call
-
-    def call(broker: Broker, request: protocol.Request[Any]) -> Any:
-        asked.append(type(request))
-        return answer(broker, request)
-
-    monkeypatch.setattr(Broker, "call", call)
-    with (
-        Broker.temporary() as broker,
-        record_history(broker, tmp_path / "history.jsonl") as route,
-        Producer(route, "shop") as producer,
-    ):
-        sent = producer.send("orders", b"paid")
-        producer.send_oneway(Message("orders", b"shipped"))
-    events = [event for event in lines(tmp_path / "history.jsonl") if event["event"] == "send"]
-    assert [(event["id"] == sent.message_id, event["outcome"]) for event in events] == [(True, "ok"), (False, "ok")]
-    assert protocol.SendMessage not in asked
-
-
 def test_what_was_polled_and_never_committed_is_written_to_its_end(tmp_path: Path) -> None:
     runner = ManualRunner(ManualClock(1_700_000_000_000))
     with Broker.temporary(runner=runner) as broker, record_history(broker, tmp_path / "history.jsonl") as route:

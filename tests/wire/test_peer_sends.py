@@ -19,7 +19,7 @@ import pytest
 import librmq
 from librmq import DiskFullError, Message, Producer, SendStatus, StoreConfig
 from librmq.errors import BrokerUnreachableError, LostAnswerError, MessageIllegalError
-from librmq.protocol import PendingSend, SendLater, SendMessage
+from librmq.protocol import INNER_PRODUCER, PendingSend, SendLater, SendMessage
 from librmq.store import AppendResult
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
@@ -30,6 +30,10 @@ from librmq.wire.share_links import StoreOwner
 from tests.wire.stub import wait_until
 
 HOST = "127.0.0.1", 10911
+
+
+def one(message: Message, queue_id: int = 0, **fields: Any) -> SendMessage:
+    return SendMessage("shop", message, queue_id, 1, HOST, **fields)
 
 
 class Appender:
@@ -81,17 +85,17 @@ def appender(monkeypatch: pytest.MonkeyPatch) -> Appender:
 
 
 def test_a_response_is_that_of_a_broker(appender: Appender) -> None:
-    response = PeerSends("store", 1, lambda: None).send(Message("orders", b"x", keys="k"), 2, 1, HOST)
+    response = PeerSends("store", 1, lambda: None).send(one(Message("orders", b"x", keys="k"), 2))
     assert response is not None
     assert response[1:5] == (2, 7, 4096, ("7F00000100002A9F0000000000001000",))
 
 
 def test_what_does_not_go_to_its_queue_at_once_is_for_the_owner(appender: Appender) -> None:
     sends = PeerSends("store", 1, lambda: None)
-    assert sends.send(Message("orders", b"x", delay_level=3), 0, 1, HOST) is None
-    assert sends.send(Message("orders", b"x", delay=60), 0, 1, HOST) is None
+    assert sends.send(one(Message("orders", b"x", delay_level=3))) is None
+    assert sends.send(one(Message("orders", b"x", delay=60))) is None
     assert not appender.messages
-    assert sends.send(Message("unknown", b"x"), 0, 1, HOST) is None
+    assert sends.send(one(Message("unknown", b"x"))) is None
 
 
 def test_a_send_to_a_store_that_confirms_waits_for_the_flush(appender: Appender) -> None:
@@ -99,7 +103,7 @@ def test_a_send_to_a_store_that_confirms_waits_for_the_flush(appender: Appender)
     sends = PeerSends("store", 1, lambda: None)
 
     def status(message: Message, **fields: Any) -> SendStatus:
-        response = sends.send(message, 0, 1, HOST, **fields)
+        response = sends.send(one(message, **fields))
         assert response is not None
         return response.status
 
@@ -116,10 +120,10 @@ def test_an_owner_that_is_stopped_before_its_flush_is_named(appender: Appender) 
     appender.is_sync, appender.flush = True, BrokerUnreachableError("it may be stored")
     sends = PeerSends("store", 1, lambda: BrokerUnreachableError("process 7 is stopped"))
     with pytest.raises(BrokerUnreachableError, match="it may be stored; process 7 is stopped"):
-        sends.send(Message("orders", b"x"), 0, 1, HOST)
+        sends.send(one(Message("orders", b"x")))
     appender.flush = LostAnswerError("it may be stored")
     with pytest.raises(LostAnswerError, match=r"it may be stored$"):
-        sends.send(Message("orders", b"x"), 0, 1, HOST)
+        sends.send(one(Message("orders", b"x")))
 
 
 class Later:
@@ -215,7 +219,7 @@ def test_an_event_loop_leaves_to_the_owner_what_waits_for_it(sends: PeerSends, a
 
 def test_without_a_page_the_owner_stores_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PeerAppender, "open", lambda *_: None)
-    assert PeerSends("store", 1, lambda: None).send(Message("orders", b"x"), 0, 1, HOST) is None
+    assert PeerSends("store", 1, lambda: None).send(one(Message("orders", b"x"))) is None
 
 
 # ---- event loops of a peer beside a real owner
@@ -276,6 +280,27 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtAppends]
         page.close()
         asyncio.run(producer.send_async("orders", b"first"))  # by the owner, while the thread starts
         yield at
+
+
+def test_before_a_peer_stands_what_passes_requests_on(
+    peer: AtAppends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded send is appended as one without a recorder; a copy and what is sent back are for the owner."""
+    appended: list[bytes] = []
+    send = PeerSends.send
+
+    def noted(sends: PeerSends, request: SendMessage) -> Any:
+        appended.append(request.message.body)
+        return send(sends, request)
+
+    monkeypatch.setattr(PeerSends, "send", noted)
+    with librmq.record_history(peer.peer, tmp_path / "history.jsonl") as route, Producer(route, "shop") as producer:
+        producer.send("orders", b"recorded")
+        endpoint = route.endpoint(peer.peer.name)
+        endpoint.call(one(Message("orders", b"sent back"), max_reconsume_times=3))
+        endpoint.call(replace(one(Message("orders", b"a copy")), group=INNER_PRODUCER))
+    assert appended == [b"recorded"]
+    assert peer.bodies() == [b"recorded", b"sent back", b"a copy"]
 
 
 def test_event_loops_of_two_threads_append_by_themselves(peer: AtAppends) -> None:

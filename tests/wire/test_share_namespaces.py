@@ -34,8 +34,8 @@ from librmq.wire._peer_sends import PeerSends
 
 alone, append = [0], PeerSends.send
 
-def counted(self, *place, **fields):
-    sent = append(self, *place, **fields)
+def counted(self, request):
+    sent = append(self, request)
     alone[0] += sent is not None
     return sent
 
