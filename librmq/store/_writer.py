@@ -368,20 +368,16 @@ class Writer(StoreHandle):
         from librmq.store.recovery._verify import verify_parts
 
         appender = self.appender
-        appender.lock.check_reentry()
-        thread = get_ident()
-        with appender.lock.mutex:
-            try:
-                appender.lock.owner = thread
-                if self.closed is not None:
-                    raise self.unusable()
-                if appender.shared is not None:
-                    appender.shared.shut()
-                appender.catch_up()
-                verdict = verify_parts(self.path, self.config, self.files)
-            finally:
-                appender.lock.owner = 0
-        return verdict
+
+        def look() -> Verdict:
+            if self.closed is not None:
+                raise self.unusable()
+            if appender.shared is not None:
+                appender.shared.shut()
+            appender.catch_up()
+            return verify_parts(self.path, self.config, self.files)
+
+        return appender.under_lock(look)
 
     def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
         """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.

@@ -16,6 +16,7 @@ from threading import get_ident
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
 from librmq.files import DiskFiles
+from librmq.files.interface import SystemCall
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import Message
 from librmq.message import record as record_format
@@ -24,7 +25,7 @@ from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import validate_topic
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_fields import AppendResult, UnplacedRecord, host_bytes, place_record, prepare_record
-from librmq.store.engine._append_page import AppendPage, close_page
+from librmq.store.engine._append_page import AppendPage
 from librmq.store.format import directory
 
 _new = tuple.__new__
@@ -111,7 +112,21 @@ class PeerAppender:
         Raises:
             BrokerUnreachableError: A process writes by it, and does not end within ``wait_s``.
         """
-        close_page(page_path, wait_s)
+        with SystemCall("share", page_path):
+            page = AppendPage.open(page_path)
+        if page is None:
+            return
+        try:
+            with page.mutex:
+                try:
+                    page.take(wait_s)
+                    page.numbers[page_format.STATE] = page_format.CLOSED
+                finally:
+                    page.release()
+        finally:
+            page.close()
+        with suppress(FileNotFoundError):
+            os.unlink(page_path)
 
     def append(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, chain, repeat
 from threading import get_ident
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
@@ -48,6 +48,7 @@ from librmq.store.engine.store_parts import AppendLock, Parts
 if TYPE_CHECKING:
     from librmq.store.engine._shared_appends import SharedAppends
 
+T = TypeVar("T")
 _log = EventLog("librmq.store")
 
 _BATCH: Final = Dispatcher.BATCH
@@ -453,13 +454,14 @@ class Appender(AppendState):
         """Write all queue entries and keys that are due, under the lock; raise why there are no parts."""
         self.repair().drain()
 
-    def _under_lock(self, write: Callable[[], object]) -> None:
+    def under_lock(self, act: Callable[[], T]) -> T:
+        """Return what ``act()`` does under the lock, where signal handlers can run."""
         self.lock.check_reentry()
         thread = get_ident()
         with self.lock.mutex:
             try:
                 self.lock.owner = thread
-                write()
+                return act()
             finally:
                 self.lock.owner = 0
 
@@ -467,13 +469,13 @@ class Appender(AppendState):
         """Write the entries and keys that are due, before a compiled append."""
         if self.lock.mutex.locked():
             self.lock.yield_to_waiters()
-        self._under_lock(lambda: self.catch_up() if self.accepts else None)
+        self.under_lock(lambda: self.catch_up() if self.accepts else None)
 
     def drain(self) -> None:
         """Write the entries and keys that are due, for readers of queues and index."""
         self.follow()
         if self.dispatcher.due or self.dispatcher.writing_at >= 0:
-            self._under_lock(self.catch_up)
+            self.under_lock(self.catch_up)
 
     def make_room(self, size: int) -> None:
         """Make room for a compiled batch at the log's end, under the lock, if its file has some."""
@@ -485,7 +487,7 @@ class Appender(AppendState):
     def write_due(self) -> None:
         """Dispatch records that are stored, so that an error is no reason to send them again: a later call goes on."""
         try:
-            self._under_lock(lambda: self.repair().follow())
+            self.under_lock(lambda: self.repair().follow())
         except StoreIOError as error:
             _log.warning("queue entries of stored messages wait: %(error)s", error=error)
 
@@ -498,7 +500,7 @@ class Appender(AppendState):
                 if self.shared is not None:
                     self.shared.follow()
                 if dispatcher.followed < self.log.end or dispatcher.writing_at >= 0:
-                    self._under_lock(lambda: self.repair().follow())
+                    self.under_lock(lambda: self.repair().follow())
 
     def drain_what_fits(self) -> Sequence[KeyBlock]:
         """Write the entries and keys that are due, as far as the disk has room; return the keys of other records."""

@@ -358,26 +358,3 @@ def _described(process: int) -> str:
 
 
 _pages: Final[Inherited[AppendPage]] = Inherited(AppendPage.after_fork)
-
-
-def close_page(path: str, wait_s: float) -> None:
-    """Close the page of a former owner, so that no process writes by it any more; its file goes.
-
-    Raises:
-        BrokerUnreachableError: A process writes by it, and does not end.
-    """
-    with SystemCall("share", path):
-        page = AppendPage.open(path)
-    if page is None:
-        return
-    try:
-        with page.mutex:
-            try:
-                page.take(wait_s)
-                page.numbers[STATE] = CLOSED
-            finally:
-                page.release()
-    finally:
-        page.close()
-    with suppress(FileNotFoundError):
-        os.unlink(path)

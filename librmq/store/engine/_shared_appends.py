@@ -230,20 +230,16 @@ class SharedAppends(TurnState):
 
     def _in_turn(self, change: Callable[[], object]) -> None:
         """Call ``change()`` under the append lock, in a turn if peers may append, without an interruption."""
-        lock = self._lock
-        lock.check_reentry()
-        thread = get_ident()
-        with lock.mutex:
+
+        def take_turn() -> None:
             try:
-                lock.owner = thread
                 self.begin_turn()
                 with critical:
                     change()
             finally:
-                try:
-                    self.end_turn()
-                finally:
-                    lock.owner = 0
+                self.end_turn()
+
+        self._appender.under_lock(take_turn)
 
     # ---- what peers have written
 
@@ -253,7 +249,7 @@ class SharedAppends(TurnState):
         Without anything new this is a comparison.
         """
         if not self._is_level():
-            self._adopt_under_lock()
+            self._appender.under_lock(self._adopt_in_order)
 
     def _is_level(self) -> bool:
         """Return whether all that peers have written is in the log of this process, and derived."""
@@ -273,27 +269,19 @@ class SharedAppends(TurnState):
 
     def _follow_and_tell(self) -> bool:
         """Do as `follow`, in the thread of this page; return whether there was something to tell."""
-        if not self._is_level():
-            self._adopt_under_lock()
+        self.follow()
         return self._tell()
 
-    def _adopt_under_lock(self) -> None:
-        lock = self._lock
-        lock.check_reentry()
-        thread = get_ident()
-        with lock.mutex:
-            try:
-                lock.owner = thread
-                if not IS_ORDERED or self._is_interrupted():
-                    self.begin_turn()
-                elif self.is_open:  # without the lock of the page, so that a reader waits for no other process
-                    with critical:
-                        self._adopt()
-            finally:
-                try:
-                    self.end_turn()
-                finally:
-                    lock.owner = 0
+    def _adopt_in_order(self) -> None:
+        """Take note of what peers have written; under the append lock."""
+        try:
+            if not IS_ORDERED or self._is_interrupted():
+                self.begin_turn()
+            elif self.is_open:  # without the lock of the page, so that a reader waits for no other process
+                with critical:
+                    self._adopt()
+        finally:
+            self.end_turn()
 
     def _is_interrupted(self) -> bool:
         """Return whether a signal may have interrupted an append of this process, or the end of its turn."""
