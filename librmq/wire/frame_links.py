@@ -223,9 +223,9 @@ class FrameLinks:
             remote.requests.requested(client_id, transport, frame)
 
         def lost(address: str, client_id: str, transport: Transport) -> None:
-            client = remote.client(client_id)
-            if client is not None:
-                client.call(ClientRemoved(broker.name))
+            beat = remote.heartbeats().get(client_id)
+            if beat is not None:
+                beat.client.call(ClientRemoved(broker.name))
 
         def later(call: Callable[[], None]) -> None:
             with runner.lock:

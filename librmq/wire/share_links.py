@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import SystemClock
@@ -60,7 +60,7 @@ from librmq.wire._unix_sockets import (
 from librmq.wire.remote._administration import connections
 from librmq.wire.remote._connection import as_caller
 from librmq.wire.remote._dialing import dial_locally
-from librmq.wire.remote.remote_route import Notices, RemoteRoute
+from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.remoting._frames import close_in_child
 from librmq.wire.remoting._server import RemotingServer
 
@@ -232,19 +232,13 @@ class StorePeer:
                 self.label: str = path
                 with suppress(RmqError):
                     self.process = lock_process(self._lock_path) or 0
-                explained = self.explained(error)
-                self._wait_while_stopped(gives_up)
-                if explained is error:
-                    raise
-                raise explained from error
+                self._fail(error, gives_up)
             close_in_child(self._sentinel)
             self.process = checked_credentials(self._sentinel).process
             self.label = f"{path} (process {self.process})"
             if runner is None:
                 runner = own_runner = ThreadRunner()
                 undo.callback(own_runner.shutdown)
-            notices = Notices(runner)
-            undo.callback(notices.close)
             at_close = ExitStack()
             try:
                 with self._watching():
@@ -253,18 +247,13 @@ class StorePeer:
                         runner,
                         dial_locally(partial(self._connect, address, timeout_s), self.label, timeout_s),
                         timeout_s=timeout_s,
-                        later=notices.later,
                         prepare=lambda addresses: None,
                         at_close=at_close,
                         is_shared=True,
                     )
                 self.name: str = self.route.broker_names()[0]
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
-                explained = self.explained(error)
-                self._wait_while_stopped(gives_up)
-                if explained is error:
-                    raise
-                raise explained from error
+                self._fail(error, gives_up)
             at_close.push(undo.pop_all())
 
     def _connect(self, address: str, timeout_s: float) -> socket.socket:
@@ -367,10 +356,18 @@ class StorePeer:
             self._end_stopped()
         return True
 
-    def _wait_while_stopped(self, gives_up: Callable[[], bool]) -> None:
-        """Where the settings say that an owner that is stopped is ended, wait for it, and end it."""
+    def _fail(self, error: Exception, gives_up: Callable[[], bool]) -> NoReturn:
+        """Raise the error of a connection that failed; first end an owner that is stopped, where the settings say so.
+
+        Raises:
+            BrokerUnreachableError: Always.
+        """
+        explained = self.explained(error)
         while self._take_over_stopped_s is not None and not gives_up() and self._is_still_stopped():
             SystemClock().wait(self.has_ended, _STOPPED_S)
+        if explained is error:
+            raise error
+        raise explained from error
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

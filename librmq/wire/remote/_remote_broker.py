@@ -53,7 +53,6 @@ from librmq.protocol import (
     PullStatus,
     Receive,
     Request,
-    RequestHandler,
     ResendLetters,
     ResentLetters,
     ResponseCode,
@@ -396,9 +395,7 @@ class RemoteBroker(Endpoint):
             age_ms = now_ms - learnt[1]
             if 0 <= age_ms < (max_age_ms if learnt[2] else _REST_MS) or (learnt[2] and max_age_ms == NEVER):
                 return learnt[2]
-        answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
-        rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
-        settings: Mapping[str, Any] = rows.get(group, {})
+        settings: Mapping[str, Any] = self.group_rows().get(group, {})
         self._groups[group] = transport, now_ms, settings
         return settings
 
@@ -418,7 +415,7 @@ class RemoteBroker(Endpoint):
     def _retries_of(self, group: str) -> int | None:
         try:
             max_times = self._settings_of(group, _RETRIES_MS).get("retryMaxTimes")
-        except (ClientError, MalformedError) as error:
+        except ClientError as error:
             _log.debug(
                 "%(broker)s: the settings of %(group)s are unknown: %(error)s",
                 broker=self.name,
@@ -494,11 +491,6 @@ class RemoteBroker(Endpoint):
     def heartbeats(self) -> dict[str, Heartbeat]:
         """Return the last heartbeat of each client that has not left, by id."""
         return self._beats.copy()
-
-    def client(self, client_id: str) -> RequestHandler | None:
-        """Return a client that has sent a heartbeat and not left."""
-        beat = self._beats.get(client_id)
-        return None if beat is None else beat.client
 
     def adopt(self, other: RemoteBroker) -> None:
         """Take over the heartbeats of another broker's clients, which go out with the next request of each."""

@@ -188,7 +188,7 @@ class _Link(SendsLater, Endpoint):
         return answer
 
 
-class Notices:
+class _Notices:
     """A thread that runs functions under the runner's lock, so that a connection's reader never waits for it."""
 
     def __init__(self, runner: Runner) -> None:
@@ -229,7 +229,6 @@ class RemoteRoute(AdministeredRoute):
         dial: Dial,
         *,
         timeout_s: float,
-        later: Callable[[Callable[[], None]], None],
         prepare: Callable[[Iterable[str]], None],
         at_close: ExitStack,
         is_shared: bool = False,
@@ -241,7 +240,6 @@ class RemoteRoute(AdministeredRoute):
             runner: The runner of all users of the route.
             dial: Opens connections.
             timeout_s: Time for an answer.
-            later: Runs a function under the runner's lock, soon, and without waiting.
             prepare: Called with the brokers' addresses, before anything connects to it; may wait.
             at_close: Closed with the route.
             is_shared: Whether the only broker owns a store that processes of this machine share: it has receives with
@@ -254,7 +252,8 @@ class RemoteRoute(AdministeredRoute):
         self.runner: Runner = runner
         self._own_host: str | None = None
         self._is_shared = is_shared
-        self._later = later
+        self._notices = _Notices(runner)
+        self._later = self._notices.later
         self._timeout_s = timeout_s
         self._at_close = at_close
         self._poll_ms = _SHARED_POLL_MS if is_shared else POLL_MS
@@ -630,6 +629,7 @@ class RemoteRoute(AdministeredRoute):
         for link in links:
             link.group.close()
         self._connections.close()
+        self._notices.close()
         self._at_close.close()
         self._has_ended = True
 
@@ -682,8 +682,6 @@ def connect(
         if runner is None:
             runner = own_runner = ThreadRunner()
             stack.callback(own_runner.shutdown)
-        notices = Notices(runner)
-        stack.callback(notices.close)
         names = HostNames(timeout_s, runner.clock)
         dial = dial_by_tcp(tls, keys, timeout_s, names.resolve, open_socket)
         opened = ExitStack()
@@ -692,7 +690,6 @@ def connect(
             runner,
             dial,
             timeout_s=timeout_s,
-            later=notices.later,
             prepare=names.resolve_all,
             at_close=opened,
         )
