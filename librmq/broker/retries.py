@@ -52,7 +52,7 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.waiting import EarlierCopies
 from librmq.store import AppendResult
-from librmq.store.format.documents import LetterIdentity, note_resent, resent_times
+from librmq.store.format.documents import RecordIdentity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")
 
@@ -102,7 +102,7 @@ class FailedMessages(BrokerPart):
         self._earlier = (
             EarlierCopies(context.store, context.store.log.end, in_order=False) if context.was_killed else None
         )
-        self._resending: set[LetterIdentity] = set()
+        self._resending: set[RecordIdentity] = set()
         self._damaged_since: dict[QueueKey, tuple[int, int]] = {}
         """Where a group waits for a repair of a damaged message, and since when; a restart begins the wait again."""
         rows = {} if self._earlier is None else context.tables.offsets.rows
@@ -347,11 +347,11 @@ class FailedMessages(BrokerPart):
             with self._runner.lock:
                 self._resending -= claimed
 
-    def _unsent(self, group: str, *, dry_run: bool) -> tuple[LetterIdentity, ...]:
+    def _unsent(self, group: str, *, dry_run: bool) -> tuple[RecordIdentity, ...]:
         """Return the letters without a note or a copy in the log; note those of which a killed process left a copy."""
         store = self._store
         noted = resent_times(store.path, store.files)
-        letters = map(LetterIdentity.of, store.topic_messages(dead_letter_topic(group)))
+        letters = map(RecordIdentity.of, store.topic_messages(dead_letter_topic(group)))
         unsent = {_name_of(letter): letter for letter in letters if letter not in noted}
         if not unsent:
             return ()
@@ -366,9 +366,9 @@ class FailedMessages(BrokerPart):
             self._note_resent(sent)
         return tuple(unsent.values())
 
-    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> ResentLetters:
-        sent: list[LetterIdentity] = []
-        refused: list[tuple[LetterIdentity, RmqError]] = []
+    def _resend(self, group: str, letters: Iterable[RecordIdentity], *, dry_run: bool) -> ResentLetters:
+        sent: list[RecordIdentity] = []
+        refused: list[tuple[RecordIdentity, RmqError]] = []
         left: list[StoredMessage] = []
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
@@ -379,12 +379,12 @@ class FailedMessages(BrokerPart):
                     count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
                 except (BrokerError, MessageIllegalError) as error:
                     first = left.pop(0)
-                    refused.append((LetterIdentity.of(first), refused_copy(first, error)))
+                    refused.append((RecordIdentity.of(first), refused_copy(first, error)))
                     continue
                 for topic in () if dry_run else {request.message.topic for request in requests} - {retry_topic(group)}:
                     with self._runner.lock:
                         self._count_lag(group, topic)
-                sent += map(LetterIdentity.of, left[:count])
+                sent += map(RecordIdentity.of, left[:count])
                 left = left[count:]
         finally:
             if sent and not dry_run:
@@ -405,17 +405,17 @@ class FailedMessages(BrokerPart):
         read = self._offsets.topics(group)
         return topic in read and retry_topic(group) not in read
 
-    def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
+    def _note_resent(self, letters: Iterable[RecordIdentity]) -> None:
         store = self._store
         note_resent(store.path, store.files, letters, self._runner.now_ms(), store.log.begin)
 
-    def _letter(self, identity: LetterIdentity) -> StoredMessage | None:
+    def _letter(self, identity: RecordIdentity) -> StoredMessage | None:
         """Return a dead letter; None if another broker has it, or retention has deleted it."""
         try:
             letter = self._store.message_at(identity.physical_offset)
         except CorruptionError:  # no record begins there
             return None
-        return letter if letter is not None and LetterIdentity.of(letter) == identity else None
+        return letter if letter is not None and RecordIdentity.of(letter) == identity else None
 
     def _dead_letters_of(self, group: GroupSettings) -> str:
         with self._runner.lock:
@@ -457,7 +457,7 @@ def retry_of(
     if origin and (is_receive_retry(group, origin) or receives(group, origin)):
         topic = origin if is_receive_retry(group, origin) else receive_retry_topic(group, origin)
         del properties[_RETRY_TOPIC]
-    named = properties | {_RESENT_LETTER: _name_of(LetterIdentity.of(letter))}
+    named = properties | {_RESENT_LETTER: _name_of(RecordIdentity.of(letter))}
     has_room = record_format.has_room(named)
     retry = Message.from_parts(topic, letter.stored_body, letter.flag, named if has_room else properties)
     host = letter.born_host or LOCAL_HOST
@@ -480,7 +480,7 @@ def resend_letters(
     """
     # `retry_of` refuses other messages than dead letters, before anything asks for their places.
     checked = [(retry_of(letter, group), letter) for letter in letters or ()]
-    requests = {LetterIdentity.of(letter): (request, letter) for request, letter in checked}
+    requests = {RecordIdentity.of(letter): (request, letter) for request, letter in checked}
     if letters is None or only_unsent:
         unsent = unsent_letters(route, group, messages)
         selected = unsent if letters is None else [letter for letter in unsent if letter in requests]
@@ -501,7 +501,7 @@ def resend_letters(
 
 def unsent_letters(
     route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]
-) -> list[LetterIdentity]:
+) -> list[RecordIdentity]:
     """Return the dead letters of a group that were not sent again.
 
     ``messages(topic)`` returns those of a topic at all brokers.
@@ -515,11 +515,11 @@ def unsent_letters(
     return list(unsent.values())
 
 
-def _send_letters(route: Route, group: str, letters: Iterable[LetterIdentity], *, only_unsent: bool) -> ResentLetters:
+def _send_letters(route: Route, group: str, letters: Iterable[RecordIdentity], *, only_unsent: bool) -> ResentLetters:
     """Send dead letters to their group again, each by the broker that has it and notes it."""
     clock = route.runner.clock
-    sent: dict[LetterIdentity, None] = {}
-    refused: dict[LetterIdentity, RmqError] = {}
+    sent: dict[RecordIdentity, None] = {}
+    refused: dict[RecordIdentity, RmqError] = {}
     for name in route.broker_names():
         left = [letter for letter in letters if letter not in sent and letter not in refused]
         begin, count = 0, _RESENT_FIRST
@@ -537,6 +537,6 @@ def _send_letters(route: Route, group: str, letters: Iterable[LetterIdentity], *
     return ResentLetters(tuple(sent), tuple(refused.items()))
 
 
-def _name_of(letter: LetterIdentity) -> str:
+def _name_of(letter: RecordIdentity) -> str:
     """Return what stands for a dead letter in its copies, also those in the log of another broker."""
     return " ".join(map(str, letter))

@@ -16,18 +16,18 @@ from typing import Final, Literal
 
 from librmq.broker.retries import resend_letters
 from librmq.config import check_reached
-from librmq.console._messages import Waits, has_key, name_of
+from librmq.console._messages import Waits, has_key, letter_cells, name_of
 from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, StoreView, decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
 from librmq.errors import ConfigError, RmqError
-from librmq.formatting import moment, number, short
+from librmq.formatting import moment, number
 from librmq.message import StoredMessage
 from librmq.protocol import MoveGroup
 from librmq.runtime.event_log import EventLog, counted
 from librmq.scheduling.waiting import destination_of
-from librmq.store.format.documents import LetterIdentity
+from librmq.store.format.documents import RecordIdentity
 
 _log = EventLog("librmq.console")
 _LETTERS: Final = 1_000
@@ -186,16 +186,7 @@ class Changes:
         group, ids, cause, key = query.required("group"), query.words("id"), query.text("cause"), query.text("key")
         letters = list(islice(self._letters(group, ids, cause, key), _LETTERS + 1))
         to_send = letters[:_LETTERS]
-        rows = [
-            [
-                Cell(name_of(message), message_link(message)),
-                Cell(short(letter.cause, 120)),
-                topic_link(letter.original_topic),
-                Cell(moment(letter.store_timestamp_ms)),
-                count(letter.reconsume_times),
-            ]
-            for message, letter in to_send[:100]
-        ]
+        rows = [letter_cells(message, letter) for message, letter in to_send[:100]]
         more = "" if len(letters) <= _LETTERS else f"The first {number(_LETTERS)}; ask again for the others."
         only = [["--id", message_id] for message_id in ids]
         if key and not ids:  # the command knows no part of a key
@@ -236,7 +227,7 @@ class Changes:
         outcomes |= {letter: Cell(str(error), "", "bad") for letter, error in refused}
         before = Cell("was sent before")
         rows = [
-            [Cell(name_of(letter), message_link(letter)), outcomes.get(LetterIdentity.of(letter), before)]
+            [Cell(name_of(letter), message_link(letter)), outcomes.get(RecordIdentity.of(letter), before)]
             for letter in letters
         ]
         return [Table("Sent again", ("message", "outcome"), rows)]

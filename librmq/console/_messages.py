@@ -22,7 +22,7 @@ from librmq.console._place import (
     waiting_by_requests,
 )
 from librmq.console._tables import KINDS, Cell, Fact, Page, Query, Table, count, link, message_link, topic_link
-from librmq.diagnosis import PendingMessage, StoreView, StoryEvent, View, pending_messages, story
+from librmq.diagnosis import GivenUpMessage, PendingMessage, StoreView, StoryEvent, View, pending_messages, story
 from librmq.diagnosis.view import count_dead_letters
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, moment, number, short, size
@@ -63,6 +63,17 @@ def messages_table(messages: Sequence[StoredMessage], note: str, *, bodies: bool
     columns = ("message", "stored", "topic", "queue / offset", "tag", "body" if bodies else "size")
     records = [record_of(message, bodies=bodies) for message in messages]
     return Table("Messages", columns, rows, note, "None was found." if note else "No message here.", records=records)
+
+
+def letter_cells(message: StoredMessage, letter: GivenUpMessage) -> list[Cell]:
+    """Return a dead letter, its cause, the topic of its send, when its group gave it up, and its attempts."""
+    return [
+        Cell(name_of(message), message_link(message)),
+        Cell(short(letter.cause, 120)),
+        topic_link(letter.original_topic),
+        Cell(moment(letter.store_timestamp_ms)),
+        count(letter.reconsume_times),
+    ]
 
 
 def name_of(message: StoredMessage) -> str:
@@ -324,11 +335,7 @@ def letters_page(look: Look, query: Query) -> Page:
         rows.append(
             [
                 *([Cell(message.message_id, "", "box")] if chooses else []),
-                Cell(name_of(message), message_link(message)),
-                Cell(short(letter.cause, 120)),
-                topic_link(letter.original_topic),
-                Cell(moment(letter.store_timestamp_ms)),
-                count(letter.reconsume_times),
+                *letter_cells(message, letter),
                 *resent,
                 Cell(preview(message) if look.bodies else size(message.size)),
             ]

@@ -15,7 +15,7 @@ from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName, cause_of
 from librmq.message.topics import TopicPrefix, original_topic
 from librmq.runtime.event_log import counted
-from librmq.store.format.documents import LetterIdentity
+from librmq.store.format.documents import RecordIdentity
 
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ASKED: Final = 500
@@ -143,14 +143,14 @@ def letters_by_queue(
 
 
 def given_up(
-    group: str, message: StoredMessage, times: Mapping[LetterIdentity, int] = MappingProxyType({})
+    group: str, message: StoredMessage, times: Mapping[RecordIdentity, int] = MappingProxyType({})
 ) -> GivenUpMessage:
     """Return a message of a group's dead-letter topic as a dead letter; ``times`` say when those were sent again."""
     return GivenUpMessage(
         group=group, original_topic=origin_of(group, message.topic, message.properties), unique_key=message.unique_key,
         reconsume_times=message.reconsume_times, store_timestamp_ms=message.store_timestamp_ms,
         cause=cause_of(message.properties, message.reconsume_times), physical_offset=message.physical_offset,
-        resent_at_ms=times.get(LetterIdentity.of(message)) if times else None,
+        resent_at_ms=times.get(RecordIdentity.of(message)) if times else None,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.engine.store_times import store_times_at
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_of
-from librmq.store.format.documents import LetterIdentity, resent_times
+from librmq.store.format.documents import RecordIdentity, resent_times
 
 if TYPE_CHECKING:
     from librmq.broker import AdministeredRoute, Broker
@@ -101,7 +101,7 @@ class View(Protocol[Queue]):
         """The consumer groups, with the groups that retry and dead-letter topics name, sorted."""
 
     @property
-    def resent_times(self) -> Mapping[LetterIdentity, int]:
+    def resent_times(self) -> Mapping[RecordIdentity, int]:
         """The times at which dead letters were last sent to their groups again."""
 
     @property
@@ -526,7 +526,7 @@ class StoreView(_LiveView, Closing):
         return sorted(self.topics.keys() | {topic for topic, row in rows if is_listed(topic, row.get("perm", 0))})
 
     @cached_property
-    def resent_times(self) -> Mapping[LetterIdentity, int]:
+    def resent_times(self) -> Mapping[RecordIdentity, int]:
         """The times at which dead letters were last sent to their groups again."""
         times, past_ms = resent_times(self.store.path, self.store.files), self.store.past_ms
         return times if past_ms is None else {letter: at for letter, at in times.items() if at <= past_ms}
@@ -538,7 +538,7 @@ class StoreView(_LiveView, Closing):
         for identity in self.resent_times:
             with suppress(CorruptionError):  # no record begins there, or a damaged one
                 letter = self.store.message_at(identity[0])
-                if letter is not None and LetterIdentity.of(letter) == identity:
+                if letter is not None and RecordIdentity.of(letter) == identity:
                     counts[letter.topic.removeprefix(TopicPrefix.DEAD_LETTER)] += 1
         return counts
 
@@ -804,7 +804,7 @@ class ClusterView(_LiveView):
     # ---- groups
 
     @cached_property
-    def resent_times(self) -> Mapping[LetterIdentity, int]:
+    def resent_times(self) -> Mapping[RecordIdentity, int]:
         """The times at which dead letters were last sent to their groups again, as far as that is known."""
         return {} if self._folder is None else resent_times(self._folder, DiskFiles())
 

@@ -24,7 +24,7 @@ from librmq.protocol._client_requests import (
 )
 from librmq.protocol._endpoint import PERM_READ, PERM_WRITE, QueueData
 from librmq.protocol._request import ReadRequest, Request, value
-from librmq.store.format.documents import LetterIdentity
+from librmq.store.format.documents import RecordIdentity
 
 if TYPE_CHECKING:
     from librmq.scheduling import Schedule  # noqa: F401 (a request names it in quotes)
@@ -242,8 +242,8 @@ class GroupsBehind(Request[tuple[str, ...]]):
 class ResentLetters(NamedTuple):
     """What became of dead letters that were to be sent again."""
 
-    sent: tuple[LetterIdentity, ...]
-    refused: tuple[tuple[LetterIdentity, RmqError], ...] = ()
+    sent: tuple[RecordIdentity, ...]
+    refused: tuple[tuple[RecordIdentity, RmqError], ...] = ()
     """With the reason for each."""
 
 
@@ -256,7 +256,7 @@ class ResendLetters(Request[ResentLetters]):
     """
 
     group: str
-    letters: tuple[LetterIdentity, ...] | None = None
+    letters: tuple[RecordIdentity, ...] | None = None
     only_unsent: bool = False
     """Leave out letters that were sent before, or that another request sends now."""
     dry_run: bool = False

@@ -48,7 +48,7 @@ from librmq.files import Files, is_folder
 from librmq.message import record
 from librmq.message.topics import SystemTopic, TopicPrefix, has_no_row
 from librmq.runtime import calls_later, critical
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append import Appender
 from librmq.store.engine.saved_state import FILES_A_ROUND
@@ -170,7 +170,7 @@ def may_have_readers(path: str, files: Files) -> bool:
 
 def describe_holder(part: UnreadInFile, path: str) -> str:
     """Return which messages keep a log file of the store in ``path``, and how to free it."""
-    reader, count = part.reader, _count(part.messages)
+    reader, count = part.reader, counted(part.messages, "message")
     place = f"from queue offset {part.queue_offset} of {reader.topic}/{reader.queue_id} on"
     discard = "delete the file together with them by keep_unconsumed=False"
     if reader.topic == SystemTopic.SCHEDULE or reader.topic.startswith(TopicPrefix.SYSTEM):
@@ -573,7 +573,7 @@ class Retention:
                 "%(_places)s; "
                 "raise the limit, or refuse sends instead by keep_unconsumed=True",
                 group=group,
-                _messages=_count(sum(part.messages for part in lost)),
+                _messages=counted(sum(part.messages for part in lost), "message"),
                 file=path,
                 _why=why,
                 _places=", ".join(
@@ -651,10 +651,6 @@ def last_timestamp_ms(log: CommitLog, start: int) -> int:
         return record.store_timestamp_ms(last)
     following = first_behind(log, start)
     return _LAST_MOMENT if following is None else following
-
-
-def _count(messages: int) -> str:
-    return "1 message" if messages == 1 else f"{messages} messages"
 
 
 # ---- queues of deleted topics

@@ -36,7 +36,6 @@ from librmq.protocol import (
     Request,
     RouteWrapper,
     SendMessage,
-    SendResponse,
     SendsLater,
 )
 from librmq.runtime import ThreadRunner
@@ -119,7 +118,7 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
             and request.max_reconsume_times is None  # else it is sent back
             and request.group != INNER_PRODUCER  # else it is a copy, which may have less room for properties
         ):
-            if (sent := self._append(request)) is not None:
+            if (sent := as_caller(self._callers, self._appends.send, request)) is not None:
                 return cast("R", sent)
             if request.is_one_way and self._appends.may_append(request.message):
                 # The owner has to answer, because the next message may be appended here, and overtake this one.
@@ -128,16 +127,6 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
         if isinstance(request, HoldPlace) and isinstance(answer, int):
             answer = cast("R", self._page.at(answer, PlaceName(request.group, request.topic, request.queue_id)))
         return answer
-
-    def _append(self, request: SendMessage) -> SendResponse | None:
-        thread, callers = threading.get_ident(), self._callers
-        is_first = thread not in callers
-        try:
-            callers.add(thread)
-            return self._appends.send(request)
-        finally:
-            if is_first:
-                callers.discard(thread)
 
 
 class StoreOwner:

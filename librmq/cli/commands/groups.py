@@ -40,7 +40,7 @@ from librmq.formatting import moment
 from librmq.message.topics import SystemTopic, is_own_group
 from librmq.runtime.event_log import counted
 from librmq.store.format.directory import check_kind
-from librmq.store.format.documents import LetterIdentity
+from librmq.store.format.documents import RecordIdentity
 
 if TYPE_CHECKING:
     from librmq.diagnosis import Consumption, PopHolds
@@ -500,12 +500,12 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         letters = list(letters_by_queue(view, group))
         selected = [row for row in letters if is_selected(row[-1])]
         if unsent is not None:
-            sent = {LetterIdentity.of(message) for _, message, _ in letters} - noted - unsent
+            sent = {RecordIdentity.of(message) for _, message, _ in letters} - noted - unsent
             if count := len(sent):
                 complain(
                     f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now"
                 )
-        to_send = [row for row in selected if unsent is None or LetterIdentity.of(row[1]) in unsent][: arguments.limit]
+        to_send = [row for row in selected if unsent is None or RecordIdentity.of(row[1]) in unsent][: arguments.limit]
         messages = [message for _, message, _ in to_send]
         done, refused = resend_letters(broker, group, broker.messages, messages, only_unsent=only_unsent)
         resent, at_ms = frozenset(done), broker.runner.now_ms()
@@ -518,7 +518,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
                 )
             complain(f"note: {why}: nothing is sent")
         for queue, message, letter in to_send:
-            if LetterIdentity.of(message) in resent:
+            if RecordIdentity.of(message) in resent:
                 resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
                 row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}
                 output.row(named(view.broker_name(queue), row))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._routes import connect_to
@@ -27,7 +27,7 @@ from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
-from librmq.store.format.documents import OWN_FOLDER, checked, with_checksum
+from librmq.store.format.documents import OWN_FOLDER, RecordIdentity, checked, with_checksum
 from librmq.wire.share_links import OwnedStore
 
 _TOGETHER: Final = 256  # messages
@@ -181,7 +181,7 @@ def _messages(store: MessageStore, progress: _Progress) -> Iterator[tuple[Stored
         is_of_topic = selection.topic is not None or is_user_topic(message.topic)  # `test` compares a named topic
         if is_of_topic and has_queue_entry(message.sys_flag) and test(message):
             progress.note_reachable(physical_offset, before)
-            progress.note_reachable(physical_offset + size, _Record.of_message(message))
+            progress.note_reachable(physical_offset + size, RecordIdentity.of(message))
             yield message, physical_offset + size
 
 
@@ -263,18 +263,6 @@ def _can_be_batch(stored: Sequence[StoredMessage], messages: Sequence[Message]) 
     return len(stored) > 1 and size < _TOGETHER_BYTES and is_user_topic(messages[0].topic) and not have_priorities
 
 
-class _Record(NamedTuple):
-    """What tells a record from another one that was written in its place after the log was cut."""
-
-    physical_offset: int
-    message_id: str
-    store_timestamp_ms: int
-
-    @classmethod
-    def of_message(cls, message: StoredMessage) -> _Record:
-        return cls(message.physical_offset, message.message_id, message.store_timestamp_ms)
-
-
 class _Progress:
     """How far a selection was sent to a cluster, in a file of the store.
 
@@ -290,9 +278,9 @@ class _Progress:
         self._files = DiskFiles()
         self._is_finished = False
         self._most = _LARGEST
-        self._record: _Record | None = None  # the last one that was sent
-        self._last: _Record | None = None  # the last one that was read
-        self._before: dict[int, _Record | None] = {}  # records by an offset that progress can reach
+        self._record: RecordIdentity | None = None  # the last one that was sent
+        self._last: RecordIdentity | None = None  # the last one that was read
+        self._before: dict[int, RecordIdentity | None] = {}  # records by an offset that progress can reach
         self.physical_offset = 0
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""
@@ -301,7 +289,7 @@ class _Progress:
         """Whether an earlier call has come some way."""
         if progress is not None and self.is_continued:
             self.physical_offset = progress["physical_offset"]
-            self._record = self._last = _Record(*progress["record"]) if progress.get("record") else None
+            self._record = self._last = RecordIdentity(*progress["record"]) if progress.get("record") else None
             self.selection = replace(selection, begin_ms=min(selection.begin_ms, progress.get("since_ms", _LARGEST)))
             self._check_log(store)
 
@@ -314,7 +302,7 @@ class _Progress:
             if self._record.physical_offset < end:
                 with suppress(CorruptionError):  # another record begins elsewhere
                     message = store.message_at(self._record.physical_offset)
-            is_cut |= message is None or _Record.of_message(message) != self._record
+            is_cut |= message is None or RecordIdentity.of(message) != self._record
         if is_cut:
             what = "" if self._record is None else f" after message {self._record.message_id}"
             raise InputError(
@@ -337,16 +325,16 @@ class _Progress:
             )
         return places
 
-    def note_read(self, message: StoredMessage) -> _Record | None:
+    def note_read(self, message: StoredMessage) -> RecordIdentity | None:
         """Note that a message was read, and return the record before it."""
-        before, self._last = self._last, _Record.of_message(message)
+        before, self._last = self._last, RecordIdentity.of(message)
         return before
 
-    def note_reachable(self, physical_offset: int, before: _Record | None) -> None:
+    def note_reachable(self, physical_offset: int, before: RecordIdentity | None) -> None:
         """Note the record before an offset that progress can reach."""
         self._before.setdefault(physical_offset, before)
 
-    def stay_before(self, physical_offset: int, before: _Record | None) -> None:
+    def stay_before(self, physical_offset: int, before: RecordIdentity | None) -> None:
         """Note that a message here was too new: a later call with the same age in ``--until`` can select it."""
         if physical_offset < self._most:
             self._most = physical_offset

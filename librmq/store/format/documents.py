@@ -474,20 +474,20 @@ class ReplicaMark(NamedTuple):
 _LETTERS: Final[Kinds] = {"letters": (list,)}
 
 
-class LetterIdentity(NamedTuple):
-    """What distinguishes a dead letter from a record in its place after the log was cut."""
+class RecordIdentity(NamedTuple):
+    """What distinguishes a record, such as a dead letter's, from another in its place after the log was cut."""
 
     physical_offset: int
     message_id: str
     store_timestamp_ms: int
 
     @classmethod
-    def of(cls, letter: StoredMessage) -> Self:
-        """Return that of a dead letter."""
-        return cls(letter.physical_offset, letter.message_id, letter.store_timestamp_ms)
+    def of(cls, message: StoredMessage) -> Self:
+        """Return that of a message's record."""
+        return cls(message.physical_offset, message.message_id, message.store_timestamp_ms)
 
 
-def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
+def resent_times(path: str, files: Files) -> Mapping[RecordIdentity, int]:
     """Return the times at which letters of the store in ``path`` were last sent again.
 
     Raises:
@@ -497,7 +497,7 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
     data = _document(notes, files)
     rows = [] if data is None else parse_document(notes, data, _LETTERS)["letters"]
     try:
-        return {LetterIdentity(int(place), str(name), int(stored_ms)): int(at) for place, name, stored_ms, at in rows}
+        return {RecordIdentity(int(place), str(name), int(stored_ms)): int(at) for place, name, stored_ms, at in rows}
     except (ValueError, TypeError) as error:
         what = f"expected a list of the dead letters that were sent again: {error}; {_advice(notes)}"
         raise CorruptionError(notes, 0, "config", what) from None
@@ -529,7 +529,7 @@ def notes_locked(path: str, files: Files) -> Iterator[None]:
         lock.release()
 
 
-def note_resent(path: str, files: Files, letters: Iterable[LetterIdentity], at_ms: int, log_begin: int) -> None:
+def note_resent(path: str, files: Files, letters: Iterable[RecordIdentity], at_ms: int, log_begin: int) -> None:
     """Note that letters were sent again; notes on letters before ``log_begin``, which are deleted, go.
 
     Raises:

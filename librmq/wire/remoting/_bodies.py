@@ -27,7 +27,7 @@ from librmq.protocol import (
     QueueData,
     Subscription,
 )
-from librmq.store.format.documents import LetterIdentity
+from librmq.store.format.documents import RecordIdentity
 
 MOST_REQUEST_BYTES: Final = 4 << 20
 MOST_REQUEST_ELEMENTS: Final = 200_000
@@ -163,11 +163,11 @@ def rows_in(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def letters_in(body: Mapping[str, Any]) -> tuple[LetterIdentity, ...]:
+def letters_in(body: Mapping[str, Any]) -> tuple[RecordIdentity, ...]:
     """Return the dead letters that an object names."""
     try:
         rows = body["letters"]
-        return tuple(LetterIdentity(int(place), str(name), int(stored_ms)) for place, name, stored_ms in rows)
+        return tuple(RecordIdentity(int(place), str(name), int(stored_ms)) for place, name, stored_ms in rows)
     except (KeyError, TypeError, ValueError) as error:
         raise MalformedError(f"letters: expected place, id and store time of each dead letter: {error!r:.80}") from None
 
