@@ -322,12 +322,12 @@ def entry_rows(topic: str, queue_id: int, queue: ConsumeQueue) -> Iterator[Row]:
 # ---------------------------------------------------------------------------------------------- whole stores
 
 
-def store_row(store: MessageStore, phase: str) -> Row:
-    """Return the row of a store with its offsets and times."""
+def store_row(store: MessageStore) -> Row:
+    """Return the row of a recovered store with its offsets and times."""
     queues = sorted(store.queues.states().items())  # opens none of them
     return {
         "type": "store",
-        "phase": phase,
+        "phase": "after_load",
         "min_phy_offset": store.log.begin,
         "max_phy_offset": store.log.end,
         "flushed_where": store.log.end,

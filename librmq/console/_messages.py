@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from librmq.console._place import (
-    LETTERS,
     NOT_IN_STORY,
     NOT_WAITING,
     Look,
@@ -326,7 +325,7 @@ def letters_page(look: Look, query: Query) -> Page:
     group, chooses = query.required("group"), look.allow_changes and query.at_ms is None
     cause, key = query.text("cause"), query.text("key")
     with look.place.view(query.at_ms) as view:
-        read = newest_letters(view, group, LETTERS)
+        read = newest_letters(view, group)
         dead = count_dead_letters(view, group)
     letters = [(message, letter) for message, letter in read if letter.is_caused_by(cause) and has_key(message, key)]
     rows, every, is_noted = [], dead.every, dead.resent is not None

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._group_parts import Members, causes, queues_of_group, work_table
-from librmq.console._place import LETTERS, Look, Place, newest_letters, waiting_by_requests
+from librmq.console._place import Look, Place, newest_letters, waiting_by_requests
 from librmq.console._search import Sample, Samples, history_of, stored_per_s
 from librmq.console._tables import (
     KINDS,
@@ -376,7 +376,7 @@ class Pages:
                 raise ConfigError(f"there is no group {group!r}")
             progress = lag_of(view, group=group, includes_own=False)
             rows = list(islice(progress.by_broker(), 10 * ROWS))
-            letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
+            letters = [letter for _, letter in newest_letters(view, group)]
             dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
             by_queue = {(row.topic, row.queue_id): row for _, row in rows}

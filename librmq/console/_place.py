@@ -314,11 +314,11 @@ def backwards(view: View[Any], runs: Mapping[Any, range]) -> Iterator[tuple[Any,
     return heapq.merge(*walks, key=lambda item: -item[1].store_timestamp_ms)
 
 
-def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
-    """Return the newest dead letters of a group, the last one first."""
+def newest_letters(view: View[Any], group: str) -> list[tuple[StoredMessage, GivenUpMessage]]:
+    """Return the newest dead letters of a group, `LETTERS` at most, the last one first."""
     times = view.resent_times
     runs = {queue: ids for queue, ids in view.queues(dead_letter_topic(group)).items() if ids}
-    newest = islice(backwards(view, freshest(view, runs)), limit)
+    newest = islice(backwards(view, freshest(view, runs)), LETTERS)
     return [(message, given_up(group, message, times)) for _, message in newest]
 
 

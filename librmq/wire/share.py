@@ -431,7 +431,8 @@ class SharedBroker(AdministeredRoute):
         """Let calls wait for the next owner."""
         with critical, self._lock:
             if self.link is link and not self._closing.is_set():
-                self._beats, self._topics = link.heartbeats(), link.known_topics()
+                self._beats = link.route.broker(link.name).heartbeats()
+                self._topics = link.route.known_topics()
                 self._was_peer = True
                 self._error = BrokerUnreachableError(f"its owner, process {link.process}, has ended")
                 self._settled.clear()

@@ -32,7 +32,6 @@ from librmq.protocol import (
     Heartbeat,
     HoldPlace,
     PlaceName,
-    QueueData,
     Request,
     RouteWrapper,
     SendMessage,
@@ -310,14 +309,6 @@ class StorePeer:
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
         """Register the clients of this process, which the former owner knew."""
         _register(self.route.endpoint(self.name), beats, gives_up)
-
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the heartbeats of the clients of this process."""
-        return self.route.broker(self.name).heartbeats()
-
-    def known_topics(self) -> dict[str, tuple[QueueData, ...]]:
-        """Return the topics in use."""
-        return self.route.known_topics()
 
     def wait_for_end(self) -> None:
         """Wait until the owner has ended; end one that is stopped, where the settings say so."""

@@ -115,7 +115,7 @@ def test_letters_that_are_ticked_are_sent_again(broker: Broker, runner: ManualRu
 
 def test_the_newest_letters_are_shown(broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     shop(broker, runner)
-    for module in ("_pages", "_group_parts", "_messages"):
+    for module in ("_place", "_group_parts"):
         monkeypatch.setattr(f"librmq.console.{module}.LETTERS", 3)
     asked = Asked(console(broker))
     newest = [letter.keys[0] for letter in reversed(broker.dead_letters("mail"))][:3]

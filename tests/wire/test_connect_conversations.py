@@ -457,10 +457,9 @@ def test_heartbeats_are_written_alike(replay: Replay) -> None:
         for one in exchanges(recording):
             if one.name != "HEART_BEAT" or one.client != "librmq":
                 continue
-            named = heartbeat_of(one.request.body)
-            groups = named.producer_groups, named.consumers, named.checking_groups
+            client_id, producers, consumers, checking = heartbeat_of(one.request.body)
             with librmq.connect(replay.address) as route:
-                route.endpoint("fake").call(protocol.Heartbeat(named.client_id, Asked([]), *groups))
+                route.endpoint("fake").call(protocol.Heartbeat(client_id, Asked([]), producers, consumers, checking))
             frame = next(frame for frame in reversed(replay.asked) if frame.code == RequestCode.HEART_BEAT)
             assert java_json.loads(frame.body) == java_json.loads(one.request.body), (recording, one.at_ms)
             compared += 1

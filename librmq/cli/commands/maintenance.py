@@ -100,7 +100,7 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
         announced(arguments),
         MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store,
     ):
-        row = store_row(store, "after_load")
+        row = store_row(store)
         row["cut"] = [cut_row(arguments.store, cut) for cut in store.recovered]
     output.row(row)
     return 0

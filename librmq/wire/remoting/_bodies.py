@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from json.encoder import encode_basestring
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
@@ -294,18 +294,8 @@ def queue_data_of(broker_name: str, row: Mapping[str, Any]) -> QueueData:
 # ---- heartbeats
 
 
-class NamedGroups(NamedTuple):
-    """What a heartbeat says of a client, as in `Heartbeat`."""
-
-    client_id: str
-    """Empty without groups."""
-    producer_groups: frozenset[str]
-    consumers: tuple[ConsumerData, ...]
-    checking_groups: frozenset[str] | None
-
-
-def heartbeat_of(body: bytes) -> NamedGroups:
-    """Return the client id, the producer groups and the consumers that a heartbeat names."""
+def heartbeat_of(body: bytes) -> tuple[str, frozenset[str], tuple[ConsumerData, ...], frozenset[str] | None]:
+    """Return the fields of a `Heartbeat` without its client: id (empty without groups) and groups of three kinds."""
     heartbeat = read_request(body, "a heartbeat")
     client_id = heartbeat.get("clientID") or ""
     producers = {text_in(row, "groupName"): row.get(_ANSWERS_CHECKS) for row in rows_in(heartbeat, "producerDataSet")}
@@ -316,7 +306,7 @@ def heartbeat_of(body: bytes) -> NamedGroups:
     )
     if not isinstance(client_id, str) or (not client_id and (producers or consumers)):
         raise MalformedError(f"a heartbeat: expected clientID, text, found {client_id!r:.80}")
-    return NamedGroups(client_id, frozenset(producers), consumers, checking)
+    return client_id, frozenset(producers), consumers, checking
 
 
 def _consumer_of(group: str, row: Mapping[str, Any], subscriptions: Iterable[Subscription]) -> ConsumerData:
