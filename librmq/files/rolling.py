@@ -480,12 +480,13 @@ class MappedFileQueue:
         small = self.small
         for start in self.starts:
             low, high = max(begin, start), min(end, start + self.file_size)
-            if low < high and is_linked(self._files, self.path(start)):
+            path = self.path(start)
+            if low < high and is_linked(self._files, path):
                 self._dirty.add(start)
                 continue
             if low < high and small is not None:
                 data = small[low - start : high - start].ljust(high - low, b"\0")
-                self._files.overwrite(self.path(start), low - start, data)
+                self._files.overwrite(path, low - start, data)
                 self._dirty.add(start)
                 continue
             for at in range(low, high, _MAX_RESERVE):

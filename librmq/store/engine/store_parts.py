@@ -330,14 +330,14 @@ class PartFiles:
         writable: bool = False, reads_small: bool = False,
     ) -> ConsumeQueue:  # fmt: skip
         """See `ConsumeQueue.open`."""
-        folder, ext_folder = (directory.queue_folder(self.path, topic, queue_id, ext=ext) for ext in (False, True))
+        with_ext = self.config.enable_consumequeue_ext
         return ConsumeQueue.open(
-            folder,
+            directory.queue_folder(self.path, topic, queue_id),
             self.config.consumequeue_file_size,
             files=self.files,
             pool=pool,
             writable=writable,
-            ext_folder=ext_folder if self.config.enable_consumequeue_ext else None,
+            ext_folder=directory.queue_folder(self.path, topic, queue_id, ext=True) if with_ext else None,
             ext_file_size=self.config.consumequeue_ext_file_size,
             reads_small=reads_small,
         )
