@@ -320,8 +320,6 @@ class DedupListener:
     def _consume_claimed(self, claim: _Claimed, listen: Callable[[], object]) -> _Flow:
         try:
             result = yield _Request(listen, of_store=False)
-            if result is OrderlyResult.HOLD:
-                raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
             if (failure := self._failure_in(result)) is not None:
                 raise failure
         except (Exception, asyncio.CancelledError):
@@ -361,19 +359,19 @@ class DedupListener:
 
     def _go_without(self, claim: _Claimed, topic: str, error: DedupStoreError) -> _Claimed:
         """Return no claim, if messages are consumed without one while the store fails."""
-        if self._consumes_without(error):
-            self._count("unguarded", topic)
+        try:
+            self._check_goes_without(error)
+        except ReconsumeLater:
+            self._count("postponed", topic)
             _log.warning(
-                "%(key)s: consumed without a guard, because the dedup store failed: %(error)s",
-                key=claim.key,
-                error=error,
+                "%(key)s: delivered again later, because the dedup store failed: %(error)s", key=claim.key, error=error
             )
-            return _UNGUARDED
-        self._count("postponed", topic)
+            raise
+        self._count("unguarded", topic)
         _log.warning(
-            "%(key)s: delivered again later, because the dedup store failed: %(error)s", key=claim.key, error=error
+            "%(key)s: consumed without a guard, because the dedup store failed: %(error)s", key=claim.key, error=error
         )
-        raise ReconsumeLater(f"the dedup store failed: {error}") from error
+        return _UNGUARDED
 
     def _is_claimed(self, outcome: Claim, claim: _Claimed, topic: str) -> bool:
         """Return whether a message is claimed now; False if it was consumed before."""
@@ -388,18 +386,21 @@ class DedupListener:
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=claim.key)
         return True
 
-    def _consumes_without(self, error: DedupStoreError) -> bool:
-        """Return whether messages are consumed without a record; a store that is only busy is there at a redelivery."""
-        return self._consumes_unguarded and not isinstance(error, DedupStoreBusyError)
+    def _check_goes_without(self, error: DedupStoreError) -> None:
+        """Postpone a message unless it may go without a record; a store that is only busy is there at a redelivery."""
+        if not self._consumes_unguarded or isinstance(error, DedupStoreBusyError):
+            raise ReconsumeLater(f"the dedup store failed: {error}") from error
 
-    def _finish_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
+    def _finish_claim(
+        self, claim: _Claimed, counted: str = "consumed", how: str = "consumed", aim: str = "marked so"
+    ) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
         request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
-        yield from self._end_claim(claim, request, "consumed", "consumed", "marked so")
+        yield from self._end_claim(claim, request, counted, how, aim)
 
-    def _release_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
+    def _release_claim(self, claim: _Claimed, counted: str = "released") -> Generator[_Request, Any, None]:
         request = self._request("release", claim.key, claim.owner, self._clock.now_ms())
-        yield from self._end_claim(claim, request, "released", "failed", "released")
+        yield from self._end_claim(claim, request, counted, "failed", "released")
 
     def _end_claim(
         self, claim: _Claimed, request: _Request, counted: str, how: str, aim: str
@@ -506,10 +507,9 @@ class DedupListener:
         try:
             outcome = yield self._request("claim", claim.key, claim.owner, now_ms, renewed.expires_at_ms)
         except DedupStoreError as error:
-            if self._consumes_without(error):
-                _log.warning("%(key)s: its claim could not be renewed: %(error)s", key=claim.key, error=error)
-                return claim
-            raise ReconsumeLater(f"the dedup store failed: {error}") from error
+            self._check_goes_without(error)
+            _log.warning("%(key)s: its claim could not be renewed: %(error)s", key=claim.key, error=error)
+            return claim
         if outcome in (Claim.CONSUMING, Claim.CONSUMED):
             raise ReconsumeLater(f"{claim.key}: another consumer has taken it over, because the claim had expired")
         return renewed
@@ -567,10 +567,9 @@ class DedupListener:
         try:
             claim = yield self._request("claim", key, message.owner, now_ms, message.expires_at_ms)
         except DedupStoreError as error:
-            if self._consumes_without(error):
-                _log.warning("%(key)s: step begun without a record: %(error)s", key=key, error=error)
-                return _UNGUARDED
-            raise ReconsumeLater(f"the dedup store failed: {error}") from error
+            self._check_goes_without(error)
+            _log.warning("%(key)s: step begun without a record: %(error)s", key=key, error=error)
+            return _UNGUARDED
         if claim is Claim.CONSUMING:
             raise ReconsumeLater(f"{key}: another consumer does step {name!r}")
         if claim is Claim.CONSUMED:
@@ -585,15 +584,13 @@ class DedupListener:
     def _end_step(self, claim: _Claimed, failed: bool) -> _Flow:
         """Record a step, or remove its claim."""
         if failed:
-            request = self._request("release", claim.key, claim.owner, self._clock.now_ms())
-            yield from self._end_claim(claim, request, "", "failed", "released")
+            yield from self._release_claim(claim, "")
         else:
             now_ms = self._clock.now_ms()
             if claim.owner and now_ms >= claim.expires_at_ms:  # renew the claim, unless another consumer has it now
                 with suppress(DedupStoreError):
                     yield self._request("claim", claim.key, claim.owner, now_ms, now_ms + self._consuming_ms)
-            request = self._request("finish", claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
-            yield from self._end_claim(claim, request, "steps", "done", "recorded")
+            yield from self._finish_claim(claim, "steps", "done", "recorded")
 
     # ---- several messages
 
@@ -709,12 +706,12 @@ class DedupListener:
             return min(result + 1, count)
         if (failure := self._failure_in(result)) is not None:
             raise failure
-        if result is OrderlyResult.HOLD:
-            raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         return 0 if result is OrderlyResult.ROLLBACK else count
 
     def _failure_in(self, result: object) -> Exception | None:
         """Return the error that a listener's result stands for."""
+        if result is OrderlyResult.HOLD:
+            return ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         if self._must_return and result is not True and not isinstance(result, OrderlyResult):
             return ReconsumeLater(_NOT_ACKNOWLEDGED)
         return returned_failure(result)
