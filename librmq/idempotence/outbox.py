@@ -289,28 +289,31 @@ class OutboxSender:
             ConfigError: The first search found no such table, or `database` did not return a connection.
         """
         check_now(now_ms)
+        self._try(self._run_round)
+        return max(now_ms, self._clock.now_ms()) + self._poll_ms
+
+    def _try(self, use: Callable[[], None]) -> None:
+        """Use the database, and log its failure as a warning, unless it has failed before."""
         try:
-            self._check()
-            while self._send_some():
-                pass
-            self._purge()
+            use()
         except RmqError:
             raise
         except Exception as error:
-            self._note_failure(error)
-        else:
-            if self._is_out_of_reach:
-                self._is_out_of_reach = False
-                _log.info("%(table)s: the database works again", table=self.table)
+            level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
+            self._is_out_of_reach = True
+            what = "%(table)s: the database failed, and is tried again: %(error)s"
+            _log.log(level, what, table=self.table, error=error)
         finally:
             self._statements.close()
-        return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
-    def _note_failure(self, error: Exception) -> None:
-        """Log a failure of the database as a warning, unless it has failed before."""
-        level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
-        self._is_out_of_reach = True
-        _log.log(level, "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error)
+    def _run_round(self) -> None:
+        self._check()
+        while self._send_some():
+            pass
+        self._purge()
+        if self._is_out_of_reach:
+            self._is_out_of_reach = False
+            _log.info("%(table)s: the database works again", table=self.table)
 
     def _check(self) -> None:
         """Select no row of the table, once, to find lasting errors at the start."""
@@ -339,14 +342,7 @@ class OutboxSender:
             ConfigError: There is no such table, or `database` did not return a connection.
         """
         if self._background is None:
-            try:
-                self._check()
-            except RmqError:
-                raise
-            except Exception as error:
-                self._note_failure(error)
-            finally:
-                self._statements.close()
+            self._try(self._check)
             with critical:  # Ctrl-C waits until `shutdown` can find the thread.
                 self._background = self._begin_in_background()
         return self
