@@ -343,11 +343,6 @@ class DriverLink(Link):
             self._driver.settle(self.connection)
 
     @override
-    def reported_name(self) -> str | None:
-        report = self._driver.reported_name
-        return None if report is None else report(self.connection)
-
-    @override
     def _driver_connection(self) -> Any:
         return self.connection
 
