@@ -632,7 +632,7 @@ def _compared(error: BaseException, on_disk: Attempt) -> str:
     """Return a sentence that compares the same schedule with the store in a folder."""
     if on_disk.error is None:
         return "with its store on disk the same schedule does not fail: the disk or chance makes the difference"
-    if on_disk.signature == Attempt(on_disk.trace, error).signature:
+    if on_disk.signature == signature_of(error):
         return "it fails in the same way with its store on disk"
     return f"with its store on disk the same schedule fails in another way: {_short(on_disk.error)}"
 

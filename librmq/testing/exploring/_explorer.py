@@ -256,7 +256,7 @@ class Trace:
 class _Paused(Work):
     """A listener that lets others go first."""
 
-    __slots__ = ("piece", "process_name")
+    __slots__ = ("piece",)
 
     def __init__(self, work: Work, piece: Piece) -> None:
         super().__init__(f"continue {work.label}", work.call, work.done, work.owner)
@@ -266,7 +266,7 @@ class _Paused(Work):
     def go(self, runner: Runner) -> None:
         assert isinstance(runner, Explorer)
         runner.paused.remove(self)
-        runner.go_on(self)
+        runner._let_run(self.piece)
 
 
 class Explorer(KitRunner):
@@ -382,15 +382,11 @@ class Explorer(KitRunner):
             if not dead:
                 return turns
             for turn in dead:
-                self.drop(turn)
+                if isinstance(turn, Work) and turn in self.ready:
+                    self.ready.remove(turn)
+                elif isinstance(turn, Step):
+                    turn.at = None
             options = self.options(self._until_ms)
-
-    def drop(self, turn: Turn) -> None:
-        """Remove a turn of a dead process."""
-        if isinstance(turn, Work) and turn in self.ready:
-            self.ready.remove(turn)
-        elif isinstance(turn, Step):
-            turn.at = None
 
     def _possible_faults(self) -> list[_Fault]:
         kit = self.kit
@@ -399,7 +395,7 @@ class Explorer(KitRunner):
         for process in living:
             dies, starts_again, is_lost, joins = self._faults_by_process.get(process) or self._faults_of(process)
             faults.append(dies)
-            if not self._pieces or not any(self._belongs_to(work, process) for work in self._pieces.values()):
+            if not self._has_pieces_of(process):
                 faults.append(starts_again)
             faults.append(is_lost)
             if (
@@ -416,12 +412,7 @@ class Explorer(KitRunner):
                 faults.append((f"{FAULT}{name} crashes", partial(kit.crash_broker, name, down=DOWN_S)))
                 faults.append((f"{FAULT}{name} unreachable", partial(kit.faults.isolate, name, DOWN_S)))
             for site in kit.network.table.sites() if any(process.site for process in living) else ():
-                if not any(
-                    self._belongs_to(work, process)
-                    for work in self._pieces.values()
-                    for process in living
-                    if process.site == site
-                ):
+                if not any(process.site == site and self._has_pieces_of(process) for process in living):
                     faults.append((f"{FAULT}site {site} dark", partial(kit.lose_site, site, down=DOWN_S)))
                 faults.append((f"{FAULT}site {site} unreachable", partial(kit.faults.isolate, site, DOWN_S)))
         return faults
@@ -436,9 +427,8 @@ class Explorer(KitRunner):
         )
         return faults
 
-    @staticmethod
-    def _belongs_to(work: Work, process: Process) -> bool:
-        return work.owner is process or work.owner in process.clients
+    def _has_pieces_of(self, process: Process) -> bool:
+        return any(_belongs_to(work, process) for work in self._pieces.values())
 
     # ---- user code that can pause
 
@@ -488,10 +478,6 @@ class Explorer(KitRunner):
             return trace_lines
 
         return trace_calls
-
-    def go_on(self, paused: _Paused) -> None:
-        """Continue a paused listener."""
-        self._let_run(paused.piece)
 
     def _let_run(self, piece: Piece) -> None:
         if not self._baton.run(piece):
@@ -598,7 +584,7 @@ class Explorer(KitRunner):
     def unwind(self, process: Process) -> None:
         """End the paused code of a dead process: it raises `ProcessDied` at its place."""
         super().unwind(process)
-        for paused in [work for work in self.paused if self._belongs_to(work, process)]:
+        for paused in [work for work in self.paused if _belongs_to(work, process)]:
             assert isinstance(paused, _Paused)
             self.paused.remove(paused)
             self._let_run(paused.piece)
@@ -609,14 +595,17 @@ class Explorer(KitRunner):
         self._baton.wait(self._left, LEAVE_S)
         for paused in list(self.paused):
             if paused in self.paused:
-                self.paused.remove(paused)
                 try:
-                    self.go_on(paused)  # type: ignore[arg-type]
+                    paused.go(self)
                 except KeyboardInterrupt:
                     raise
                 except BaseException:
                     continue  # an error of user code after the run has no effect on its result
         return super().shutdown(timeout)
+
+
+def _belongs_to(work: Work, process: Process) -> bool:
+    return work.owner is process or work.owner in process.clients
 
 
 def _distinct(labels: list[str]) -> list[str]:
