@@ -126,7 +126,7 @@ class Config:
         return cast("Self", _defaults.get(cls) or _defaults.setdefault(cls, cls()))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
-        """Return a copy with some settings replaced; a `timedelta` counts in seconds.
+        """Return a copy with some settings replaced.
 
         Raises:
             ConfigError: A setting is unknown, or its value is refused.
@@ -137,10 +137,7 @@ class Config:
         for name in settings:
             if name not in names:
                 raise ConfigError(f"{name:.80}: unknown setting of {type(self).__name__}; {suggest(name, names)}")
-        values = {
-            name: value.total_seconds() if isinstance(value, timedelta) else value for name, value in settings.items()
-        }
-        return dataclasses.replace(self, **values)  # type: ignore[type-var]
+        return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     @classmethod
     def names(cls) -> list[str]:
@@ -229,12 +226,12 @@ def suggest(name: str, names: Iterable[str]) -> str:
     return f"did you mean {match}?" if match is not None else f"known are {', '.join(sorted_names) or 'none'}"
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, whatever its case; None if none is near."""
+def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Return the known name that was probably meant, whatever its case; None if none is alike enough (1: the same)."""
     import difflib  # only errors need it
 
     by_lower = {candidate.lower(): candidate for candidate in sorted(names)}
-    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    close = difflib.get_close_matches(name.lower(), by_lower, 1, likeness)
     return by_lower[close[0]] if close else None
 
 

@@ -88,6 +88,8 @@ def test_durations_are_seconds_or_a_timedelta() -> None:
         with pytest.raises(ConfigError, match=r"^timeout: expected seconds or a timedelta of at least 0, found "):
             to_seconds("timeout", value)  # type: ignore[arg-type]
     assert Example().with_settings({"pause_s": timedelta(minutes=1)}).pause_s == 60
+    with pytest.raises(ConfigError, match=r"^ratio: expected a number of at least 0, found datetime\.timedelta"):
+        Example().with_settings({"ratio": timedelta(seconds=1)})
 
 
 @pytest.mark.parametrize(
