@@ -528,7 +528,6 @@ class DelaySchedule:
 
 
 _queue_id = lru_cache(maxsize=64)(java_int)
-_new = tuple.__new__  # in a third of the time
 
 
 def _was_delivered(earlier: EarlierCopies, waiting: StoredMessage, copy: Prepared) -> bool:

@@ -343,11 +343,11 @@ class BrokerLocks:
 
     def lock(self, queue: MessageQueue) -> bool:
         """Ask the broker for the lock of a queue, and return whether this client has it."""
-        # An unlock that is still to be sent would release the lock that is taken now.
-        self._unlocking.pop(queue, None)
         return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
 
     def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
+        for queue in queues:  # An unlock that is still to be sent would release the lock that is taken now.
+            self._unlocking.pop(queue, None)
         request = LockQueues(self._instance.group, self._instance.client.client_id, queues)
         return self._instance.client.route.endpoint(broker_name).call(request)
 
@@ -472,7 +472,6 @@ class BrokerLocks:
     def _renew_one(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Ask for the lock of one queue; return False if the broker cannot be asked."""
         queue = assigned.queue
-        self._unlocking.pop(queue, None)  # An unlock that is still to be sent would release the renewed lock.
         locked = self._renew_at(queue.broker_name, frozenset((queue,)))
         if locked is not None:
             self._apply_lock(assigned, queue in locked, now_ms)
