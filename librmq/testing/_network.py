@@ -73,7 +73,7 @@ def opened_like(before: Broker, path: str, config: BrokerConfig) -> Broker:
 
 
 class LinkEnd:
-    """A process as its links see it."""
+    """A process, or a replica, as its links see it."""
 
     site: str | None = None
     """Its site, if it has one."""
@@ -341,7 +341,7 @@ class Network:
             (process, broker)
             for process in processes
             for name, broker in self.by_name.items()
-            if not process.dead and not broker.dead and self._is_cut(process, name)
+            if not process.dead and not broker.dead and self.is_cut(process, name)
         ]
 
     def check_ends(self, end: str, other: str, processes: Sequence[LinkEnd]) -> None:
@@ -371,15 +371,15 @@ class Network:
         self._frames.repeats_next = is_repeated
         return True
 
-    def latency(self, end: str, other: str, site: str | None = None) -> float:
-        """Return the seconds that the link of a broker (``other``) takes; ``site`` is the site of a process ``end``."""
+    def latency(self, end: LinkEnd, broker_name: str) -> float:
+        """Return the seconds that the link to a broker takes."""
         if not self._latencies:
             return 0.0
-        return max(self._latencies.get(pair, 0.0) for pair in _links(end, other, site))
+        return max(self._latencies.get(pair, 0.0) for pair in _links(end, broker_name))
 
-    def is_cut(self, end: str, other: str, site: str | None = None) -> bool:
-        """Return whether the link to the broker ``other`` or to its site is cut."""
-        return bool(self.cuts) and any(pair in self.cuts for pair in _links(end, other, site))
+    def is_cut(self, end: LinkEnd, broker_name: str) -> bool:
+        """Return whether the link to a broker or to its site is cut."""
+        return bool(self.cuts) and any(pair in self.cuts for pair in _links(end, broker_name))
 
     def others(self, end: str, processes: Iterable[LinkEnd]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
@@ -403,24 +403,26 @@ class Network:
             self._reconnect(name)
         return True
 
-    def _is_cut(self, process: LinkEnd, broker_name: str) -> bool:
-        return self.is_cut(process.name, broker_name, process.site)
-
     def names_for(self, process: LinkEnd) -> tuple[str, ...]:
         """Return the names of the brokers that a process can reach, sorted."""
-        return tuple(name for name in self.table.broker_names() if not self._is_cut(process, name))
+        return tuple(name for name in self.table.broker_names() if not self.is_cut(process, name))
 
-    def reached(self, process: LinkEnd, broker_name: str) -> Endpoint:
-        """Return the link to a broker for a call of a process.
+    def reached_broker(self, end: LinkEnd, broker_name: str) -> Broker:
+        """Return the broker to which a link leads.
 
         Raises:
             BrokerUnreachableError: It is down, or the link is cut.
         """
-        broker = self.by_name[broker_name]
+        broker = self.named(broker_name)
         if broker.dead:
             raise BrokerUnreachableError(f"{broker_name} is down")
-        if self.cuts and self._is_cut(process, broker_name):
-            raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
+        if self.is_cut(end, broker_name):
+            raise BrokerUnreachableError(f"{broker_name} cannot be reached from {end.label}: the link is cut")
+        return broker
+
+    def reached(self, process: LinkEnd, broker_name: str) -> Endpoint:
+        """Return the link to a broker for a call of a process; raises the errors of `reached_broker`."""
+        broker = self.reached_broker(process, broker_name)
         if self._frames is not None:
             return self._frames.endpoint(process.label, broker)
         route = self.table if process.site is None else self.table.at(process.site)
@@ -462,7 +464,7 @@ class Network:
         return lines
 
 
-def _links(end: str, other: str, site: str | None) -> list[frozenset[str]]:
-    """Return the links on the way to the broker ``other``: of each end, itself and its site."""
-    ends, others = {end, site or end}, {other, site_of(other) or other}
+def _links(end: LinkEnd, broker_name: str) -> list[frozenset[str]]:
+    """Return the links on the way to a broker: of each end, itself and its site."""
+    ends, others = {end.name, end.site or end.name}, {broker_name, site_of(broker_name) or broker_name}
     return [frozenset((first, second)) for first in ends for second in others]

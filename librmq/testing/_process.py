@@ -367,7 +367,7 @@ class _Connection(Endpoint):
         is_new = place not in self._pulls
         if self._pulls.pop(place, False):
             return True
-        seconds = kit.network.latency(process.name, self._name, process.site)
+        seconds = kit.network.latency(process, self._name)
         if not seconds or notify is None:
             return True
         self._pulls[place] = False
@@ -382,7 +382,7 @@ class _Connection(Endpoint):
 
     def _send(self, request: SendMessage | SendBatch, broker: Endpoint) -> SendResponse:
         kit, process = self._kit, self._process
-        kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
+        kit.clock.advance(seconds=kit.network.latency(process, self._name))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(TopicPrefix.RETRY)
         at_ms = first.deliver_at_ms

@@ -16,6 +16,7 @@ from librmq.override import override
 from librmq.protocol import Endpoint, LogBytes, Request, check_site, site_of
 from librmq.testing._evidence import Evidence
 from librmq.testing._kit_runner import KitRunner
+from librmq.testing._network import LinkEnd
 from librmq.testing._process import KitParts, ProcessStateError
 
 # ---- the link to the master
@@ -28,19 +29,16 @@ class _MasterLink(Endpoint):
 
     def __init__(self, kit: KitParts, master_name: str, name: str) -> None:
         self._kit = kit
-        self._ends = master_name, name
+        self._master_name = master_name
+        self._end = LinkEnd(name, name)
+        self._end.site = site_of(name)
 
     @override
     def call(self, request: Request[R], /) -> R:
-        network, (master_name, name) = self._kit.network, self._ends
-        broker = network.named(master_name)
-        if broker.dead:
-            raise BrokerUnreachableError(f"{master_name} is down")
-        if network.is_cut(name, master_name, site_of(name)):
-            raise BrokerUnreachableError(f"{master_name} cannot be reached from {name}: the link is cut")
-        answer = broker.call(request)
+        network = self._kit.network
+        answer = network.reached_broker(self._end, self._master_name).call(request)
         if isinstance(answer, LogBytes) and answer.data:
-            self._kit.clock.advance(seconds=network.latency(name, master_name, site_of(name)))
+            self._kit.clock.advance(seconds=network.latency(self._end, self._master_name))
         return answer
 
 
