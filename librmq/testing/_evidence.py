@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from librmq.broker import Broker
@@ -51,6 +50,8 @@ _MOST_TAGS = 5
 _TICK_MS = 1_000
 """What is due is delivered within this time."""
 _SHOWN = 5
+_ALIKE = 0.75
+"""Likeness of names, such as of topics, from which one may stand for the other."""
 _WAITING_TOPICS = frozenset((SystemTopic.SCHEDULE, SystemTopic.HALF, SystemTopic.TIMER))
 
 
@@ -70,12 +71,6 @@ class Subscribed:
     """Whether a listener of the group got a message of the topic, or the application pulls itself."""
     filters: dict[tuple[str, str], None] = field(default_factory=dict)
     """Types and expressions of the subscriptions of its instances."""
-
-
-def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name most similar to ``name``, None if none is similar."""
-    matches = get_close_matches(name, list(names), 1, 0.75)
-    return matches[0] if matches else None
 
 
 def _are(number: int, noun: str = "message") -> str:
@@ -249,14 +244,14 @@ class Evidence:
                 yield begin + self._why_none_of(brokers, messages(topic), subscriber)
             elif delayed := [m for m in messages(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]:
                 yield f"{begin}{_are(len(delayed))} still delayed: let time pass with {self.fixture}.advance(…)"
-            elif near := closest_name(topic, unread):
+            elif near := nearest(topic, unread, _ALIKE):
                 suggested.add(near)
                 are = _are(len(messages(near)))
                 yield f"{begin}none was sent to it; {are} in {near!r}, to which no group subscribes"
             elif subscriber.is_declared and sent:
                 yield f"{begin}none was sent to it"
         for topic in unread:
-            near = closest_name(topic, subscribed_topics)
+            near = nearest(topic, subscribed_topics, _ALIKE)
             if topic not in suggested and (near or topic in self.sent_to):
                 hint = f"; did you mean {near!r}?" if near else ""
                 yield f"no group subscribes to {topic!r}: {_are(len(messages(topic)))} in it{hint}"
@@ -350,7 +345,7 @@ class Evidence:
             group in broker.groups() or letters in broker.topics() for broker in self._network.by_name.values()
         ):
             return
-        near = closest_name(group, groups)
+        near = nearest(group, groups, _ALIKE)
         raise UnknownGroupError(
             f"no consumer of this test has the group {group!r}"
             + (f"; did you mean {near!r}?" if near else f"; its groups are {', '.join(sorted(groups)) or 'none'}")

@@ -48,7 +48,6 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
-from librmq.runtime import Step
 from librmq.runtime.closing import Closing
 from librmq.testing._kit import Kit, time_after
 from librmq.testing._process import Process
@@ -158,16 +157,11 @@ class WireClient(Endpoint):
             kit.faults._lose(process, topic, kit.broker.name, response)
             late_s = kit.faults.take_delay_s(process, topic, kit.broker.name)
             if late_s:
-                due = self._due_in(late_s)
+                due = threading.Event()
+                kit.runner.after(late_s, "a late answer", due.set)  # when the test has moved the clock
         if due is not None and not SystemClock().wait(due, _LATE_S):
             raise BrokerUnreachableError(f"the answer is {late_s:g} s late, and the test did not move the clock")
         return response
-
-    def _due_in(self, seconds: float) -> threading.Event:
-        """Return an event that is set once the test has moved the clock by ``seconds``."""
-        runner, is_due = self._kit.runner, threading.Event()
-        runner.wake(Step("a late answer", lambda now_ms: is_due.set()), runner.now_ms() + round(1000 * seconds))
-        return is_due
 
     # ---- receives
 
