@@ -428,7 +428,7 @@ class Explorer(KitRunner):
         return faults
 
     def _has_pieces_of(self, process: Process) -> bool:
-        return any(_belongs_to(work, process) for work in self._pieces.values())
+        return any(self.process_table.process_of(work) is process for work in self._pieces.values())
 
     # ---- user code that can pause
 
@@ -584,7 +584,7 @@ class Explorer(KitRunner):
     def unwind(self, process: Process) -> None:
         """End the paused code of a dead process: it raises `ProcessDied` at its place."""
         super().unwind(process)
-        for paused in [work for work in self.paused if _belongs_to(work, process)]:
+        for paused in [work for work in self.paused if self.process_table.process_of(work) is process]:
             assert isinstance(paused, _Paused)
             self.paused.remove(paused)
             self._let_run(paused.piece)
@@ -602,10 +602,6 @@ class Explorer(KitRunner):
                 except BaseException:
                     continue  # an error of user code after the run has no effect on its result
         return super().shutdown(timeout)
-
-
-def _belongs_to(work: Work, process: Process) -> bool:
-    return work.owner is process or work.owner in process.clients
 
 
 def _distinct(labels: list[str]) -> list[str]:
