@@ -343,10 +343,6 @@ class Drill:
 
     # ---- what happens by time
 
-    def _at(self, minute: float, call: Callable[[], None]) -> None:
-        self._due.append((self._begin_ms + round(minute * _MINUTE_MS), call))
-        self._due.sort(key=lambda event: event[0])
-
     def _do_due(self) -> None:
         """Let operators do what is due, and record switches and the lag."""
         while self._due and self._due[0][0] <= self.runner.now_ms():
@@ -393,8 +389,7 @@ class Drill:
         """Let an operator look at the brokers some minutes later, where the deployment has one."""
         act = {"by hand": self._router.redirect, "by promotion": self._promote}.get(self.deployment.switched)
         if act is not None:
-            at = (self.runner.now_ms() - self._begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
-            self._at(at, act)
+            self._due.append((self.runner.now_ms() + round(self.deployment.operator_minutes * _MINUTE_MS), act))
 
     def _brokers(self) -> Iterator[tuple[Cluster, Broker]]:
         for cluster in self._clusters.values():
