@@ -286,6 +286,17 @@ def test_few_schedules_run_twice() -> None:
     assert result.runs - result.schedules <= 2
 
 
+def test_runs_in_a_folder_share_no_messages(tmp_path: Path) -> None:
+    def once(rmq: Kit) -> None:
+        rmq.consumer("billing").subscribe("orders")(lambda message: None)
+        assert not rmq.messages("orders")
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+    found = explore(once, 5, path=tmp_path / "runs")
+    assert found.runs == len(list((tmp_path / "runs").glob("run-*/commitlog"))) == 5
+
+
 def test_schedules_are_written_and_read(tmp_path: Path) -> None:
     seed = encode_schedule(DECISIONS)
     assert decode_schedule(seed) == DECISIONS

@@ -247,6 +247,22 @@ def test_settings_of_the_marker(pytester: pytest.Pytester) -> None:
     )
 
 
+def test_explored_runs_in_a_folder_share_no_messages(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.rmq(path="runs")
+        @pytest.mark.rmq_explore(runs=3)
+        def test(rmq):
+            rmq.consumer("billing").subscribe("orders")(lambda message: None)
+            assert not rmq.messages("orders")
+            rmq.producer().send("orders", b"x")
+            rmq.run_until_idle()
+    """)
+    run(pytester).assert_outcomes(passed=1)
+    assert len(list((pytester.path / "runs").glob("run-*/commitlog"))) == 3
+
+
 def test_a_seed_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.rmq_explore(runs=3)\ndef test(rmq): pass\n")
     result = run(pytester, "--rmq-seed=rmq1-nonsense")

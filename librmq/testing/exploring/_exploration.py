@@ -528,6 +528,14 @@ def _states_of(kit: Kit | None) -> Set[int]:
     return states
 
 
+def folder_of_run(path: str | os.PathLike[str] | None) -> str | None:
+    """Return a new folder in ``path``, which runs would share otherwise, each with the messages of those before."""
+    if path is None:
+        return None
+    os.makedirs(path, exist_ok=True)
+    return tempfile.mkdtemp(prefix="run-", dir=os.fspath(path))
+
+
 @contextmanager
 def explored_kit(explorer: Explorer, **settings: Unpack[KitKeywords]) -> Iterator[Kit]:
     """Make the kit for one run, in memory or, ``on_disk``, in a folder, and abandon it at the end.
@@ -562,7 +570,8 @@ def explore(
 
     Raises the error of the shortest failing schedule, with the report as a note. ``seed`` from such a report, or the
     path of a file that contains it, runs only that schedule; any other string varies the random choices. With ``lines``
-    a listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
+    a listener can also pause at each line of its own file, which is slower and hides those lines from coverage. With
+    ``path`` each run has a new folder in it.
 
     A failing test that begins with a ``store`` runs again with fewer of its messages, and the fewest are saved in a
     temporary folder, which another note names. librmq's log has the lines of the shortest failing schedule only.
@@ -577,7 +586,8 @@ def explore(
     logged: dict[int, list[HeldLine]] = {}
 
     def run(explorer: Explorer) -> BaseException | None:
-        with held_back() as lines_of_log, explored_kit(explorer, **settings) as kit:
+        own: KitKeywords = {**settings, "path": folder_of_run(settings.get("path"))}
+        with held_back() as lines_of_log, explored_kit(explorer, **own) as kit:
             try:
                 result = function(kit)
                 if inspect.iscoroutine(result):
