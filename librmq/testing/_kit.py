@@ -499,6 +499,8 @@ class Kit:
     def lose_site(self, site: str, *, down: float | timedelta) -> None:
         """Let all brokers and processes of a site die, and start them again after ``down`` seconds.
 
+        Called within a listener of the site, it ends the listener, like `crash`.
+
         Raises:
             ConfigError: No broker is at this site.
         """
@@ -507,20 +509,26 @@ class Kit:
         lost = [
             process for process in self.processes if process.site == site and not process.dead and not process.is_test
         ]
+        here = next((process for process in lost if self._table.runs_now(process)), None)
+        is_back_now = not round(1000 * seconds)
         for broker in brokers:
             self.crash_broker(broker.name, down=down)
         for process in lost:
-            self.crash(process, restart=False)
+            if process is not here:
+                self.crash(process, restart=False)
         for copy in self.network.copies:
             if site_of(copy.name) == site and not copy.dead:
                 copy.crash(down=seconds)
 
         def start_again() -> None:
             for process in lost:
-                process._starts_again = True
-                self._again(process)
+                if process is not here or not is_back_now:
+                    process._starts_again = True
+                    self._again(process)
 
         self.runner.after(down, f"site {site} is back", start_again)
+        if here is not None:  # last, because it ends the listener that calls
+            self.crash(here, restart=is_back_now)
 
     def _again(self, process: Process) -> Process:
         new = self._table.make(process.name, process._factory, process.generation + 1, process.site)

@@ -147,6 +147,30 @@ def test_a_lost_site_returns(rmq: Kit) -> None:
     assert {one.process for one in rmq.delivered("billing")[8:]} == {"billing~2", "billing-2"}
 
 
+@pytest.mark.parametrize("down", [0, 60])
+def test_a_listener_loses_its_own_site(rmq: Kit, down: int) -> None:
+    rmq.cluster(brokers=1, sites=["hz", "sh"]).create_topic("orders", 2)
+    dead: list[list[str]] = []
+
+    def bill(message: object) -> None:
+        if not dead:
+            dead.append([])
+            rmq.lose_site("hz", down=down)
+            dead.append(["the listener goes on"])
+
+    rmq.consumer("billing", site="hz").subscribe("orders")(bill)
+    rmq.consumer("audit", site="hz").subscribe("orders")(lambda message: None)
+    rmq.consumer("audit", site="sh").subscribe("orders")(lambda message: None)
+    send(rmq, 1, "hz")
+    rmq.run_until_idle()
+    dead.append([process.label for process in rmq.processes if process.dead])
+    rmq.advance(minutes=5)
+    living = {process.label for process in rmq.processes if not process.dead and not process.is_test}
+    assert dead == [[], ["billing", "audit"]]
+    assert living == {"billing~2", "audit~2", "audit-2"}
+    assert set(bodies(rmq)) == set(bodies(rmq, "audit")) == {b"0"}
+
+
 def test_sites_that_cannot_reach_each_other(rmq: Kit) -> None:
     rmq.cluster(brokers=1, sites=["hz", "sh"]).create_topic("orders", 2)
     start(rmq, site="hz", strategy=allocate_by_site())
