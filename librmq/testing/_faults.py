@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from librmq.clock import LAST_MS
@@ -28,6 +28,8 @@ class _Due:
     broker: str | None
     seconds: float = 0.0
     code: int = 0
+    met: set[str] = field(default_factory=set)
+    """The topics and brokers to which something was sent since the request."""
 
     def __post_init__(self) -> None:
         _check_times(self.times)
@@ -42,7 +44,6 @@ class Faults:
         self._table = table
         self._due: list[_Due] = []
         self._slow_groups: set[str] = set()
-        self._met: set[tuple[str, str]] = set()  # kinds and names of topics and brokers
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
@@ -73,6 +74,7 @@ class Faults:
         """
         _check_times(times)
         self._slow_groups.add(group)
+        self._runner.called_groups.discard(group)
         self._runner.slow_listeners.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def cut(self, end: str, other: str, *, seconds: float | timedelta | None = None) -> None:
@@ -121,24 +123,27 @@ class Faults:
     # ---- called by the kit
 
     def _missed(self) -> Iterator[str]:
-        """Yield a sentence for each fault that names a topic, broker or group to which nothing was sent."""
+        """Yield a sentence for each fault after whose request nothing was sent, or its group was not called."""
         for due in self._due:
             for kind, name in (("topic", due.topic), ("broker", due.broker)):
-                if name is not None and (kind, name) not in self._met:
-                    yield f"the fault {due.kind} never happened: nothing was sent to {kind} {name!r}"
+                if name is not None and name not in due.met:
+                    yield f"the fault {due.kind} never happened: nothing was sent to {kind} {name!r} after its request"
+            if not due.met and due.topic is due.broker is None:
+                yield f"the fault {due.kind} never happened: nothing was sent after its request"
         for group in sorted(self._slow_groups - self._runner.called_groups):
-            yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
+            yield f"the fault slow_listener never happened: no listener of group {group!r} was called after its request"
 
     def _before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
-        self._met |= {("topic", topic), ("broker", broker)}
-        if self._due and (due := self._take("refuse_send", topic, broker)) is not None:
+        for due in self._due:
+            due.met |= {topic, broker}
+        if self._due and (refusal := self._take("refuse_send", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"
             raise (
-                BrokerBusyError(due.code, remark)
-                if due.code == ResponseCode.SYSTEM_BUSY
-                else BrokerError(due.code, remark)
+                BrokerBusyError(refusal.code, remark)
+                if refusal.code == ResponseCode.SYSTEM_BUSY
+                else BrokerError(refusal.code, remark)
             )
         is_repeated = bool(self._due) and self._take("repeat_request", topic, broker) is not None
         if is_repeated:

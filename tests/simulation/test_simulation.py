@@ -22,6 +22,9 @@ from tests.reference import existing, rows
 from tests.simulation.promises import Record, broken_promises
 from tests.simulation.world import Disk, World
 
+# Faults are drawn until the end, and some wait for a send that does not come.
+pytestmark = pytest.mark.filterwarnings("ignore:the fault .* never happened")
+
 HALF_A_DAY: Any = {"days": 0.5, "steps": 150}
 
 

@@ -1240,13 +1240,20 @@ def test_a_fault_that_never_happens_is_named() -> None:
             rmq.faults.slow_listener("billing", 5, times=2)
             rmq.producer().send("orders", b"x")
             rmq.run_until_idle()
+            rmq.faults.repeat_request("orders")  # too late, as are the next two
+            rmq.faults.lose_answer()
+            rmq.faults.slow_listener("billing", 5)
+            rmq.run_until_idle()
 
     with pytest.warns(UndeliveredWarning) as told:
         scenario()
     assert str(told[0].message).splitlines() == [
-        "the fault lose_answer never happened: nothing was sent to topic 'order'",
-        "the fault refuse_send never happened: nothing was sent to broker 'broker-z'",
-        "the fault slow_listener never happened: no listener of group 'biling' was called",
+        "the fault lose_answer never happened: nothing was sent to topic 'order' after its request",
+        "the fault refuse_send never happened: nothing was sent to broker 'broker-z' after its request",
+        "the fault repeat_request never happened: nothing was sent to topic 'orders' after its request",
+        "the fault lose_answer never happened: nothing was sent after its request",
+        "the fault slow_listener never happened: no listener of group 'biling' was called after its request",
+        "the fault slow_listener never happened: no listener of group 'billing' was called after its request",
     ]
 
 
