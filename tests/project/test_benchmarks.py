@@ -36,23 +36,19 @@ def frame(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def tried_cases(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Return the cases of a benchmark that are tried here: those of ``figures`` that no other benchmark tries."""
+    """Return the cases of a benchmark that are tried here."""
     cases = [case for case in load(monkeypatch, name).CASES if "pyspark" not in case.needs]
     if name in ("celery", "growth", "kombu"):
         # The smallest size of each, and one process instead of four.
         cases = list({(case.name, case.against): case for case in reversed(cases)}.values())
     if name == "celery":
         cases = [case for case in cases if case.against == "Redis"]  # each run starts a worker, which takes seconds
-    if name == "figures":
-        subjects = importlib.import_module("benchmarks.figures").TITLES
-        others = {id(case) for subject in subjects for case in tried_cases(monkeypatch, subject)}
-        cases = [case for case in cases if id(case) not in others]
     return cases
 
 
 @pytest.mark.slow
 @pytest.mark.platform
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name != "figures"])  # those are cases of others
 def test_each_case_is_measured(monkeypatch: pytest.MonkeyPatch, frame: ModuleType, tmp_path: Path, name: str) -> None:
     if name == "timers" and sys.platform != "linux":
         pytest.skip("needs /proc/self/status")
