@@ -152,7 +152,7 @@ def receive(route: AdministeredRoute, ledger: Path, death: Callable[[], object])
     with SimpleConsumer(route, "g") as consumer:
         consumer.subscribe("t")
         while not is_done(ledger) or not route.dead_letters("g"):
-            for message in consumer.receive(8, invisible=3, wait=1):
+            for message in consumer.receive(8, invisible=2, wait=1):
                 if message.body == POISON:
                     death()
                 write_line(ledger, message.body)
