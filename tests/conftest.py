@@ -50,7 +50,9 @@ settings.register_profile("quick", settings.get_profile("ci"), max_examples=100 
 
 
 MEMORY = Path("/dev/shm")
-"""The quick check puts temporary files here if the folder exists; the whole check writes to a disk."""
+"""Temporary files are here if the folder exists: a flush is immediate."""
+ON_DISK = ("tests/crash/", "tests/files/", "tests/golden/", "tests/store/", "tests/test_")
+"""The tests about files, by the beginnings of their names: the whole check gives them a folder on a disk."""
 
 
 def in_ci() -> bool:
@@ -67,8 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     budget.run = budget.Run(quick, in_ci())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs so
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if quick and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # a flush is immediate there
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("quick" if quick else "ci" if in_ci() else "dev"))
 
 
@@ -117,6 +119,16 @@ def _progress_of_user() -> dict[Path, int]:
     files = Path.home().glob(".rocketmq_offsets/*/*/*")
     own = f"@{os.getpid()}#"
     return {path: path.stat().st_mtime_ns for path in files if own in str(path) or "#" not in str(path)}
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Return a new folder, in the whole check on a disk for those of `ON_DISK`."""
+    if budget.run.quick or not request.node.nodeid.startswith(ON_DISK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 # --- reference data
