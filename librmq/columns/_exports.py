@@ -49,8 +49,7 @@ _STEP_BYTES: Final = 256 << 20
 _UNIT_BYTES: Final = 4 << 20
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 8 << 20
-_NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
-"""Suffixes of files, which a folder of Parquet files would not be."""
+_OF_ENDINGS: Final = {"csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}
 _OF_FILE: Final = (1 << 16, 16 << 20)
 """Rows or bytes of a group of rows in a file."""
 _OF_FOLDERS: Final = (sys.maxsize, 16 << 20)
@@ -184,9 +183,10 @@ def _format_of(path: str, form: str | None) -> str:
             raise ConfigError(f"format: expected one of {', '.join(forms)}, found {form!r:.80}")
         return form
     ending = os.path.splitext(path)[1].lower().removeprefix(".")
-    if ending in _NOT_WRITTEN:
+    is_kind = ending.isalpha() or ending == "bz2"  # unlike the endings of folders such as orders.2026
+    if is_kind and ending != "parquet" and ending not in _OF_ENDINGS and not os.path.isdir(path):
         raise ConfigError(f"out: .{ending} is no format of an export; use .csv or .jsonl, or name the format")
-    return {"csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}.get(ending, "parquet")
+    return _OF_ENDINGS.get(ending, "parquet")
 
 
 def _check_outside(path: str, store: str) -> None:

@@ -338,8 +338,12 @@ def test_an_export_refuses_wrong_settings(store: Path, tmp_path: Path) -> None:
         export(store, tmp_path / "out2", fail_on_data_loss=False)
     with pytest.raises(ConfigError, match="store: expected one store"):
         export([store], tmp_path / "out2")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"out: \.json is no format"):
-        export(store, "out.json")
+    for kind in ("json", "xml", "bz2"):
+        with pytest.raises(ConfigError, match=rf"out: \.{kind} is no format"):
+            export(store, tmp_path / f"out.{kind}")
+    (tmp_path / "orders.old").mkdir()
+    for folder in ("orders.old", "orders.2026", "orders.v2"):
+        assert export(store, tmp_path / folder).files == len(list((tmp_path / folder).iterdir())) > 0
     assert not (tmp_path / "out2").exists()
 
 
