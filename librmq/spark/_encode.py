@@ -226,7 +226,9 @@ def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
     order_kind = dict(names).get(extra)
     if order_kind is None:
         raise ConfigError(f"option orderBy: there is no column {extra!r}; {suggest(extra, dict(names))}")
-    if order_kind.partition("<")[0] in ("array", "map", "struct", "void"):
+    # Arrow for Python has no intervals of months.
+    unordered = ("array", "map", "struct", "void", "variant", "interval year", "interval month")
+    if order_kind == "interval" or order_kind.startswith(unordered):
         raise ConfigError(f"option orderBy: column {extra!r} has type {order_kind}, which has no order; name another")
 
 

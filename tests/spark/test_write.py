@@ -203,6 +203,7 @@ def test_rows_of_kafka_that_are_no_messages_are_refused(column: str, values: lis
         ("tags int", {}, "expected type string, found int"),
         ("tags string", {"orderBy": "tag"}, "no column 'tag'"),
         ("keys array<string>", {"orderBy": "keys"}, "option orderBy: column 'keys' has type array<string>"),
+        ("age interval year to month", {"orderBy": "age"}, "option orderBy: column 'age' has type interval year to"),
         ("tags string", {"topicz": "x"}, "did you mean topic"),
     ],
 )
