@@ -21,7 +21,7 @@ from librmq.diagnosis.pending import pending_messages
 from librmq.filter import SqlFilter
 from librmq.message.delays import level_of_queue_id
 from librmq.message.message import MessageQueue
-from librmq.message.topics import SystemTopic, is_own_group, is_system_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group, is_system_topic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
@@ -278,13 +278,14 @@ def store_with_timers(path: Path) -> None:
         settings = TimerConfig(slots_total=600, timer_log_file_size=1024, timer_roll_window_slot=100)
         timers = Timers(store, settings)
 
-        def put(seconds: int, key: str, **properties: str) -> None:
-            message = Message("T", b"x", unique_key=key)
+        def put(seconds: int, key: str, topic: str = "T", **properties: str) -> None:
+            message = Message(topic, b"x", unique_key=key)
             message.properties |= {"TIMER_DELAY_SEC": str(seconds), **properties}
             put_timed(timers, message)
 
         for seconds in (3, 10, 30, 30, 300, 300, 20):
             put(seconds, f"K{seconds}")
+        put(30, "popped", f"{TopicPrefix.REVIVE}cluster")  # a note of POP, which is no message
         put(30, "gone")
         put(30, "delete", TIMER_DEL_UNIQKEY="T+gone")
         put(30, "gone too")

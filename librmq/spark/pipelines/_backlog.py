@@ -265,9 +265,11 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
 
     ``units`` and ``progress`` belong to the timer, as in `librmq.spark.stores`; ``messages`` the timer topic's with
     store, queueOffset, physicalOffset, storeTimestamp, properties, uniqueKey. What a deletion in the same slot names is
-    left out. Columns: as `pending_delays`, with kind "timer" and no level; ``due`` as `own_time_ms` computes it.
+    left out, and so is what POP notes. Columns: as `pending_delays`, with kind "timer" and no level; ``due`` as
+    `own_time_ms` computes it.
     """
     value_of = F.col("properties").getItem
+    messages = messages.where(~F.coalesce(value_of("REAL_TOPIC").startswith(TopicPrefix.REVIVE), F.lit(False)))
     timers = units.join(messages, ["store", "physicalOffset"])
     rolled, deletes = F.col("magic").bitwiseAND(TimerLog.ROLL) != 0, F.col("magic").bitwiseAND(TimerLog.DELETE) != 0
     timers = timers.withColumn(
