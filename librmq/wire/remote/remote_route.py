@@ -23,7 +23,17 @@ from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.message.ids import Host
 from librmq.override import override
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode, SendsLater, Watchers
+from librmq.protocol import (
+    PERM_WRITE,
+    DeleteGroup,
+    DeleteTopic,
+    Endpoint,
+    QueueData,
+    Request,
+    ResponseCode,
+    SendsLater,
+    Watchers,
+)
 from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import is_held_here
@@ -426,11 +436,10 @@ class RemoteRoute(AdministeredRoute):
     # ---- administration
 
     @override
-    def delete_topic(self, topic: str) -> None:
-        """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
-        super().delete_topic(topic)
-        self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicHeader(topic)))
-        self._topic_changed(topic)
+    def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
+        super()._delete(request, absent)
+        if isinstance(request, DeleteTopic):
+            self.name_servers.request_all(frame_of(RequestCode.DELETE_TOPIC_IN_NAMESRV, TopicHeader(request.topic)))
 
     @override
     def _topic_changed(self, topic: str) -> None:
