@@ -28,7 +28,6 @@ from librmq.testing.exploring._exploration import (
     check_runs,
     encode_schedule,
     explored_kit,
-    folder_of_run,
     read_seed,
     schedule_document,
     search,
@@ -58,8 +57,6 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
             if request.config.getoption(f"rmq_{name}"):
                 settings.setdefault(name, True)
     explorer = node.stash.get(_EXPLORER, None)
-    if explorer is not None and "path" in _marked(request):
-        settings["path"] = folder_of_run(settings["path"])
     if explorer is not None and settings.get("store") is None:
         settings.setdefault("now_ms", node.stash.setdefault(_BEGIN_MS, begin_of(None, None)))
     with _opened(settings) if explorer is None else explored_kit(explorer, **settings) as kit:
@@ -106,14 +103,10 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
             del node.stash[_KIT]
 
 
-def _marked(request: pytest.FixtureRequest) -> dict[str, Any]:
-    marker = request.node.get_closest_marker("rmq")
-    return dict(marker.kwargs) if marker is not None else {}
-
-
 def _settings(request: pytest.FixtureRequest, *further: str) -> dict[str, Any]:
     """Return the settings of the kit that the marker ``rmq`` names, and ``further`` ones of the fixture."""
-    settings = _marked(request)
+    marker = request.node.get_closest_marker("rmq")
+    settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
     names = ["on_disk", *further, *KitKeywords.__annotations__]
     if unknown := sorted(settings.keys() - set(names)):
         raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(names)}")

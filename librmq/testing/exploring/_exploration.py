@@ -528,22 +528,19 @@ def _states_of(kit: Kit | None) -> Set[int]:
     return states
 
 
-def folder_of_run(path: str | os.PathLike[str] | None) -> str | None:
-    """Return a new folder in ``path``, which runs would share otherwise, each with the messages of those before."""
-    if path is None:
-        return None
-    os.makedirs(path, exist_ok=True)
-    return tempfile.mkdtemp(prefix="run-", dir=os.fspath(path))
-
-
 @contextmanager
 def explored_kit(explorer: Explorer, **settings: Unpack[KitKeywords]) -> Iterator[Kit]:
     """Make the kit for one run, in memory or, ``on_disk``, in a folder, and abandon it at the end.
 
+    With ``path`` it is in a new folder there, because a run would find the messages of those before in a shared one.
     Only the first run checks its store: the same broker writes all of them.
     """
-    folder = TemporaryFolder() if explorer.on_disk and settings.get("path") is None else None
-    if folder is not None:
+    path, folder = settings.get("path"), None
+    if path is not None:
+        os.makedirs(path, exist_ok=True)
+        settings["path"] = tempfile.mkdtemp(prefix="run-", dir=os.fspath(path))
+    elif explorer.on_disk:
+        folder = TemporaryFolder()
         settings["path"] = folder.name
     if explorer.start is not None:
         settings["store"] = explorer.start
@@ -586,8 +583,7 @@ def explore(
     logged: dict[int, list[HeldLine]] = {}
 
     def run(explorer: Explorer) -> BaseException | None:
-        own: KitKeywords = {**settings, "path": folder_of_run(settings.get("path"))}
-        with held_back() as lines_of_log, explored_kit(explorer, **own) as kit:
+        with held_back() as lines_of_log, explored_kit(explorer, **settings) as kit:
             try:
                 result = function(kit)
                 if inspect.iscoroutine(result):
