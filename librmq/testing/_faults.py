@@ -28,8 +28,8 @@ class _Due:
     broker: str | None
     seconds: float = 0.0
     code: int = 0
-    met: set[str] = field(default_factory=set)
-    """The topics and brokers to which something was sent since the request."""
+    met: set[tuple[str, str]] = field(default_factory=set)
+    """Kinds and names of the topics and brokers to which something was sent since the request."""
 
     def __post_init__(self) -> None:
         _check_times(self.times)
@@ -126,7 +126,7 @@ class Faults:
         """Yield a sentence for each fault after whose request nothing was sent, or its group was not called."""
         for due in self._due:
             for kind, name in (("topic", due.topic), ("broker", due.broker)):
-                if name is not None and name not in due.met:
+                if name is not None and (kind, name) not in due.met:
                     yield f"the fault {due.kind} never happened: nothing was sent to {kind} {name!r} after its request"
             if not due.met and due.topic is due.broker is None:
                 yield f"the fault {due.kind} never happened: nothing was sent after its request"
@@ -136,7 +136,7 @@ class Faults:
     def _before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
         for due in self._due:
-            due.met |= {topic, broker}
+            due.met |= {("topic", topic), ("broker", broker)}
         if self._due and (refusal := self._take("refuse_send", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
             remark = f"refused on request (topic {topic!r})"

@@ -509,12 +509,12 @@ class Kit:
         lost = [
             process for process in self.processes if process.site == site and not process.dead and not process.is_test
         ]
-        here = next((process for process in lost if self._table.runs_now(process)), None)
+        caller = next((process for process in lost if self._table.runs_now(process)), None)
         is_back_now = not round(1000 * seconds)
         for broker in brokers:
             self.crash_broker(broker.name, down=down)
         for process in lost:
-            if process is not here:
+            if process is not caller:
                 self.crash(process, restart=False)
         for copy in self.network.copies:
             if site_of(copy.name) == site and not copy.dead:
@@ -522,13 +522,13 @@ class Kit:
 
         def start_again() -> None:
             for process in lost:
-                if process is not here or not is_back_now:
+                if process is not caller or not is_back_now:
                     process._starts_again = True
                     self._again(process)
 
         self.runner.after(down, f"site {site} is back", start_again)
-        if here is not None:  # last, because it ends the listener that calls
-            self.crash(here, restart=is_back_now)
+        if caller is not None:  # last, because it ends the listener that calls
+            self.crash(caller, restart=is_back_now)
 
     def _again(self, process: Process) -> Process:
         new = self._table.make(process.name, process._factory, process.generation + 1, process.site)
