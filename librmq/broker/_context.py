@@ -145,10 +145,14 @@ class BrokerContext:
             metrics=metrics,
             filters_changed=self._filters_changed,
         )
-        for topic, group in self.offsets.names():
-            retries = receive_retry_topic(group, topic)
-            # The topic of another group's own retries was made for it, as was the group.
-            if retries in self.topics.by_name and retries.removeprefix(TopicPrefix.RETRY) not in self.groups.by_name:
+        # The topic of a group's own retries was made for it, as was the group.
+        of_receives = {
+            topic
+            for topic in self.topics.by_name
+            if topic.startswith(TopicPrefix.RETRY) and topic.removeprefix(TopicPrefix.RETRY) not in self.groups.by_name
+        }
+        for topic, group in self.offsets.names() if of_receives else ():
+            if (retries := receive_retry_topic(group, topic)) in of_receives:
                 self.clients.retry_owners[retries] = group
 
     def step(self, what: str, run_due: Callable[[int], int | None] = _rests) -> Step:
