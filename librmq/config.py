@@ -185,7 +185,7 @@ def check_arguments(what: str, function: Callable[..., object], *arguments: str)
 
 
 def check_path(name: str, path: object, expected: str) -> None:
-    """Refuse what names no folder, or one that nobody means: ``~``, which only shells expand, or a URL.
+    """Check the path of a folder before it is opened.
 
     Raises:
         ConfigError: It is empty, has a null character, or begins with ``~`` or as a URL, and there is no such folder.
@@ -193,20 +193,20 @@ def check_path(name: str, path: object, expected: str) -> None:
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise wrong_kind(name, path, expected)
-    if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ConfigError(f"{name}: expected {expected}, found {os.fspath(path)!r:.80}")
     text = os.fspath(path)
-    unmeant = _UNMEANT.match(text)
-    if unmeant is not None and not os.path.isdir(unmeant[0]):
-        right = text.removeprefix(f"{unmeant[1]}//") if unmeant[1] else os.path.expanduser(text)
+    if not text or "\0" in text:
+        raise ConfigError(f"{name}: expected {expected}, found {text!r:.80}")
+    begin = _OF_SHELLS_AND_URLS.match(text)
+    if begin is not None and not os.path.isdir(begin[0]):
+        path_meant = text.removeprefix(f"{begin[1]}//") if begin[1] else os.path.expanduser(text)
         raise ConfigError(
-            f"{name}: expected {expected}, found {text!r:.80}: write {right!r:.80}, because {unmeant[0]} would be a "
-            f"folder of that name; if it is to be one, write ./{unmeant[0]}"
+            f"{name}: expected {expected}, found {text!r:.80}: write {path_meant!r:.80}, because {begin[0]} would be a "
+            f"folder of that name; if it is to be one, write ./{begin[0]}"
         )
 
 
-_UNMEANT: Final = re.compile(r"~[^/]*|((?:librmq|file):)(?=//)")
-"""The beginning of a path that means another place than a folder of that name: only shells expand ``~``."""
+_OF_SHELLS_AND_URLS: Final = re.compile(r"~[^/]*|((?:librmq|file):)(?=//)")
+"""The beginning of a path that a shell or a program for URLs would replace, and the operating system does not."""
 
 
 def check_now(now_ms: object) -> None:
